@@ -1,0 +1,28 @@
+"""outergrad: distributed auto-differentiation for PyTorch.
+
+Sites that train replicas of one model exchange the factors of its weight gradients, activations
+and deltas, instead of the gradients: the same gradients at a fraction of the bytes.
+"""
+
+from outergrad._attach import distribute
+from outergrad._session import Session
+from outergrad._step import StepDiscardedError
+from outergrad._types import Call, Event, Factors, Rule, Slot
+from outergrad._version import __version__
+from outergrad.exchange import DAD, Dense
+from outergrad.layers import RULES
+
+__all__ = [
+    "DAD",
+    "RULES",
+    "Call",
+    "Dense",
+    "Event",
+    "Factors",
+    "Rule",
+    "Session",
+    "Slot",
+    "StepDiscardedError",
+    "__version__",
+    "distribute",
+]

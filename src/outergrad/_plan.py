@@ -1,0 +1,223 @@
+"""What travels how and in which order: the same on every site, from agreed facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outergrad._buckets import DenseBucket, FactorBucket
+from outergrad._types import Exchange, Slot, Unit
+from outergrad.comm.wire import Header
+
+_FIRST_DENSE_BYTES = 1 << 20
+_DENSE_BYTES = 25 << 20
+
+Bucket = DenseBucket | FactorBucket
+
+
+@dataclass(frozen=True)
+class Model:
+    """The trainable part of a model, as all sites agreed on it.
+
+    Attributes:
+        params: trainable parameters by full name, in the order of registration.
+        slots: every slot, in the order of the model.
+        units: the slots, grouped by shared parameters.
+        reasons: for every parameter outside the units, why it travels dense.
+    """
+
+    params: Mapping[str, nn.Parameter]
+    slots: tuple[Slot, ...]
+    units: tuple[Unit, ...]
+    reasons: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        params: Mapping[str, nn.Parameter], slots: Sequence[Slot], reasons: Mapping[str, str]
+    ) -> Model:
+        """Groups the slots into units."""
+        numel = {name: p.numel() for name, p in params.items()}
+        units = tuple(_unit(group, numel) for group in _connected(slots))
+        return Model(params, tuple(slots), units, reasons)
+
+
+def _unit(slots: Sequence[Slot], numel: Mapping[str, int]) -> Unit:
+    names = tuple(dict.fromkeys(name for slot in slots for name in slot.params))
+    return Unit(tuple(slots), names, sum(numel[name] for name in names))
+
+
+def _connected(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Groups of slots that share parameters, directly or through each other."""
+    groups: list[list[Slot]] = []
+    for slot in slots:
+        touching = [g for g in groups if any(set(s.params) & set(slot.params) for s in g)]
+        groups = [g for g in groups if g not in touching]
+        groups.append([*(s for g in touching for s in g), slot])
+    return groups
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the headers of a step decide.
+
+    Attributes:
+        factors: per unit, whether it travels as factors in this step.
+        wanted: per unit, whether it should be tapped in the next forward.
+        sizes: per unit, bytes of its factors on the site that has most.
+        words: per unit, how it travels and why, for the coverage table.
+    """
+
+    factors: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    sizes: tuple[int, ...]
+    words: tuple[str, ...]
+
+
+class Planner:
+    """Turns headers into buckets; every site computes the same."""
+
+    def __init__(self, model: Model, exchange: Exchange | None, sites: int) -> None:
+        self._model, self._exchange, self._sites = model, exchange, sites
+        self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
+        self._mixed: set[Unit] = set()
+        self._dense: dict[tuple[str, ...], DenseBucket] = {}
+        self._last: tuple[Choice, list[Bucket]] | None = None
+        self.order = tuple(model.params)[::-1]
+
+    def first_wanted(self) -> tuple[bool, ...]:
+        """What to tap before any rows are known: whatever could pay with a single row."""
+        exchange = self._exchange
+        if exchange is None:
+            return tuple(False for _ in self._model.units)
+        return tuple(exchange.break_even(unit, self._sites) > 1 for unit in self._model.units)
+
+    def mark_mixed(self, names: Sequence[str]) -> None:
+        """Sends units of these parameters dense from now on: they also have a dense part."""
+        self._mixed |= {u for u in self._model.units if set(u.params) & set(names)}
+
+    def is_mixed(self, unit: Unit) -> bool:
+        """Whether `mark_mixed` named it."""
+        return unit in self._mixed
+
+    def choose(self, headers: Sequence[Header]) -> Choice:
+        """Decides from what all sites announced."""
+        factors, wanted, sizes, words = [], [], [], []
+        for unit in self._model.units:
+            index = [self._slot_index[slot] for slot in unit.slots]
+            rows_SK = [[header.uses[k].rows for k in index] for header in headers]
+            tapped = all(header.uses[k].tapped for header in headers for k in index)
+            pays = self._pays(unit, rows_SK)
+            wanted.append(pays)
+            factors.append(pays and tapped)
+            sizes.append(max(self._size(unit, rows_K) for rows_K in rows_SK))
+            words.append(self._why(unit, rows_SK, pays=pays, tapped=tapped))
+        return Choice(tuple(factors), tuple(wanted), tuple(sizes), tuple(words))
+
+    def _why(
+        self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, pays: bool, tapped: bool
+    ) -> str:
+        """The word "factors" or why dense; "{pays}" stands for when factors would pay."""
+        if pays:
+            return "factors" if tapped else "accumulated, or not tapped in the last step; {pays}"
+        if unit in self._mixed:
+            return "the weight is also used outside its layer"
+        if any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :]):
+            return "shared by several products; {pays}"
+        return f"{max(map(sum, rows_SK))} rows; {{pays}}"
+
+    def _pays(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        if self._exchange is None or unit in self._mixed:
+            return False
+        return self._exchange.pays(unit, rows_SK)
+
+    def _size(self, unit: Unit, rows_K: Sequence[int]) -> int:
+        exchange = self._exchange
+        if exchange is None:
+            return 0
+        widths = (
+            slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs) for slot in unit.slots
+        )
+        rows = (exchange.sent_rows(s, n) for s, n in zip(unit.slots, rows_K, strict=True))
+        return 4 * sum(w * n for w, n in zip(widths, rows, strict=True))
+
+    def buckets(self, choice: Choice) -> list[Bucket]:
+        """The messages of a step in the order in which every site starts them.
+
+        Members come in the reverse order of registration, about that in which backward reaches
+        them; a unit stands where its last parameter is reached.
+        """
+        if self._last is None or self._last[0] != choice:
+            self._last = choice, self._fill(choice)
+        return self._last[1]
+
+    def dense_bucket(self, names: Sequence[str]) -> DenseBucket:
+        """The bucket of these parameters, with its buffer from earlier steps."""
+        key = tuple(names)
+        if key not in self._dense:
+            self._dense[key] = DenseBucket({name: self._model.params[name] for name in names})
+        return self._dense[key]
+
+    def _fill(self, choice: Choice) -> list[Bucket]:
+        shelf = _Shelf(self)
+        travelling = {
+            self._last_param(unit): (unit, size)
+            for unit, on, size in zip(self._model.units, choice.factors, choice.sizes, strict=True)
+            if on
+        }
+        inside = {name for unit, _ in travelling.values() for name in unit.params}
+        for name in self.order:
+            if name in travelling:
+                assert self._exchange is not None
+                shelf.add_unit(*travelling[name], self._exchange)
+            elif name not in inside:
+                shelf.add_param(name, self._model.params[name])
+        return shelf.close()
+
+    def _last_param(self, unit: Unit) -> str:
+        return max(unit.params, key=self.order.index)
+
+
+class _Shelf:
+    """Buckets being filled: one of factors and one per dtype at a time."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._open: dict[torch.dtype | str, list[tuple[str | Unit, int]]] = {}
+        self._limits: dict[torch.dtype, int] = {}
+        self._closed: list[Bucket] = []
+
+    def add_unit(self, unit: Unit, nbytes: int, exchange: Exchange) -> None:
+        """Adds a unit that travels as factors."""
+        self._exchange = exchange
+        self._add("factors", unit, nbytes, exchange.bucket_bytes)
+
+    def add_param(self, name: str, p: nn.Parameter) -> None:
+        """Adds a parameter that travels dense; the first bucket is small, to start early."""
+        limit = self._limits.get(p.dtype, _FIRST_DENSE_BYTES)
+        if self._add(p.dtype, name, p.numel() * p.element_size(), limit):
+            self._limits[p.dtype] = _DENSE_BYTES
+
+    def close(self) -> list[Bucket]:
+        """All buckets, the open ones last."""
+        for key in list(self._open):
+            self._close(key)
+        return self._closed
+
+    def _add(self, key: torch.dtype | str, member: str | Unit, nbytes: int, limit: int) -> bool:
+        self._open.setdefault(key, []).append((member, nbytes))
+        full = sum(size for _, size in self._open[key]) >= limit
+        if full:
+            self._close(key)
+        return full
+
+    def _close(self, key: torch.dtype | str) -> None:
+        members = [member for member, _ in self._open.pop(key)]
+        if key == "factors":
+            units = [member for member in members if isinstance(member, Unit)]
+            self._closed.append(FactorBucket(len(self._closed), units, self._exchange))
+        else:
+            names = [member for member in members if isinstance(member, str)]
+            self._closed.append(self._planner.dense_bucket(names))

@@ -1,0 +1,247 @@
+"""A session: the life of one distributed model, from `distribute` to `detach`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+from outergrad._plan import Model, Planner
+from outergrad._step import LocalStep, SharedStep, StepDiscardedError
+from outergrad._tap import (
+    TappedLayer,
+    WatchedParameter,
+    at_end_of_backward,
+    current_task,
+    refuse_nested_backward,
+)
+from outergrad._types import Comm, Event, Exchange, Factors, Recorder, Slot
+from outergrad.comm.wire import Header, Use
+from outergrad.record.coverage import Coverage, coverage
+from outergrad.record.stats import LayerStats, Stats
+
+
+class Session:
+    """What `distribute` returns: the model's gradients are shared as long as it is attached."""
+
+    def __init__(
+        self,
+        model: Model,
+        frozen: Mapping[str, nn.Parameter],
+        comm: Comm,
+        exchange: Exchange | None,
+        fingerprint: int,
+        recorder: Recorder | None,
+    ) -> None:
+        self._model, self._frozen, self._comm, self._exchange = model, frozen, comm, exchange
+        self._fingerprint, self._recorder = fingerprint, recorder
+        self._planner = Planner(model, exchange, comm.world_size)
+        self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
+        self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
+        self._layers: list[TappedLayer] = []
+        self._place: dict[Slot, tuple[TappedLayer, int]] = {}
+        self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
+        self._step: LocalStep | SharedStep | None = None
+        self._synchronise, self._attached = True, True
+        self._unshared: set[str] = set()
+        self._lost: Exception | None = None
+        self._stats = Stats(total_sent_bytes=comm.sent_bytes)
+        self._chosen: tuple[str, ...] = ()
+
+    # -- what users call ------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave this site's gradients in `param.grad`, unshared.
+
+        The first backward outside shares all that has been accumulated, as with DDP.
+        """
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def coverage(self) -> Coverage:
+        """How each parameter travels and why; `print(session.coverage())` shows a table."""
+        model = self._model
+        params = {**model.params, **self._frozen}
+        sites = self._comm.world_size
+        return coverage(params, model.units, model.reasons, self._exchange, sites, self._chosen)
+
+    def stats(self) -> Stats:
+        """Bytes and seconds of the last synchronised step, per layer and in total."""
+        return self._stats
+
+    def detach(self) -> None:
+        """Ends the session: the model is plain again and keeps its parameters and gradients.
+
+        Call it on every site. A step whose backward raised is first ended with the other sites.
+        """
+        if not self._attached:
+            return
+        self._attached = False
+        for layer in self._layers:
+            layer.restore()
+        for watched in self._watched.values():
+            watched.remove()
+        self._end_unfinished()
+
+    # -- what distribute() calls ----------------------------------------------------------------
+
+    def attach(self, layer: TappedLayer) -> None:
+        """Adds a layer whose class was swapped."""
+        self._layers.append(layer)
+        self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})
+
+    def watched(self, slot: Slot) -> list[WatchedParameter]:
+        """The parameters of a slot."""
+        return [self._watched[name] for name in slot.params]
+
+    # -- what autograd calls, through the taps --------------------------------------------------
+
+    def taps(self, layer: TappedLayer) -> bool:
+        """Whether some product of the layer should travel as factors in the next step."""
+        return self._synchronise and any(self._wanted[self._unit_of[s]] for s in layer.slots)
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """A product's delta has arrived."""
+        self._current().on_factors(slot, factors)
+
+    def on_gradient(self, name: str) -> None:
+        """Autograd itself has a gradient for the parameter."""
+        self._current().on_gradient(name)
+
+    def on_ready(self, name: str) -> None:
+        """This backward has nothing more for the parameter."""
+        self._current().on_ready(name)
+
+    def _current(self) -> LocalStep | SharedStep:
+        """The step of the backward that runs now; its first event begins it."""
+        task = current_task()
+        if self._step is None or self._step.task != task:
+            self._begin(task)
+        assert self._step is not None
+        return self._step
+
+    def _begin(self, task: int) -> None:
+        refuse_nested_backward()
+        self._end_unfinished()
+        self._refuse_lost()
+        self._refuse_unfrozen()
+        used = {name for name, watched in self._watched.items() if watched.accumulates()}
+        alone = self._comm.world_size == 1 and not any(self._wanted.values())
+        if alone or not self._synchronise:
+            step = LocalStep(task, self._model, used)
+        else:
+            header = self._header(used)
+            step = SharedStep(task, self._model, self._planner, self._comm, header, used)
+        self._step = step
+        at_end_of_backward(lambda: self._finish(step))
+
+    def _header(self, used: set[str]) -> Header:
+        """What this site announces; accumulated gradients count as used."""
+        waiting = {n for n in self._unshared if self._model.params[n].grad is not None}
+        has_gradient = tuple(name in used or name in waiting for name in self._model.params)
+        uses = tuple(self._use(slot, waiting) for slot in self._model.slots)
+        step, rank = self._stats.step, self._comm.rank
+        return Header(self._fingerprint, step, rank, has_gradient, uses)
+
+    def _use(self, slot: Slot, unshared: set[str]) -> Use:
+        layer, k = self._place[slot]
+        tapped, untapped = layer.announced(k)
+        factors_suffice = untapped == 0 and unshared.isdisjoint(self._unit_of[slot].params)
+        return Use(tapped + untapped, factors_suffice, layer.dtypes[k])
+
+    def _finish(self, step: LocalStep | SharedStep) -> None:
+        if step is not self._step:  # left over from a backward that raised
+            return
+        try:
+            if isinstance(step, SharedStep):
+                self._finish_shared(step)
+            elif self._comm.world_size > 1:
+                self._unshared |= step.used
+        finally:
+            self._close(step)
+
+    def _finish_shared(self, step: SharedStep) -> None:
+        try:
+            step.finish()
+        except StepDiscardedError:
+            raise
+        except RuntimeError as error:
+            self._lost = error
+            raise self._lost_error() from error
+        self._unshared.clear()
+
+    def _close(self, step: LocalStep | SharedStep) -> None:
+        self._step = None
+        for layer in self._layers:
+            layer.forget_untapped()
+        if isinstance(step, SharedStep) and step.choice is not None:
+            self._wanted = dict(zip(self._model.units, step.choice.wanted, strict=True))
+            self._chosen = step.choice.words
+            self._count(step)
+
+    def _count(self, step: SharedStep) -> None:
+        sender, sent = step.sender, self._comm.sent_bytes
+        self._stats = Stats(
+            step=self._stats.step + 1,
+            sent_bytes=sent - step.sent_before,
+            total_sent_bytes=sent,
+            compress_s=sum(layer.compress_s for layer in sender.layers.values()),
+            wait_s=step.wait_s,
+            layers=sender.layers,
+        )
+        if self._recorder is None:
+            return
+        for name, layer in self._stats.layers.items():
+            self._recorder.record(self._event(step, name, layer))
+
+    def _event(self, step: SharedStep, name: str, layer: LayerStats) -> Event:
+        header = step.sender.header
+        places = zip(self._model.slots, header.uses, strict=True)
+        rows = sum(use.rows for slot, use in places if (slot.layer or slot.weight) == name)
+        factors = layer.travels == "factors"
+        return Event(
+            header.step,
+            header.rank,
+            name,
+            layer.travels,
+            rows if factors else 0,
+            layer.sent_bytes,
+            layer.compress_s,
+        )
+
+    # -- when something went wrong --------------------------------------------------------------
+
+    def _end_unfinished(self) -> None:
+        """Ends a step whose backward raised here, so that all sites are in step again."""
+        step, self._step = self._step, None
+        if not isinstance(step, SharedStep):
+            return
+        try:
+            step.abandon()
+        except RuntimeError as error:
+            self._lost = error
+        self._close(step)
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost_error() from self._lost
+
+    def _lost_error(self) -> RuntimeError:
+        return RuntimeError(
+            f"site {self._comm.rank} lost the other sites in step {self._stats.step}: "
+            f"{self._lost}. No gradient of this step was applied. The process group cannot be "
+            f"used any more: start the processes again from the last checkpoint"
+        )
+
+    def _refuse_unfrozen(self) -> None:
+        for name, p in self._frozen.items():
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the model was distributed and would not be shared: "
+                    f"call session.detach() and og.distribute(model, ...) again on every site"
+                )

@@ -1,0 +1,221 @@
+"""One backward pass: collect, start the messages in order, finish; all or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from outergrad._buckets import Pending, Result, Sender, add_gradients
+from outergrad._plan import Bucket, Choice, Model, Planner
+from outergrad._types import Comm, Factors, Slot
+from outergrad.comm.wire import Header
+from outergrad.linalg.outer import stack
+
+
+class StepDiscardedError(RuntimeError):
+    """The backward of another site raised; no gradient of the step was applied anywhere."""
+
+
+class Calls:
+    """The products that this backward captured and nobody used yet."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
+        self._touching: dict[str, list[Slot]] = {}
+        for slot in model.slots:
+            for name in slot.params:
+                self._touching.setdefault(name, []).append(slot)
+
+    def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """Keeps one use of a slot."""
+        self._of_slot.setdefault(slot, []).append(factors)
+
+    def take(self, slot: Slot) -> Factors:
+        """The rows of all uses of a slot, which are then forgotten."""
+        return stack([factors() for factors in self._of_slot.pop(slot)])
+
+    def settle(self, name: str) -> None:
+        """Adds what was captured for a parameter to its `grad`, as autograd would have."""
+        for slot in self._touching.get(name, ()):
+            if slot in self._of_slot:
+                gradients: dict[str, Tensor] = {}
+                add_gradients(gradients, slot, [self.take(slot)], self._model.params, 1.0)
+                accumulate(self._model, gradients)
+
+
+@torch.no_grad()
+def accumulate(model: Model, gradients: Mapping[str, Tensor]) -> None:
+    """`param.grad += gradient`."""
+    for name, gradient in gradients.items():
+        p = model.params[name]
+        if p.grad is None:
+            p.grad = gradient
+        else:
+            p.grad.add_(gradient)
+
+
+@torch.no_grad()
+def replace(model: Model, gradients: Mapping[str, Tensor]) -> None:
+    """`param.grad = gradient`, in place where there is one: the gradients are views of buffers."""
+    for name, gradient in gradients.items():
+        p = model.params[name]
+        if p.grad is None:
+            p.grad = gradient.clone()
+        else:
+            p.grad.copy_(gradient)
+
+
+class LocalStep:
+    """A backward whose gradients stay on this site (`no_sync`, or a single site)."""
+
+    def __init__(self, task: int, model: Model, used: set[str]) -> None:
+        self.task, self.used = task, used
+        self._calls = Calls(model)
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """Keeps a captured product until its parameters are ready."""
+        self._calls.add(slot, factors)
+
+    def on_gradient(self, name: str) -> None:
+        """Nothing: autograd has put it where it belongs."""
+
+    def on_ready(self, name: str) -> None:
+        """Adds captured products to the parameter's gradient."""
+        self._calls.settle(name)
+
+
+class SharedStep:
+    """A backward whose gradients become the mean over the sites.
+
+    Once its header is sent, a site always goes through all messages of the step, even if its own
+    backward raised: so the sites never get out of step with each other.
+    """
+
+    def __init__(
+        self,
+        task: int,
+        model: Model,
+        planner: Planner,
+        comm: Comm,
+        header: Header,
+        used: set[str],
+    ) -> None:
+        self.task = task
+        self.wait_s, self.sent_before = 0.0, comm.sent_bytes
+        self.choice: Choice | None = None
+        self._model, self._planner, self._comm = model, planner, comm
+        self._calls = Calls(model)
+        self._waiting = set(used)
+        self._buckets: list[Bucket] = []
+        self._pending: list[Pending] = []
+        words = comm.control(header.words())
+        self._work = comm.all_gather(words, [len(words)] * comm.world_size)
+        index = {slot: k for k, slot in enumerate(model.slots)}
+        self.sender = Sender(comm, model.params, header, [], index, self._calls.take, set())
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """Keeps a captured product until its message is started."""
+        self._calls.add(slot, factors)
+
+    def on_gradient(self, name: str) -> None:
+        """Notes that autograd has a gradient, besides what taps captured."""
+        self.sender.mixed.add(name)
+
+    def on_ready(self, name: str) -> None:
+        """Starts what can be started."""
+        self._waiting.discard(name)
+        self._advance()
+
+    def _advance(self, *, block: bool = False) -> None:
+        """Starts messages in their fixed order, as far as they are ready; all of them if block."""
+        if self.choice is None and not self._adopt(block=block):
+            return
+        while len(self._pending) < len(self._buckets):
+            bucket = self._buckets[len(self._pending)]
+            if not block and not bucket.params.isdisjoint(self._waiting):
+                return
+            self._start(bucket)
+
+    def _adopt(self, *, block: bool) -> bool:
+        """Takes the plan from the headers, if they are there."""
+        if not block and not self._work.done():
+            return False
+        words = [part.tolist() for part in self._wait(self._work.wait)]
+        ours = self.sender.header
+        self.sender.headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
+        self.choice = self._planner.choose(self.sender.headers)
+        self._buckets = self._planner.buckets(self.choice)
+        return True
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket.dense and not self.sender.failed:
+            for name in bucket.params:
+                self._calls.settle(name)
+        with torch.no_grad():
+            self._pending.append(bucket.start(self.sender))
+
+    def _wait(self, wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+        began = time.perf_counter()
+        try:
+            return wait()
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Waits for all messages and writes the gradients.
+
+        Raises:
+            RuntimeError: the backward of some site raised; no gradient was written.
+        """
+        self._advance(block=True)
+        results = self._results()
+        if any(result.failed for result in results):
+            raise StepDiscardedError(
+                f"the backward of another site raised in step {self.sender.header.step}: nothing "
+                f"of this step was applied; call optimizer.zero_grad() before the next"
+            )
+        used = self._used()
+        for bucket, result in zip(self._buckets, results, strict=True):
+            if bucket.dense:
+                replace(self._model, {n: g for n, g in result.gradients.items() if n in used})
+        self._share_mixed(results)
+        for bucket, result in zip(self._buckets, results, strict=True):
+            if not bucket.dense:
+                missing = {n for n in bucket.params & used if n not in result.gradients}
+                accumulate(self._model, {**result.gradients, **self._zeros(missing)})
+
+    def _results(self) -> list[Result]:
+        began = time.perf_counter()
+        with torch.no_grad():
+            results = [pending.wait() for pending in self._pending]
+        self.wait_s += time.perf_counter() - began
+        return results
+
+    def _used(self) -> set[str]:
+        """Parameters that have a gradient on some site; the others are left alone, as in DDP."""
+        masks = zip(*(header.used for header in self.sender.headers), strict=True)
+        return {name for name, mask in zip(self._model.params, masks, strict=True) if any(mask)}
+
+    def _zeros(self, names: Sequence[str] | set[str]) -> dict[str, Tensor]:
+        params = self._model.params
+        return {name: torch.zeros_like(params[name], requires_grad=False) for name in names}
+
+    def _share_mixed(self, results: Sequence[Result]) -> None:
+        """All-reduces what autograd had for parameters that also travelled as factors."""
+        mixed = [name for result in results for name in result.mixed]
+        if not mixed:
+            return
+        self._planner.mark_mixed(mixed)
+        for name in mixed:
+            bucket = self._planner.dense_bucket([name])
+            replace(self._model, bucket.start(self.sender).wait().gradients)
+
+    def abandon(self) -> None:
+        """Ends a step whose backward raised on this site, together with the other sites."""
+        self.sender.failed = True
+        self._advance(block=True)
+        self._results()

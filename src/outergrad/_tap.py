@@ -1,0 +1,253 @@
+"""Every reliance on autograd's inside: taps, the ready event, the finaliser, their refusals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from outergrad._types import Call, Factors, Rule, Slot
+
+NO_TASK = -1
+_REENTRANT = (
+    "a backward runs inside another one, as with checkpoint(use_reentrant=True); "
+    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class Sink(Protocol):
+    """Who is told what happens in backward, in the order in which it happens."""
+
+    def taps(self, layer: TappedLayer) -> bool:
+        """Whether the layer's products should be tapped in this forward."""
+        ...
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """A product's delta has arrived; its rows can be computed at any later time."""
+        ...
+
+    def on_gradient(self, name: str) -> None:
+        """Autograd itself has a gradient for the parameter."""
+        ...
+
+    def on_ready(self, name: str) -> None:
+        """Everything that this backward has for the parameter is there."""
+        ...
+
+
+def current_task() -> int:
+    """Identity of the backward that runs in this thread, or NO_TASK."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs callback when the current backward has succeeded, before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def refuse_nested_backward() -> None:
+    """Checks that the current backward was not started by the backward of a custom function.
+
+    Raises:
+        RuntimeError: it was, as in reentrant checkpointing: parameters would be "ready" once per
+            checkpoint, and the sites would exchange parts of a step.
+    """
+    inner, frame = None, sys._getframe()
+    while frame is not None:
+        runs_function = frame.f_code is BackwardCFunction.apply.__code__
+        if runs_function and inner is not Tap.backward.__code__:
+            raise RuntimeError(_REENTRANT)
+        inner, frame = frame.f_code, frame.f_back
+
+
+class Tap(torch.autograd.Function):
+    """The identity; keeps a and, in backward, hands (a, delta) on instead of a weight gradient.
+
+    It takes the parameters as inputs so that backward reaches them, and marks y dirty instead of
+    copying it, so that an in-place operation may follow.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, a: Tensor, layer: TappedLayer, slot: int, *params: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(a)
+        ctx.layer, ctx.slot, ctx.born_in = layer, slot, current_task()
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+        ctx.layer.capture(ctx, ctx.slot, deltas[0])
+        return deltas[0], *(None for _ in ctx.needs_input_grad[1:])
+
+
+class WatchedParameter:
+    """A trainable parameter: its accumulator node and the hooks that report to a sink."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, sink: Sink) -> None:
+        self.name, self.parameter, self._sink = name, parameter, sink
+        self.node: Node = get_gradient_edge(parameter).node
+        self._handles: list[RemovableHandle] = [
+            parameter.register_hook(self._before),
+            parameter.register_post_accumulate_grad_hook(self._after),
+        ]
+
+    def accumulates(self) -> bool:
+        """Whether the current backward leaves a gradient in the parameter.
+
+        Raises:
+            RuntimeError: it is returned by `torch.autograd.grad` instead.
+        """
+        try:
+            return torch._C._will_engine_execute_node(self.node)
+        except RuntimeError:
+            raise RuntimeError(
+                f"torch.autograd.grad of parameter {self.name!r} would return this site's "
+                f"gradient alone; use loss.backward() and .grad, or session.detach() first"
+            ) from None
+
+    def has_foreign_hooks(self) -> bool:
+        """Whether somebody else wants to see the local gradient: then it must be computed."""
+        hooks = self.parameter._backward_hooks
+        return hooks is not None and len(hooks) > 1
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, gradient: Tensor | None) -> None:
+        """Called whenever backward reaches the parameter; None if only taps feed it."""
+        self.accumulates()
+        if torch.is_grad_enabled():
+            raise RuntimeError(_double_backward(self.name))
+        if gradient is not None:
+            self._sink.on_gradient(self.name)
+
+    def _after(self, _: Tensor) -> None:
+        self._sink.on_ready(self.name)
+
+
+class TappedLayer:
+    """A module whose class was swapped for one that computes through taps."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rule: Rule,
+        slots: Sequence[Slot],
+        watched: Sequence[Sequence[WatchedParameter]],
+        sink: Sink,
+    ) -> None:
+        self.module, self.rule, self.slots = module, rule, tuple(slots)
+        self._watched = [tuple(params) for params in watched]
+        self._sink = sink
+        self._live: list[WeakKeyDictionary[Any, int]] = [WeakKeyDictionary() for _ in slots]
+        self._untapped = [0] * len(self.slots)
+        self.dtypes = [torch.float32] * len(self.slots)
+        self._plain = type(module)
+        module.__class__ = _tapped_class(self._plain, self)
+
+    def restore(self) -> None:
+        """Gives the module its own class back."""
+        self.module.__class__ = self._plain
+
+    def active(self) -> bool:
+        """Whether this forward goes through taps."""
+        if not torch.is_grad_enabled() or not self._sink.taps(self):
+            return False
+        return not any(p.has_foreign_hooks() for params in self._watched for p in params)
+
+    def tap(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
+        """Implements `TapFn` for this layer."""
+        slot %= len(self.slots)
+        here = self.slots[slot]
+        if rows is None:
+            rows = y.numel() // max(here.groups * here.outputs, 1)
+        params = [p.parameter for p in self._watched[slot]]
+        tapped: Tensor = Tap.apply(y, a, self, slot, *params)  # type: ignore[assignment]
+        if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
+            self._live[slot][tapped.grad_fn] = rows
+            self.dtypes[slot] = tapped.dtype
+        return tapped
+
+    def note_untapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Counts rows of a forward without taps: the next plan may want them as factors."""
+        for slot, rows in enumerate(self.rule.rows(self.module, args, kwargs)):
+            self._untapped[slot] += rows
+
+    def forget_untapped(self) -> None:
+        """Starts counting anew."""
+        self._untapped = [0] * len(self.slots)
+
+    def announced(self, slot: int) -> tuple[int, int]:
+        """Rows that the current backward will capture, and rows that passed without a tap."""
+        live = self._live[slot]
+        runs = torch._C._will_engine_execute_node
+        return sum(rows for node, rows in live.items() if runs(node)), self._untapped[slot]
+
+    def capture(self, ctx: Any, slot: int, delta: Tensor) -> None:
+        """Takes the delta of one use of a slot.
+
+        Raises:
+            RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
+        """
+        accumulates = [p.accumulates() for p in self._watched[slot]]
+        name = self._watched[slot][0].name
+        if torch.is_grad_enabled():
+            raise RuntimeError(_double_backward(name))
+        if ctx.born_in != NO_TASK:
+            raise RuntimeError(_REENTRANT)
+        if not any(accumulates):  # gradients of inputs alone were asked for
+            return
+        call = Call(ctx.saved_tensors[0], delta)
+        self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))
+
+
+def _double_backward(name: str) -> str:
+    return (
+        f"{name!r}: backward(create_graph=True) cannot be shared between sites: the gradients of "
+        f"the other sites have no graph here; call session.detach() for double backward"
+    )
+
+
+def _tapped_class(plain: type[nn.Module], layer: TappedLayer) -> type[nn.Module]:
+    """A subclass of a module's class, of the same name, for this one module.
+
+    The layer lives in the class, not in the module: state_dict, `vars(module)`, copies and
+    pickles are those of the plain module.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is layer.module and layer.active():
+            return layer.rule.forward(self, layer.tap, *args, **kwargs)
+        if self is layer.module and torch.is_grad_enabled():
+            layer.note_untapped(args, kwargs)
+        return plain.forward(self, *args, **kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: int) -> Any:  # noqa: N807
+        create, arguments, *rest = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
+        return create, tuple(plain if a is type(self) else a for a in arguments), *rest
+
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    body = {
+        **names,
+        "__doc__": plain.__doc__,
+        "_outergrad_layer": layer,
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+    }
+    return type(plain.__name__, (plain,), body)
+
+
+def is_tapped(module: nn.Module) -> bool:
+    """Whether the module belongs to a session."""
+    return "_outergrad_layer" in vars(type(module))

@@ -1,0 +1,266 @@
+"""What the rooms of outergrad say to each other: slots, units, factors, events and the protocols.
+
+Letters used everywhere: S sites, N rows (batch x positions) on one site, I and O input and output
+width, R rows on the wire, G groups (1 except for grouped convolutions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a layer where an outer product arises: `dW[rows] += deltaᵀ activation`.
+
+    Attributes:
+        layer: full name of the module.
+        weight: full name of the weight that the product belongs to.
+        outputs: O, its number of rows per group.
+        inputs: I, its number of columns per group.
+        bias: full name of the bias that the column sums of delta belong to, if any.
+        groups: G, independent outer products stacked along the weight's first dimension.
+        weight_rows: the part of the weight's first dimension, None for all of it.
+        bias_rows: the part of the bias, None for all of it.
+        lookup: the activations are one-hot (an embedding): ids travel in their place.
+    """
+
+    layer: str
+    weight: str
+    outputs: int
+    inputs: int
+    bias: str | None = None
+    groups: int = 1
+    weight_rows: Rows | None = None
+    bias_rows: Rows | None = None
+    lookup: bool = False
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Full names of the parameters that the slot feeds."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def overlaps(self, other: Slot) -> bool:
+        """Whether both add to the same rows of the same weight."""
+        if self.weight != other.weight:
+            return False
+        if self.weight_rows is None or other.weight_rows is None:
+            return True
+        (start, stop), (begin, end) = self.weight_rows, other.weight_rows
+        return start < end and begin < stop
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Slots that share parameters, directly or through each other: they travel the same way.
+
+    Attributes:
+        slots: the slots, in the order of the model.
+        params: full names of all their parameters.
+        dense_numel: number of elements of these parameters.
+    """
+
+    slots: tuple[Slot, ...]
+    params: tuple[str, ...]
+    dense_numel: int
+
+
+class Factors(NamedTuple):
+    """Rows whose outer product is a weight gradient, `dW_GOI = d_GROᵀ a_GRI`.
+
+    Attributes:
+        d_GRO: deltas. For a lookup slot the summed deltas of each id, (1, R, O) with O the width.
+        a_GRI: activations. For a lookup slot the distinct ids, (R,), int64.
+        b_GO: the bias gradient; None where it is the sum of d_GRO over the rows.
+    """
+
+    d_GRO: Tensor
+    a_GRI: Tensor
+    b_GO: Tensor | None = None
+
+
+class Call(NamedTuple):
+    """What one use of a layer leaves behind in backward.
+
+    Attributes:
+        a: what the rule gave to `tap`: the layer's input, in the layer's own shape.
+        d: delta, the gradient with respect to the layer's output, in the output's shape.
+    """
+
+    a: Tensor
+    d: Tensor
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one layer did in one synchronised step.
+
+    Attributes:
+        step: synchronised steps before this one.
+        rank: this site.
+        layer: full name of the layer, or of the parameter that travelled dense.
+        travels: "factors" or "dense".
+        rows: rows of activations and deltas on this site; 0 for dense.
+        sent_bytes: payload bytes that this site sent for it.
+        compress_s: seconds spent on turning rows into factors.
+    """
+
+    step: int
+    rank: int
+    layer: str
+    travels: str
+    rows: int
+    sent_bytes: int
+    compress_s: float
+
+
+class TapFn(Protocol):
+    """Marks the output of a product, so that its factors are captured in backward."""
+
+    def __call__(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
+        """Returns y, whose delta will be captured together with a for the layer's slot.
+
+        Args:
+            y: output of the product, of any shape; changed in place by nobody else.
+            a: what `Rule.factors` needs besides delta.
+            slot: index into `Rule.slots`.
+            rows: N of this use; None for `y.numel() // (G * O)`.
+        """
+        ...
+
+
+class Rule(Protocol):
+    """How one type of layer computes and what its factors are; knows no communication."""
+
+    owns: tuple[str, ...]
+    """Names of child modules whose parameters this rule handles."""
+
+    def objection(self, module: Any) -> str | None:
+        """Why this module must travel dense, or None.
+
+        Raises:
+            ValueError: the module cannot be trained over several sites at all.
+        """
+        ...
+
+    def slots(self, module: Any, name: str) -> Sequence[Slot]:
+        """The layer's outer products, in an order that is the same on every site."""
+        ...
+
+    def forward(self, module: Any, tap: TapFn, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward with detached parameters, every product passed through tap."""
+        ...
+
+    def rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int]:
+        """N per slot that `forward` with these arguments would tap."""
+        ...
+
+    def factors(self, module: Any, slot: int, call: Call) -> Factors:
+        """The rows of one use of the layer."""
+        ...
+
+
+Rules = Mapping[type[nn.Module], Rule]
+
+
+class Exchange(Protocol):
+    """How the factors of a unit travel: one per method; owns the method's state."""
+
+    bucket_bytes: int
+    """Payload of one message before the next layer opens another."""
+
+    def refuse(self, units: Sequence[Unit]) -> None:
+        """Raises ValueError, by name, for what the method cannot do."""
+        ...
+
+    def break_even(self, unit: Unit, sites: int) -> float:
+        """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
+        ...
+
+    def pays(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """Whether factors are sent, for the rows of every site (S) and slot (K)."""
+        ...
+
+    def sent_rows(self, slot: Slot, rows: int) -> int:
+        """R, the rows on the wire for N rows on a site: agreed before they are computed."""
+        ...
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
+        ...
+
+    def compress(self, slot: Slot, factors: Factors, rows: int) -> Factors:
+        """Exactly `rows` rows with, for an exact method, the same outer product."""
+        ...
+
+    def reveals(self, unit: Unit) -> str:
+        """What the other sites can learn from the unit's factors."""
+        ...
+
+
+class Method(Protocol):
+    """A frozen dataclass of settings that the user passes to `distribute`."""
+
+    def exchange(self) -> Exchange | None:
+        """A new exchange, or None where every parameter travels dense."""
+        ...
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> Any:
+        """Blocks until the result is there and returns it."""
+        ...
+
+
+class Comm(Protocol):
+    """The few collectives that outergrad needs; every site calls them in the same order."""
+
+    rank: int
+    world_size: int
+    sent_bytes: int
+    device: torch.device
+
+    def all_reduce(self, t: Tensor) -> Work:
+        """Sums t over the sites in place; `wait` returns it."""
+        ...
+
+    def all_gather(self, t: Tensor, sizes: Sequence[int]) -> Work:
+        """Gathers 1-D tensors whose lengths may differ; `wait` returns one per site.
+
+        Args:
+            t: this site's, of length `sizes[rank]`.
+            sizes: the agreed length on every site.
+        """
+        ...
+
+    def broadcast(self, t: Tensor) -> None:
+        """Overwrites t with rank 0's."""
+        ...
+
+    def control(self, values: Sequence[int]) -> Tensor:
+        """An int64 tensor for a collective that should not disturb the device."""
+        ...
+
+
+class Recorder(Protocol):
+    """Anything that wants to know what happened in each step."""
+
+    def record(self, event: Event) -> None:
+        """Takes one event; called at the end of backward, on the training thread."""
+        ...
+
+
+FactorsOf = Callable[[Slot], Factors]

@@ -1,0 +1,1 @@
+"""Transports and wire formats; nothing here knows layers or methods."""

@@ -1,0 +1,97 @@
+"""Agreement before the first exchange: the sites compare what they are about to do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from outergrad._types import Comm
+
+_CHUNK_BYTES = 1 << 26
+
+
+def fingerprint(lines: Sequence[str]) -> int:
+    """62 bits of the SHA-256 of a description."""
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
+
+
+def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None) -> int:
+    """Compares a description over the sites, line by line.
+
+    Args:
+        comm: the transport.
+        lines: this site's description, of the form "what: value".
+        error: what went wrong on this site before it could describe itself, if anything.
+
+    Returns:
+        The common fingerprint.
+
+    Raises:
+        ValueError: two sites differ, the same message on every site, naming the first difference
+            and the rank that has it; or another site could not describe itself.
+    """
+    mine = [f"error: {error}"] if error else list(lines)
+    print_ = fingerprint(mine)
+    words = torch.tensor([print_, len("\n".join(mine).encode())], dtype=torch.int64)
+    theirs = [t.tolist() for t in comm.all_gather(words, [2] * comm.world_size).wait()]
+    if error is None and all(t == theirs[0] for t in theirs):
+        return print_
+    texts = _exchange_texts(comm, mine, [size for _, size in theirs])
+    if error is not None:
+        raise error
+    raise ValueError(_first_difference(texts))
+
+
+def _exchange_texts(comm: Comm, mine: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
+    text = torch.frombuffer(bytearray("\n".join(mine).encode()), dtype=torch.uint8)
+    parts = comm.all_gather(text, sizes).wait()
+    return [bytes(part.tolist()).decode().split("\n") for part in parts]
+
+
+def _first_difference(texts: Sequence[Sequence[str]]) -> str:
+    """Where the first site that is unlike most of them departs from those."""
+    for rank, text in enumerate(texts):
+        if text[0].startswith("error: "):
+            return f"site {rank} could not take part: {text[0].removeprefix('error: ')}"
+    usual = Counter(tuple(text) for text in texts).most_common(1)[0][0]
+    normal = next(rank for rank, text in enumerate(texts) if tuple(text) == usual)
+    odd = next(rank for rank, text in enumerate(texts) if tuple(text) != usual)
+    for expected, found in zip_longest(usual, texts[odd], fillvalue="nothing"):
+        if expected != found:
+            return (
+                f"the sites do not agree: site {odd} has {found!r} where site {normal} has "
+                f"{expected!r}; build the same model and method with the same versions everywhere"
+            )
+    raise AssertionError("equal descriptions with different fingerprints")
+
+
+@torch.no_grad()
+def broadcast_all(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    """Makes tensors of any dtype equal to rank 0's, many in one message."""
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        chunk.append(tensor)
+        if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
+            _broadcast_chunk(comm, chunk)
+            chunk = []
+    if chunk:
+        _broadcast_chunk(comm, chunk)
+
+
+def _broadcast_chunk(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    flat = torch.cat([_bytes(t).to(comm.device) for t in tensors])
+    comm.broadcast(flat)
+    if comm.rank == 0:
+        return
+    for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
+        part = part.to(tensor.device, copy=True)  # a copy is aligned for any dtype
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,187 @@
+"""What travels: the header that starts a step, and messages of factors. No pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outergrad._types import Factors, Slot
+
+_MAGIC = 0x6F757465726701  # "outerg", version 1 of the format
+_FIXED_WORDS = 64
+_ALIGNMENT = 16
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The dtypes that factors travel in, by code."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a slot is used in one step on one site.
+
+    Attributes:
+        rows: N, exact where tapped; where not, what was last seen, for the next step's choice.
+        tapped: whether its factors will be captured.
+        dtype: of its deltas.
+    """
+
+    rows: int
+    tapped: bool
+    dtype: torch.dtype
+
+    def encode(self) -> int:
+        """One word of the header."""
+        return self.rows << 4 | DTYPES.index(self.dtype) << 1 | int(self.tapped)
+
+    @staticmethod
+    def decode(word: int) -> Use:
+        """The inverse of `encode`."""
+        return Use(word >> 4, bool(word & 1), DTYPES[word >> 1 & 7])
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a site says of a step before anything else is sent.
+
+    Attributes:
+        fingerprint: of the model, the method and the versions, as agreed by `distribute`.
+        step: synchronised steps before this one.
+        rank: the sender.
+        used: per parameter, whether this site has a gradient for it.
+        uses: per slot, how this site uses it.
+    """
+
+    fingerprint: int
+    step: int
+    rank: int
+    used: tuple[bool, ...]
+    uses: tuple[Use, ...]
+
+    def words(self) -> list[int]:
+        """Its int64 words; small models share one length, so that a mix-up is seen, not fatal."""
+        bits = [_pack_bits(self.used[i : i + 60]) for i in range(0, len(self.used), 60)]
+        words = [_MAGIC, self.fingerprint, self.step, self.rank]
+        words += [*bits, *(use.encode() for use in self.uses)]
+        padded = math.ceil(len(words) / _FIXED_WORDS) * _FIXED_WORDS
+        return words + [0] * (padded - len(words))
+
+    @staticmethod
+    def parse(words: Sequence[int], expected: Header, rank: int) -> Header:
+        """Another site's header, checked against this site's own.
+
+        Raises:
+            RuntimeError: it is not the header of the same step of the same session.
+        """
+        magic, fingerprint, step, sender = words[:4]
+        if (magic, fingerprint) != (_MAGIC, expected.fingerprint):
+            raise RuntimeError(
+                f"site {rank} sent something else than the header of this session; do all sites "
+                f"call the same distributed models in the same order?"
+            )
+        if (step, sender) != (expected.step, rank):
+            raise RuntimeError(
+                f"site {sender} is in its synchronised backward {step}, this site "
+                f"({expected.rank}) in {expected.step}; every site must run the same number"
+            )
+        start = 4 + math.ceil(len(expected.used) / 60)
+        used = [bool(words[4 + i // 60] >> i % 60 & 1) for i in range(len(expected.used))]
+        uses = [Use.decode(word) for word in words[start : start + len(expected.uses)]]
+        return Header(fingerprint, step, sender, tuple(used), tuple(uses))
+
+
+def _pack_bits(bits: Sequence[bool]) -> int:
+    return sum(1 << i for i, bit in enumerate(bits) if bit)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The factors of one slot inside a message: R rows of a dtype, with or without b_GO."""
+
+    slot: Slot
+    rows: int
+    dtype: torch.dtype
+    bias: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire; none without rows."""
+        if not self.rows:
+            return 0
+        return sum(_aligned(math.prod(s) * dtype.itemsize) for s, dtype in self._tensors())
+
+    def _tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        slot, rows = self.slot, self.rows
+        deltas = ((slot.groups, rows, slot.outputs), self.dtype)
+        if slot.lookup:
+            return [deltas, ((rows,), torch.int64)]
+        activations = ((slot.groups, rows, slot.inputs), self.dtype)
+        biases = [((slot.groups, slot.outputs), self.dtype)] if self.bias else []
+        return [deltas, activations, *biases]
+
+    def views(self, payload: Tensor) -> Factors:
+        """The piece's tensors as views of its bytes; there must be rows."""
+        views, offset = [], 0
+        for shape, dtype in self._tensors():
+            nbytes = math.prod(shape) * dtype.itemsize
+            views.append(payload[offset : offset + nbytes].view(dtype).view(shape))
+            offset += _aligned(nbytes)
+        return Factors(*views)
+
+
+@dataclass(frozen=True)
+class Preamble:
+    """What stands before the factors of a message, checked before they are believed.
+
+    Attributes:
+        fingerprint: as in `Header`.
+        step: as in `Header`.
+        bucket: index of the message within the step.
+        rank: the sender.
+        failed: the sender's backward raised: the step is void.
+        flags: per parameter of the bucket, whether it also has a gradient outside its factors.
+    """
+
+    fingerprint: int
+    step: int
+    bucket: int
+    rank: int
+    failed: bool
+    flags: tuple[bool, ...]
+
+    @staticmethod
+    def nbytes(params: int) -> int:
+        """Bytes on the wire for a bucket of that many parameters."""
+        return _aligned(8 * (6 + math.ceil(params / 60)))
+
+    def write(self, message: Tensor) -> None:
+        """Puts it at the start of a message."""
+        bits = [_pack_bits(self.flags[i : i + 60]) for i in range(0, len(self.flags), 60)]
+        fixed = [_MAGIC, self.fingerprint, self.step, self.bucket, self.rank, int(self.failed)]
+        words = torch.tensor(fixed + bits, dtype=torch.int64)
+        message[: words.nbytes].copy_(words.view(torch.uint8))
+
+    @staticmethod
+    def read(message: Tensor, expected: Preamble, rank: int) -> Preamble:
+        """The preamble of another site's message of the same bucket.
+
+        Raises:
+            RuntimeError: the message belongs elsewhere.
+        """
+        size = Preamble.nbytes(len(expected.flags))
+        words = message[:size].view(torch.int64).tolist()
+        ours = [_MAGIC, expected.fingerprint, expected.step, expected.bucket, rank]
+        if words[:5] != ours:
+            raise RuntimeError(
+                f"site {rank} sent a message that is not bucket {expected.bucket} of step "
+                f"{expected.step}; nothing of it was applied"
+            )
+        flags = [bool(words[6 + i // 60] >> i % 60 & 1) for i in range(len(expected.flags))]
+        step, bucket = expected.step, expected.bucket
+        return Preamble(words[1], step, bucket, rank, bool(words[5]), tuple(flags))
+
+
+def _aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT

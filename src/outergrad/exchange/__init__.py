@@ -1,0 +1,6 @@
+"""Methods: how gradients travel. A method is a frozen dataclass; its exchange does the work."""
+
+from outergrad.exchange.dad import DAD
+from outergrad.exchange.dense import Dense
+
+__all__ = ["DAD", "Dense"]

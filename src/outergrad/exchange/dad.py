@@ -1,0 +1,117 @@
+"""dAD: sites send the factors of their gradients, where those are smaller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outergrad._types import Factors, Slot, Unit
+from outergrad.linalg.canonical import canonical
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAD:
+    """Sites send the factors of each weight gradient where they are fewer bytes (dAD).
+
+    Exact. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
+
+    Attributes:
+        always: send factors even where the dense gradient is fewer bytes.
+        reveal: what a site shows of itself. "gradient": canonical factors, a function of the
+            site's own gradient and nothing else. "activations": the raw rows of activations and
+            deltas; less to compute, but the first layer's activations are the data.
+        bucket_bytes: payload of one message before the next layer opens another. Smaller ones
+            overlap better with backward, larger ones cost fewer delays (docs/performance.md).
+    """
+
+    always: bool = False
+    reveal: Literal["gradient", "activations"] = "gradient"
+    bucket_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        if self.reveal not in ("gradient", "activations"):
+            raise ValueError(f"DAD: reveal={self.reveal!r}; use 'gradient' or 'activations'")
+        if self.bucket_bytes <= 0:
+            raise ValueError(f"DAD: bucket_bytes={self.bucket_bytes}; use a positive number")
+
+    def exchange(self) -> DADExchange:
+        """A new exchange with these settings."""
+        return DADExchange(self)
+
+
+class DADExchange:
+    """Decides by bytes between factors and dense, and makes the factors."""
+
+    def __init__(self, method: DAD) -> None:
+        self._always = method.always
+        self._canonical = method.reveal == "gradient"
+        self.bucket_bytes = method.bucket_bytes
+
+    def refuse(self, units: Sequence[Unit]) -> None:
+        """DAD can do every rule."""
+
+    def break_even(self, unit: Unit, sites: int) -> float:
+        """Rows per slot from which on dense is fewer bytes, were all slots used alike."""
+        if self._always:
+            return math.inf
+        if sites == 1:
+            return 0.0
+        per_row = sum(self._row_numel(slot) for slot in unit.slots)
+        biases = sum(s.groups * s.outputs for s in unit.slots if self.sends_bias(s))
+        return (2 * unit.dense_numel / sites - biases) / per_row
+
+    def pays(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """Whether no site sends more than its share of the dense all-reduce would be.
+
+        All-gathered factors cost a site (S - 1) times their size, the ring all-reduce
+        2 (S - 1) / S times the gradient. Slots of one weight that are used together (tied
+        weights) travel dense under reveal="gradient": apart they would show more than their sum.
+        """
+        if self._canonical and _tied_in_use(unit, rows_SK):
+            return False
+        if self._always:
+            return True
+        if len(rows_SK) == 1:
+            return False
+        largest = max(self._sent_numel(unit, rows_K) for rows_K in rows_SK)
+        return largest * len(rows_SK) < 2 * unit.dense_numel
+
+    def sent_rows(self, slot: Slot, rows: int) -> int:
+        """N raw rows, or the largest rank that N rows can have."""
+        if not self._canonical or slot.lookup:
+            return rows
+        return min(rows, slot.outputs, slot.inputs)
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """Canonical factors have no row sums to take it from."""
+        return self._canonical and slot.bias is not None
+
+    def compress(self, slot: Slot, factors: Factors, rows: int) -> Factors:
+        """The raw rows, or canonical ones."""
+        if not self._canonical or slot.lookup:
+            return factors
+        return canonical(factors, rows, bias=slot.bias is not None)
+
+    def reveals(self, unit: Unit) -> str:
+        """What the coverage table says."""
+        if all(slot.lookup for slot in unit.slots):
+            return "this site's gradient: the ids it looked up and their rows"
+        return "this site's gradient" if self._canonical else "activations and deltas of each row"
+
+    def _row_numel(self, slot: Slot) -> int:
+        if slot.lookup:
+            return slot.outputs + 2  # an int64 id counts as two float32
+        return slot.groups * (slot.inputs + slot.outputs)
+
+    def _sent_numel(self, unit: Unit, rows_K: Sequence[int]) -> int:
+        used = [(s, rows) for s, rows in zip(unit.slots, rows_K, strict=True) if rows]
+        biases = sum(s.groups * s.outputs for s, _ in used if self.sends_bias(s))
+        return biases + sum(self.sent_rows(s, rows) * self._row_numel(s) for s, rows in used)
+
+
+def _tied_in_use(unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+    used = [slot for k, slot in enumerate(unit.slots) if any(rows_K[k] for rows_K in rows_SK)]
+    return any(a.overlaps(b) for i, a in enumerate(used) for b in used[i + 1 :])

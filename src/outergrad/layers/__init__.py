@@ -1,0 +1,42 @@
+"""One rule per kind of layer: how it computes and what the factors of its gradient are.
+
+To teach outergrad a new layer, write a `Rule` and pass `rules={**og.RULES, MyLayer: MyRule()}`.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from torch import nn
+
+from outergrad._types import Rule, Rules
+from outergrad.layers.attention import MultiheadAttentionRule
+from outergrad.layers.conv import ConvRule
+from outergrad.layers.embedding import EmbeddingRule
+from outergrad.layers.linear import LinearRule
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: LinearRule(),
+    nn.Conv1d: ConvRule(),
+    nn.Conv2d: ConvRule(),
+    nn.Conv3d: ConvRule(),
+    nn.Embedding: EmbeddingRule(),
+    nn.MultiheadAttention: MultiheadAttentionRule(),
+}
+RULES: Rules = MappingProxyType(_RULES)
+"""The rules that `distribute` uses by default, by exact type of module."""
+
+
+def rule_for(module: nn.Module, rules: Rules) -> tuple[Rule | None, str]:
+    """The rule of a module's type or of the type that it inherits its forward from.
+
+    Returns:
+        The rule, or None with the reason why the module's parameters travel dense.
+    """
+    known = next((base for base in type(module).__mro__ if base in rules), None)
+    if known is None:
+        return None, f"no rule for {type(module).__name__}"
+    if type(module).forward is not known.forward or "forward" in vars(module):
+        return None, f"{type(module).__name__} has a forward of its own"
+    objection = rules[known].objection(module)
+    return (None, objection) if objection else (rules[known], "")

@@ -1,0 +1,71 @@
+"""Embeddings: the gradient of a table is its looked-up ids and the delta rows of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outergrad._types import Call, Factors, Slot, TapFn
+from outergrad.layers._common import is_plain, join
+from outergrad.linalg.outer import coalesce
+
+
+class EmbeddingRule:
+    """`nn.Embedding`; distinct ids travel with the sum of their deltas."""
+
+    owns: tuple[str, ...] = ()
+
+    def objection(self, module: nn.Embedding) -> str | None:
+        """Frequencies of a batch would have to be those of all sites.
+
+        Raises:
+            ValueError: for max_norm, which rewrites the table from each site's own batch, and for
+                sparse gradients, which cannot be added to those of other sites in place.
+        """
+        if module.max_norm is not None:
+            raise ValueError(
+                "max_norm changes the table in forward, by each site's own batch, so the sites "
+                "would drift apart; set max_norm=None and normalise after optimizer.step()"
+            )
+        if module.sparse:
+            raise ValueError(
+                "sparse=True is not supported; set sparse=False "
+                "(og.DAD still sends only the rows that were looked up)"
+            )
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq"
+        return None if is_plain(module, "weight") else "its weight is computed from others"
+
+    def slots(self, module: nn.Embedding, name: str) -> list[Slot]:
+        """One lookup: O is the width of the table, I its number of rows."""
+        inputs, outputs = module.weight.shape
+        return [Slot(name, join(name, "weight"), outputs, inputs, lookup=True)]
+
+    def forward(self, module: nn.Embedding, tap: TapFn, ids: Tensor) -> Tensor:
+        """As `nn.Embedding`."""
+        y = F.embedding(ids, module.weight.detach(), module.padding_idx)
+        return tap(y, ids, rows=_distinct(module, ids))
+
+    def rows(
+        self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[int]:
+        """Distinct ids."""
+        return [_distinct(module, args[0] if args else kwargs["input"])]
+
+    def factors(self, module: nn.Embedding, slot: int, call: Call) -> Factors:
+        """Distinct ids (R,) and their summed deltas (1, R, O)."""
+        ids_N, d_NO = call.a.flatten(), call.d.reshape(-1, call.d.shape[-1])
+        if module.padding_idx is not None:
+            seen = ids_N != module.padding_idx
+            ids_N, d_NO = ids_N[seen], d_NO[seen]
+        ids_R, d_RO = coalesce(ids_N.long(), d_NO)
+        return Factors(d_RO.unsqueeze(0), ids_R)
+
+
+def _distinct(module: nn.Embedding, ids: Tensor) -> int:
+    """Number of distinct ids that have a gradient: what will travel, known before delta is."""
+    distinct = torch.unique(ids)
+    return len(distinct) - int(module.padding_idx is not None and module.padding_idx in distinct)

@@ -1,0 +1,1 @@
+"""Tensor mathematics alone: nothing here knows modules or communication."""

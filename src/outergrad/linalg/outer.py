@@ -1,0 +1,73 @@
+"""Sums of outer products: from factors back to gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outergrad._types import Factors
+
+
+_SMALL = 1 << 14
+"""Products of at most this many elements are summed in float64, which costs them nothing: a
+plain loop over many rows in float32 would be less exact than the layer's own backward."""
+
+
+def stack(parts: Sequence[Factors]) -> Factors:
+    """Concatenates rows: the outer product of the result is the sum of the parts' products."""
+    if len(parts) == 1:
+        return parts[0]
+    d_GRO = torch.cat([part.d_GRO for part in parts], dim=1)
+    if parts[0].a_GRI.dim() == 1:  # ids
+        ids_R, d_RO = coalesce(torch.cat([part.a_GRI for part in parts]), d_GRO[0])
+        return Factors(d_RO.unsqueeze(0), ids_R)
+    return Factors(d_GRO, torch.cat([part.a_GRI for part in parts], dim=1))
+
+
+def weight_gradient(factors: Factors, scale: float = 1.0) -> Tensor:
+    """`scale * dᵀ a`, shape (G * O, I), in the dtype of the factors."""
+    d_GRO, a_GRI = factors.d_GRO, factors.a_GRI
+    dtype = d_GRO.dtype
+    if d_GRO.shape[0] * d_GRO.shape[2] * a_GRI.shape[2] <= _SMALL:
+        d_GRO, a_GRI = d_GRO.double(), a_GRI.double()
+    if scale != 1.0:  # the smaller factor, not the product: fewer elements to touch
+        smaller_is_d = d_GRO.shape[2] <= a_GRI.shape[2]
+        d_GRO, a_GRI = (d_GRO * scale, a_GRI) if smaller_is_d else (d_GRO, a_GRI * scale)
+    if d_GRO.shape[0] == 1:
+        return (d_GRO[0].mT @ a_GRI[0]).to(dtype)
+    return (d_GRO.mT @ a_GRI).flatten(0, 1).to(dtype)
+
+
+def bias_gradient(parts: Sequence[Factors], scale: float = 1.0) -> Tensor:
+    """`scale *` the sum over parts of their bias gradients, shape (G * O,)."""
+    total_GO = sum((_own_bias_gradient(part) for part in parts[1:]), _own_bias_gradient(parts[0]))
+    return (total_GO * scale).flatten().to(parts[0].d_GRO.dtype)
+
+
+def _own_bias_gradient(factors: Factors) -> Tensor:
+    """Column sums of delta in float64, unless they travelled ready-made."""
+    if factors.b_GO is not None:
+        return factors.b_GO.double()
+    return factors.d_GRO.sum(dim=1, dtype=torch.float64)
+
+
+def coalesce(ids_N: Tensor, d_NO: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums the rows of equal ids: distinct sorted ids (R,) and their sums (R, O)."""
+    distinct_R, where_N = torch.unique(ids_N, return_inverse=True)
+    sums_RO = d_NO.new_zeros(len(distinct_R), d_NO.shape[1]).index_add_(0, where_N, d_NO)
+    return distinct_R, sums_RO
+
+
+def lookup_gradient(parts: Sequence[Factors], vocabulary: int, scale: float = 1.0) -> Tensor:
+    """`scale *` the sum of each part's rows at its ids, shape (vocabulary, O).
+
+    Ids are distinct within a part, so the order of additions, and with it every bit of the
+    result, is the same on every site, on CUDA too.
+    """
+    first = parts[0].d_GRO
+    gradient = first.new_zeros(vocabulary, first.shape[2])
+    for part in parts:
+        gradient.index_add_(0, part.a_GRI, part.d_GRO[0], alpha=scale)
+    return gradient

@@ -1,0 +1,1 @@
+"""What a session tells its user: coverage and statistics."""

@@ -1,0 +1,116 @@
+"""How each parameter travels, why, and what the other sites can learn from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from outergrad._types import Exchange, Unit
+
+_OWN_GRADIENT = "this site's gradient"
+_MEAN_GRADIENT = "the mean gradient"
+_HEADINGS = ("parameter", "shape", "travels", "why", "other sites learn")
+
+
+@dataclass(frozen=True)
+class Travel:
+    """One line of the table.
+
+    Attributes:
+        parameter: full name.
+        shape: of the parameter.
+        travels: "factors", "dense", "not trained", or "factors or dense" before the first step.
+        why: the reason, in words.
+        reveals: what the other sites can learn from this site's messages.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    travels: str
+    why: str
+    reveals: str
+
+
+@dataclass(frozen=True)
+class Coverage(Sequence[Travel]):
+    """All lines; `str()` is a table."""
+
+    lines: tuple[Travel, ...]
+
+    def __getitem__(self, index):  # type: ignore[override]  # noqa: ANN001, ANN204
+        return self.lines[index]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __str__(self) -> str:
+        """The table, one parameter per line."""
+        cells = [_HEADINGS, *(_cells(line) for line in self.lines)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADINGS))]
+        rule = tuple("-" * width for width in widths)
+        rows = [cells[0], rule, *cells[1:]]
+        padded = (zip(row, widths, strict=True) for row in rows)
+        return "\n".join("  ".join(c.ljust(w) for c, w in row).rstrip() for row in padded)
+
+    __repr__ = __str__
+
+
+def _cells(line: Travel) -> tuple[str, ...]:
+    shape = " x ".join(map(str, line.shape)) or "scalar"
+    return (line.parameter, shape, line.travels, line.why, line.reveals)
+
+
+def coverage(
+    params: Mapping[str, nn.Parameter],
+    units: Sequence[Unit],
+    reasons: Mapping[str, str],
+    exchange: Exchange | None,
+    sites: int,
+    chosen: Sequence[str],
+) -> Coverage:
+    """The table of a model.
+
+    Args:
+        params: all parameters, frozen ones too.
+        units: the units of the trainable ones that have a rule.
+        reasons: why the others travel dense.
+        exchange: None where everything does.
+        sites: number of sites.
+        chosen: per unit, how it travelled in the last step; empty before the first.
+    """
+    dense = {name: ("dense", why, _dense_reveals(sites)) for name, why in reasons.items()}
+    travels = dict(dense)
+    for u, unit in enumerate(units):
+        assert exchange is not None
+        entry = _unit_entry(unit, exchange, sites, chosen[u] if chosen else "")
+        travels.update(dict.fromkeys(unit.params, entry))
+    return Coverage(tuple(_travels(params, travels)))
+
+
+def _travels(
+    params: Mapping[str, nn.Parameter], travels: Mapping[str, tuple[str, str, str]]
+) -> Iterator[Travel]:
+    for name, p in params.items():
+        entry = travels.get(name, ("not trained", "requires_grad is False", "nothing"))
+        yield Travel(name, tuple(p.shape), *entry)
+
+
+def _unit_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tuple[str, str, str]:
+    limit = exchange.break_even(unit, sites)
+    rows = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"
+    pays = f"factors are fewer bytes for {rows} rows per site"
+    if math.isinf(limit):
+        pays = "always=True"
+    if not chosen:
+        return "factors or dense", pays, exchange.reveals(unit)
+    if chosen == "factors":
+        return chosen, pays, exchange.reveals(unit)
+    return "dense", chosen.format(pays=pays), _dense_reveals(sites)
+
+
+def _dense_reveals(sites: int) -> str:
+    """In an all-reduce of two sites each can subtract its own part."""
+    return "nothing" if sites == 1 else _OWN_GRADIENT if sites == 2 else _MEAN_GRADIENT

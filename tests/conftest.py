@@ -1,0 +1,25 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def no_leaks():
+    """Fails a test that leaves a thread of a rank or a default process group behind."""
+    torch.manual_seed(0)
+    yield
+    left = [t.name for t in threading.enumerate() if t.name.startswith("rank ")]
+    assert not left, f"threads left: {left}"
+    assert not dist.is_initialized(), "a default process group was left"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_per_rank():
+    """Ranks are threads here: more would only fight for the cores."""
+    torch.set_num_threads(1)
