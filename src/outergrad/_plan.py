@@ -85,7 +85,9 @@ class Planner:
         self._mixed: set[Unit] = set()
         self._dense: dict[tuple[str, ...], DenseBucket] = {}
         self._last: tuple[Choice, list[Bucket]] | None = None
-        self.order = tuple(model.params)[::-1]
+        self._order = tuple(model.params)[::-1]
+        self.opening: frozenset[str] = frozenset()
+        """Parameters of the first message of the last step: when they are ready, it is time."""
 
     def first_wanted(self) -> tuple[bool, ...]:
         """What to tap before any rows are known: whatever could pay with a single row."""
@@ -151,6 +153,7 @@ class Planner:
         """
         if self._last is None or self._last[0] != choice:
             self._last = choice, self._fill(choice)
+            self.opening = self._last[1][0].params
         return self._last[1]
 
     def dense_bucket(self, names: Sequence[str]) -> DenseBucket:
@@ -168,7 +171,7 @@ class Planner:
             if on
         }
         inside = {name for unit, _ in travelling.values() for name in unit.params}
-        for name in self.order:
+        for name in self._order:
             if name in travelling:
                 assert self._exchange is not None
                 shelf.add_unit(*travelling[name], self._exchange)
@@ -177,7 +180,7 @@ class Planner:
         return shelf.close()
 
     def _last_param(self, unit: Unit) -> str:
-        return max(unit.params, key=self.order.index)
+        return max(unit.params, key=self._order.index)
 
 
 class _Shelf:

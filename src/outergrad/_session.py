@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from outergrad._plan import Model, Planner
-from outergrad._step import LocalStep, SharedStep, StepDiscardedError
+from outergrad._step import LocalStep, SharedStep
 from outergrad._tap import (
     TappedLayer,
     WatchedParameter,
@@ -16,7 +16,7 @@ from outergrad._tap import (
     current_task,
     refuse_nested_backward,
 )
-from outergrad._types import Comm, Event, Exchange, Factors, Recorder, Slot
+from outergrad._types import Comm, Event, Exchange, ExchangeError, Factors, Recorder, Slot
 from outergrad.comm.wire import Header, Use
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import LayerStats, Stats
@@ -107,15 +107,18 @@ class Session:
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """A product's delta has arrived."""
-        self._current().on_factors(slot, factors)
+        with self._noting_loss():
+            self._current().on_factors(slot, factors)
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
-        self._current().on_gradient(name)
+        with self._noting_loss():
+            self._current().on_gradient(name)
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
-        self._current().on_ready(name)
+        with self._noting_loss():
+            self._current().on_ready(name)
 
     def _current(self) -> LocalStep | SharedStep:
         """The step of the backward that runs now; its first event begins it."""
@@ -159,21 +162,13 @@ class Session:
             return
         try:
             if isinstance(step, SharedStep):
-                self._finish_shared(step)
+                with self._noting_loss():
+                    step.finish()
+                self._unshared.clear()
             elif self._comm.world_size > 1:
                 self._unshared |= step.used
         finally:
             self._close(step)
-
-    def _finish_shared(self, step: SharedStep) -> None:
-        try:
-            step.finish()
-        except StepDiscardedError:
-            raise
-        except RuntimeError as error:
-            self._lost = error
-            raise self._lost_error() from error
-        self._unshared.clear()
 
     def _close(self, step: LocalStep | SharedStep) -> None:
         self._step = None
@@ -223,9 +218,18 @@ class Session:
             return
         try:
             step.abandon()
-        except RuntimeError as error:
+        except ExchangeError as error:
             self._lost = error
         self._close(step)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Remembers that the transport failed: its group must not be used again."""
+        try:
+            yield
+        except ExchangeError as error:
+            self._lost = error
+            raise self._lost_error() from error
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:

@@ -113,7 +113,7 @@ class SharedStep:
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
         words = comm.control(header.words())
-        self._work = comm.all_gather(words, [len(words)] * comm.world_size)
+        self._announced = comm.all_gather(words, [len(words)] * comm.world_size)
         index = {slot: k for k, slot in enumerate(model.slots)}
         self.sender = Sender(comm, model.params, header, [], index, self._calls.take, set())
 
@@ -131,25 +131,30 @@ class SharedStep:
         self._advance()
 
     def _advance(self, *, block: bool = False) -> None:
-        """Starts messages in their fixed order, as far as they are ready; all of them if block."""
-        if self.choice is None and not self._adopt(block=block):
-            return
+        """Starts messages in their fixed order, as far as they are ready; all of them if block.
+
+        What starts depends on the place in the program alone, never on timing: collectives of
+        others on the same group may come between, in the same places on every site.
+        """
+        if self.choice is None:
+            if not block and not self._planner.opening.isdisjoint(self._waiting):
+                return
+            self._adopt()
         while len(self._pending) < len(self._buckets):
             bucket = self._buckets[len(self._pending)]
             if not block and not bucket.params.isdisjoint(self._waiting):
                 return
             self._start(bucket)
 
-    def _adopt(self, *, block: bool) -> bool:
-        """Takes the plan from the headers, if they are there."""
-        if not block and not self._work.done():
-            return False
-        words = [part.tolist() for part in self._wait(self._work.wait)]
+    def _adopt(self) -> None:
+        """Takes the plan from the headers of all sites."""
+        began = time.perf_counter()
+        words = [part.tolist() for part in self._announced.wait()]
+        self.wait_s += time.perf_counter() - began
         ours = self.sender.header
         self.sender.headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
         self.choice = self._planner.choose(self.sender.headers)
         self._buckets = self._planner.buckets(self.choice)
-        return True
 
     def _start(self, bucket: Bucket) -> None:
         if bucket.dense and not self.sender.failed:
@@ -157,13 +162,6 @@ class SharedStep:
                 self._calls.settle(name)
         with torch.no_grad():
             self._pending.append(bucket.start(self.sender))
-
-    def _wait(self, wait: Callable[[], list[Tensor]]) -> list[Tensor]:
-        began = time.perf_counter()
-        try:
-            return wait()
-        finally:
-            self.wait_s += time.perf_counter() - began
 
     def finish(self) -> None:
         """Waits for all messages and writes the gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -114,10 +115,10 @@ class WatchedParameter:
                 f"gradient alone; use loss.backward() and .grad, or session.detach() first"
             ) from None
 
-    def has_foreign_hooks(self) -> bool:
-        """Whether somebody else wants to see the local gradient: then it must be computed."""
+    def tappable(self) -> bool:
+        """Whether it is trained and nobody else has a hook that wants the local gradient."""
         hooks = self.parameter._backward_hooks
-        return hooks is not None and len(hooks) > 1
+        return self.parameter.requires_grad and hooks is not None and len(hooks) == 1
 
     def remove(self) -> None:
         """Takes the hooks away."""
@@ -164,7 +165,7 @@ class TappedLayer:
         """Whether this forward goes through taps."""
         if not torch.is_grad_enabled() or not self._sink.taps(self):
             return False
-        return not any(p.has_foreign_hooks() for params in self._watched for p in params)
+        return all(p.tappable() for params in self._watched for p in params)
 
     def tap(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
         """Implements `TapFn` for this layer."""
@@ -234,8 +235,8 @@ def _tapped_class(plain: type[nn.Module], layer: TappedLayer) -> type[nn.Module]
         return plain.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> Any:  # noqa: N807
-        create, arguments, *rest = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
-        return create, tuple(plain if a is type(self) else a for a in arguments), *rest
+        _, _, *state = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
+        return copyreg._reconstructor, (plain, object, None), *state  # type: ignore[attr-defined]
 
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     body = {

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 Rows = tuple[int, int]
 
 
+class ExchangeError(RuntimeError):
+    """The other sites are out of reach, or sent what cannot belong to this step."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """One place in a layer where an outer product arises: `dW[rows] += deltaᵀ activation`.
@@ -215,10 +219,6 @@ class Method(Protocol):
 
 class Work(Protocol):
     """A collective under way."""
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        ...
 
     def wait(self) -> Any:
         """Blocks until the result is there and returns it."""

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from outergrad._types import ExchangeError
+
+
+@contextmanager
+def _transport() -> Iterator[None]:
+    """Gives the errors of a transport a type of their own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(str(error)) from error
 
 
 class Ready:
@@ -15,10 +27,6 @@ class Ready:
 
     def __init__(self, result: Any) -> None:
         self._result = result
-
-    def done(self) -> bool:
-        """Always."""
-        return True
 
     def wait(self) -> Any:
         """The result, at once."""
@@ -31,13 +39,10 @@ class TorchWork:
     def __init__(self, work: dist.Work, result: Callable[[], Any]) -> None:
         self._work, self._result = work, result
 
-    def done(self) -> bool:
-        """Whether the transfer has ended."""
-        return self._work.is_completed()
-
     def wait(self) -> Any:
         """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
-        self._work.wait()
+        with _transport():
+            self._work.wait()
         return self._result()
 
 
@@ -65,7 +70,8 @@ class TorchComm:
             return Ready(t)
         self.sent_bytes += ring_bytes(t.nbytes, self.world_size)
         staged = t if t.device in (self._wire, self._host) else t.to(self._wire)
-        work = dist.all_reduce(staged, group=self._group, async_op=True)
+        with _transport():
+            work = dist.all_reduce(staged, group=self._group, async_op=True)
         return TorchWork(work, lambda: t if staged is t else t.copy_(staged))  # type: ignore
 
     def all_gather(self, t: Tensor, sizes: Sequence[int]) -> Ready | TorchWork:
@@ -86,9 +92,10 @@ class TorchComm:
         incoming = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
         outgoing = [0 if rank == self.rank else len(t) for rank in range(self.world_size)]
         output = staged.new_empty(sum(incoming))
-        work = dist.all_to_all_single(
-            output, inputs, incoming, outgoing, group=self._group, async_op=True
-        )
+        with _transport():
+            work = dist.all_to_all_single(
+                output, inputs, incoming, outgoing, group=self._group, async_op=True
+            )
 
         def parts() -> list[Tensor]:
             split = list(output.to(t.device).split(incoming))
@@ -102,7 +109,8 @@ class TorchComm:
         if self.world_size == 1:
             return
         staged = t.to(self._wire).contiguous()
-        dist.broadcast(staged, group=self._group, group_src=0)
+        with _transport():
+            dist.broadcast(staged, group=self._group, group_src=0)
         if staged is not t:
             t.copy_(staged)
 

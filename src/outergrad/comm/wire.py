@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Slot
+from outergrad._types import ExchangeError, Factors, Slot
 
 _MAGIC = 0x6F757465726701  # "outerg", version 1 of the format
 _FIXED_WORDS = 64
@@ -73,16 +73,16 @@ class Header:
         """Another site's header, checked against this site's own.
 
         Raises:
-            RuntimeError: it is not the header of the same step of the same session.
+            ExchangeError: it is not the header of the same step of the same session.
         """
         magic, fingerprint, step, sender = words[:4]
         if (magic, fingerprint) != (_MAGIC, expected.fingerprint):
-            raise RuntimeError(
+            raise ExchangeError(
                 f"site {rank} sent something else than the header of this session; do all sites "
                 f"call the same distributed models in the same order?"
             )
         if (step, sender) != (expected.step, rank):
-            raise RuntimeError(
+            raise ExchangeError(
                 f"site {sender} is in its synchronised backward {step}, this site "
                 f"({expected.rank}) in {expected.step}; every site must run the same number"
             )
@@ -168,13 +168,13 @@ class Preamble:
         """The preamble of another site's message of the same bucket.
 
         Raises:
-            RuntimeError: the message belongs elsewhere.
+            ExchangeError: the message belongs elsewhere.
         """
         size = Preamble.nbytes(len(expected.flags))
         words = message[:size].view(torch.int64).tolist()
         ours = [_MAGIC, expected.fingerprint, expected.step, expected.bucket, rank]
         if words[:5] != ours:
-            raise RuntimeError(
+            raise ExchangeError(
                 f"site {rank} sent a message that is not bucket {expected.bucket} of step "
                 f"{expected.step}; nothing of it was applied"
             )

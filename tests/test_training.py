@@ -1,0 +1,522 @@
+"""What users do around backward: accumulation, clipping, copies, autocast, errors, several models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outergrad as og
+from cases import METHODS, mlp, relative_error
+from ranks import run_on_lasting_groups, run_ranks, try_ranks
+
+BATCHES = [torch.randn(4 + s, 6, generator=torch.Generator().manual_seed(s)) for s in range(4)]
+SITES = 2
+
+
+def build_model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(mlp(6, 24, 24, inplace=True), nn.LayerNorm(24), nn.Linear(24, 5))
+
+
+MODELS = [build_model(seed) for seed in range(SITES + 2)]
+LAYER = nn.Linear(30, 40)
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    """A model of its own for a rank: threads share one random stream, so none is drawn there."""
+    return copy.deepcopy(MODELS[seed])
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) ** 2).mean()
+
+
+def pooled(steps: int = 1) -> dict[str, torch.Tensor]:
+    """`steps` equal backward passes of every site, averaged over the sites, in float64."""
+    model = model_of().double()
+    for x in BATCHES[:SITES]:
+        for k in range(steps):
+            (loss_of(model, (k + 1) * x.double()) / SITES).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_equal(model: nn.Module, expected: dict[str, torch.Tensor], limit: float = 5e-6) -> None:
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, expected[name]) < limit, name
+
+
+@pytest.fixture(params=METHODS)
+def method(request):
+    return METHODS[request.param]
+
+
+def test_accumulation_without_no_sync(method):
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        for k in range(3):
+            loss_of(model, (k + 1) * BATCHES[rank]).backward()
+        assert_equal(model, pooled(3))
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_accumulation_with_no_sync(method):
+    def body(rank, group):
+        model = model_of()
+        session = og.distribute(model, method, group=group)
+        for _ in range(2):
+            model.zero_grad()
+            with session.no_sync():
+                for k in range(2):
+                    before = session.stats().total_sent_bytes
+                    loss_of(model, (k + 1) * BATCHES[rank]).backward()
+                    assert session.stats().total_sent_bytes == before
+            loss_of(model, 3 * BATCHES[rank]).backward()
+            assert_equal(model, pooled(3))
+        model.zero_grad()  # and back to sharing step by step
+        loss_of(model, BATCHES[rank]).backward()
+        loss_of(model, BATCHES[rank]).backward()
+        single = {name: 2 * g for name, g in pooled(1).items()}
+        assert_equal(model, single)
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_no_sync_leaves_the_local_gradient(method):
+    def body(rank, group):
+        model, alone = model_of(), model_of()
+        session = og.distribute(model, method, group=group)
+        forward_outside = loss_of(model, BATCHES[rank])
+        with session.no_sync():
+            forward_outside.backward()
+            loss_of(model, BATCHES[rank]).backward()
+        (2 * loss_of(alone, BATCHES[rank])).backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_zero_grad_in_place(method):
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            kept = [p.grad for p in model.parameters()]
+            loss_of(model, BATCHES[rank]).backward()
+            assert_equal(model, pooled())
+        assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+
+    run_on_lasting_groups(SITES, body)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["optimizer before", "optimizer after"])
+def test_training_keeps_the_sites_equal_and_follows_the_pooled_model(method, before):
+    """Ten steps with clipping and Adam: bit-equal between sites, close to pooled training."""
+    pooled_model = model_of()
+    optimizer = torch.optim.Adam(pooled_model.parameters(), lr=0.01)
+    for _ in range(10):
+        optimizer.zero_grad()
+        sum(loss_of(pooled_model, x) / SITES for x in BATCHES[:SITES]).backward()
+        nn.utils.clip_grad_norm_(pooled_model.parameters(), 0.05)
+        optimizer.step()
+
+    def body(rank, group):
+        model = model_of(seed=rank)  # made equal to rank 0's
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01) if before else None
+        og.distribute(model, method, group=group)
+        optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss_of(model, BATCHES[rank]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = run_on_lasting_groups(SITES, body)
+    for p, q, reference in zip(first, second, pooled_model.parameters(), strict=True):
+        assert torch.equal(p, q)
+        torch.testing.assert_close(p, reference.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_bf16_autocast(method):
+    """As exact as what autograd itself makes of bf16 products."""
+    expected = pooled()
+
+    def train(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, x)
+        loss.backward()
+
+    def body(rank, group):
+        model, alone = model_of(), [model_of() for _ in range(SITES)]
+        session = og.distribute(model, method, group=group)
+        for _ in range(2):
+            model.zero_grad()
+            train(model, BATCHES[rank])
+        for k, replica in enumerate(alone):
+            train(replica, BATCHES[k])
+        for name, p in model.named_parameters():
+            local = [dict(replica.named_parameters())[name].grad for replica in alone]
+            by_autograd = relative_error(sum(local) / SITES, expected[name])
+            assert p.grad.dtype == torch.float32
+            assert relative_error(p.grad, expected[name]) < 1.5 * by_autograd + 2e-3, name
+        return session.stats().layers
+
+    layers = run_on_lasting_groups(SITES, body)[0]
+    if method == og.DAD(always=True, reveal="activations"):
+        rows = len(BATCHES[0])
+        assert layers["0.2"].sent_bytes <= rows * (24 + 24) * 2 + 64, "bf16 halves the bytes"
+
+
+def test_copies_and_pickles_are_plain(method):
+    def body(rank, group):
+        model = model_of()
+        kinds = [type(m) for m in model.modules()]
+        names, keys = [t.__name__ for t in kinds], list(model.state_dict())
+        session = og.distribute(model, method, group=group)
+        loss_of(model, BATCHES[rank]).backward()
+        assert [type(m).__name__ for m in model.modules()] == names
+        assert list(model.state_dict()) == keys
+        assert all(isinstance(m, kind) for m, kind in zip(model.modules(), kinds, strict=True))
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        copies = [
+            copy.deepcopy(model),
+            torch.load(buffer, weights_only=False),
+            pickle.loads(pickle.dumps(model)),
+        ]
+        sent = session.stats().total_sent_bytes
+        for twin in copies:
+            assert [type(m) for m in twin.modules()] == kinds
+            twin.zero_grad()
+            loss_of(twin, BATCHES[rank]).backward()  # on one site at a time: nothing is shared
+            alone = model_of()
+            loss_of(alone, BATCHES[rank]).backward()
+            for p, q in zip(twin.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+        assert session.stats().total_sent_bytes == sent
+        restored = model_of(seed=3)
+        restored.load_state_dict(model.state_dict())
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_detach_and_back(method):
+    def body(rank, group):
+        model = model_of()
+        kinds = [type(m) for m in model.modules()]
+        og.distribute(model, method, group=group).detach()
+        assert [type(m) for m in model.modules()] == kinds
+        loss_of(model, BATCHES[rank]).backward()
+        alone = model_of()
+        loss_of(alone, BATCHES[rank]).backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        model.zero_grad()
+        session = og.distribute(model, method, group=group)
+        loss_of(model, BATCHES[rank]).backward()
+        assert_equal(model, pooled())
+        session.detach()
+        session.detach()  # twice does no harm
+
+    run_on_lasting_groups(SITES, body)
+
+
+class Boom(torch.autograd.Function):
+    """The identity, whose backward raises when told to."""
+
+    armed: bool = False
+
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, delta):
+        if ctx.armed:
+            raise ArithmeticError("boom")
+        return delta, None
+
+
+def boom_step(model, x, armed):
+    hidden = Boom.apply(model[0](x), armed)
+    (model[2](model[1](hidden)) ** 2).mean().backward()
+
+
+def test_exception_in_backward_on_all_sites_then_a_good_step(method):
+    def body(rank, group):
+        model = model_of()
+        session = og.distribute(model, method, group=group)
+        for _ in range(2):
+            with pytest.raises(ArithmeticError):
+                boom_step(model, BATCHES[rank], armed=True)
+            model.zero_grad()
+            boom_step(model, BATCHES[rank], armed=False)
+            assert_equal(model, pooled())
+            model.zero_grad()
+        session.detach()
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_exception_in_backward_on_one_site_discards_the_step_everywhere(method):
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        boom_step(model, BATCHES[rank], armed=False)
+        kept = [p.grad.clone() for p in model.parameters()]
+        expected = ArithmeticError if rank == 0 else og.StepDiscardedError
+        with pytest.raises(expected):
+            if rank == 1:
+                model.zero_grad()
+            boom_step(model, BATCHES[rank], armed=rank == 0)
+            pytest.fail("must raise")
+        del kept
+        model.zero_grad()
+        boom_step(model, BATCHES[rank], armed=False)
+        assert_equal(model, pooled())
+
+    # Site 0 ends the failed step when it begins the next: site 1 waits in its backward until then.
+    run_on_lasting_groups(SITES, body)
+
+
+def test_two_models_in_one_process(method):
+    def body(rank, group):
+        first, second = model_of(), model_of()
+        og.distribute(first, method, group=group)
+        og.distribute(second, og.DAD(always=True), group=group)
+        loss_of(first, BATCHES[rank]).backward()
+        loss_of(second, BATCHES[rank]).backward()
+        assert_equal(first, pooled())
+        assert_equal(second, pooled())
+        first.zero_grad()
+        second.zero_grad()
+        (loss_of(first, BATCHES[rank]) + loss_of(second, BATCHES[rank])).backward()
+        assert_equal(first, pooled())
+        assert_equal(second, pooled())
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_two_losses_of_one_forward_each(method):
+    """As in a GAN: two forwards, then two backwards."""
+
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        for _ in range(2):
+            model.zero_grad()
+            losses = [loss_of(model, (k + 1) * BATCHES[rank]) for k in range(2)]
+            for loss in losses:
+                loss.backward()
+            assert_equal(model, pooled(2))
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_backward_twice_through_one_graph(method):
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        loss = loss_of(model, BATCHES[rank])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_equal(model, {name: 2 * g for name, g in pooled().items()})
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_gradients_of_inputs_need_no_other_site(method):
+    def body(rank, group):
+        model, alone = model_of(), model_of()
+        session = og.distribute(model, method, group=group)
+        sent = session.stats().total_sent_bytes
+        x = BATCHES[rank].clone().requires_grad_()
+        if rank == 0:  # not a collective
+            (found,) = torch.autograd.grad(loss_of(model, x), x)
+            (expected,) = torch.autograd.grad(loss_of(alone, x), x)
+            torch.testing.assert_close(found, expected)
+            assert all(p.grad is None for p in model.parameters())
+        assert session.stats().total_sent_bytes == sent
+        loss_of(model, BATCHES[rank]).backward()
+        assert_equal(model, pooled())
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_hooks_of_users_see_the_local_gradient(method):
+    """A mask on a weight's gradient, as pruning does."""
+
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        for _ in range(2):
+            model.zero_grad()
+            handle = model[2].weight.register_hook(lambda g: g * 0.5)
+            loss_of(model, BATCHES[rank]).backward()
+            handle.remove()
+            expected = pooled()
+            expected["2.weight"] = expected["2.weight"] * 0.5
+            assert_equal(model, expected)
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_evaluation_between_steps_changes_nothing(method):
+    def body(rank, group):
+        model = model_of()
+        session = og.distribute(model, method, group=group)
+        loss_of(model, BATCHES[rank]).backward()
+        travels = [line.travels for line in session.coverage()]
+        for _ in range(3):
+            with torch.no_grad():
+                model.eval()(torch.randn(500, 6))
+            model.train()(torch.randn(500, 6))  # a forward whose graph is thrown away
+            model.zero_grad()
+            loss_of(model, BATCHES[rank]).backward()
+            assert_equal(model, pooled())
+        assert [line.travels for line in session.coverage()] == travels
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_rows_that_change_between_steps():
+    """Factors while they are small, dense when they are not, and back."""
+    widths = [4, 200, 4, 4]
+
+    def body(rank, group):
+        model = copy.deepcopy(LAYER)
+        session = og.distribute(model, group=group)
+        seen = []
+        for rows in widths:
+            x = torch.randn(rows, 30)
+            model.zero_grad()
+            F.mse_loss(model(x), torch.zeros(rows, 40)).backward()
+            seen.append(session.coverage()[0].travels)
+        return seen
+
+    # Whether to tap is decided before the rows are known: dense once more after the large batch.
+    assert run_on_lasting_groups(SITES, body) == [["factors", "dense", "dense", "factors"]] * SITES
+
+
+def test_penalised_weights_travel_dense_from_the_second_step_on():
+    def body(rank, group):
+        model = copy.deepcopy(LAYER)
+        session = og.distribute(model, group=group)
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            (
+                model(BATCHES[rank] @ torch.ones(6, 30)).mean() + model.weight.square().sum()
+            ).backward()
+            seen.append((session.coverage()[0].travels, session.stats().sent_bytes))
+        return seen
+
+    (first, first_bytes), (second, second_bytes), _ = run_on_lasting_groups(SITES, body)[0]
+    assert (first, second) == ("factors", "dense")
+    assert second_bytes < first_bytes
+
+
+def test_a_site_that_leaves_is_an_error_not_a_hang():
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, group=group)
+        loss_of(model, BATCHES[rank]).backward()
+        if rank == 1:
+            return  # its group is closed when this thread ends
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="site 0 lost the other sites in step 1"):
+            loss_of(model, BATCHES[rank]).backward()
+        with pytest.raises(RuntimeError, match="cannot be used any more"):
+            loss_of(model, BATCHES[rank]).backward()
+
+    run_ranks(SITES, body)
+
+
+def test_a_site_that_skips_a_step_is_named():
+    def body(rank, group):
+        first, second = model_of(), model_of()
+        og.distribute(first, group=group)
+        og.distribute(second, group=group)
+        loss_of(first if rank == 0 else second, BATCHES[rank]).backward()
+        loss_of(second if rank == 0 else first, BATCHES[rank]).backward()
+
+    # Two sessions of equal models cannot be told apart by their header, different ones can.
+    def different(rank, group):
+        first, second = model_of(), mlp(6, 5)
+        og.distribute(first, group=group)
+        og.distribute(second, group=group)
+        loss_of(first if rank == 0 else second, BATCHES[rank]).backward()
+
+    del body
+    for error in try_ranks(SITES, different):
+        assert isinstance(error, RuntimeError)
+        assert "header of this session" in str(error)
+
+
+def test_unfreezing_later_is_refused():
+    def body(rank, group):
+        model = model_of()
+        model[2].weight.requires_grad_(False)
+        session = og.distribute(model, group=group)
+        loss_of(model, BATCHES[rank]).backward()
+        model[2].weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'2.weight' was frozen"):
+            loss_of(model, BATCHES[rank]).backward()
+        session.detach()
+        model.zero_grad()
+        og.distribute(model, group=group)
+        loss_of(model, BATCHES[rank]).backward()
+        assert_equal(model, pooled())
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_freezing_later_leaves_the_gradient_alone(method):
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        loss_of(model, BATCHES[rank]).backward()
+        model[2].weight.requires_grad_(False)
+        model.zero_grad()
+        loss_of(model, BATCHES[rank]).backward()
+        assert model[2].weight.grad is None
+        expected = pooled()
+        expected["2.weight"] = None
+        assert_equal(model, expected)
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_recorder_sees_every_layer_and_step():
+    class List:
+        def __init__(self):
+            self.events = []
+
+        def record(self, event):
+            self.events.append(event)
+
+    def body(rank, group):
+        model, recorder = model_of(), List()
+        session = og.distribute(model, og.DAD(always=True), group=group, recorder=recorder)
+        for _ in range(2):
+            loss_of(model, BATCHES[rank]).backward()
+        layers = {event.layer: event for event in recorder.events if event.step == 1}
+        assert set(layers) == {"0.0", "0.2", "2", "1.weight", "1.bias"}
+        assert layers["0.2"].rows == len(BATCHES[rank])
+        assert layers["1.weight"].travels == "dense"
+        payload = sum(event.sent_bytes for event in layers.values())
+        assert payload < session.stats().sent_bytes < payload + 2000
+
+    run_on_lasting_groups(SITES, body)
