@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Branches(nn.Module):
 def mlp(*widths: int, inplace: bool = False) -> nn.Sequential:
     """Linear layers with ReLU between."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU(inplace=inplace)]
     return nn.Sequential(*layers[:-1])
 
@@ -217,13 +218,7 @@ def plain_parameters() -> Case:
     return Case(Branches(forward, **layers, scale=nn.Parameter(torch.tensor(1.5))), rows(6))
 
 
-def custom_hook() -> Case:
-    """A user's own tensor hook on a weight sees the local gradient."""
-    case = Case(mlp(6, 7, 5), rows(6))
-    return case
-
-
-def build(seed: int = 0) -> dict[str, Callable[[], Case]]:
+def build() -> dict[str, Callable[[], Case]]:
     """Every case by name; built when called, after a seed."""
     linear = {
         "linear": lambda: Case(mlp(12, 20, 15, 6), rows(12), factors=("0.weight", "2.weight")),

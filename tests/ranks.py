@@ -15,19 +15,23 @@ T = TypeVar("T")
 TIMEOUT = timedelta(seconds=20)
 
 
-def process_group(store: dist.Store, rank: int, sites: int) -> dist.ProcessGroup:
+def process_group(
+    store: dist.Store, rank: int, sites: int, timeout: timedelta = TIMEOUT
+) -> dist.ProcessGroup:
     """A gloo group that belongs to this thread alone."""
     group = dist.ProcessGroup(store, rank, sites)
     kind = dist.ProcessGroup.BackendType.GLOO
-    backend = dist.ProcessGroupGloo(store, rank, sites, TIMEOUT)
+    backend = dist.ProcessGroupGloo(store, rank, sites, timeout)
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
     return group
 
 
-def run_ranks(sites: int, body: Callable[[int, dist.ProcessGroup], T]) -> list[T]:
+def run_ranks(
+    sites: int, body: Callable[[int, dist.ProcessGroup], T], timeout: timedelta = TIMEOUT
+) -> list[T]:
     """Runs body(rank, group) on every rank and returns the results; raises the first error."""
-    return raise_first(try_ranks(sites, body))
+    return raise_first(try_ranks(sites, body, timeout))
 
 
 def raise_first(results: list[T | BaseException]) -> list[T]:
@@ -39,10 +43,12 @@ def raise_first(results: list[T | BaseException]) -> list[T]:
     return results  # type: ignore[return-value]
 
 
-def try_ranks(sites: int, body: Callable[[int, dist.ProcessGroup], T]) -> list[T | BaseException]:
+def try_ranks(
+    sites: int, body: Callable[[int, dist.ProcessGroup], T], timeout: timedelta = TIMEOUT
+) -> list[T | BaseException]:
     """Like run_ranks, but an error of a rank is its result."""
     store = dist.HashStore()
-    groups = [lambda rank=rank: process_group(store, rank, sites) for rank in range(sites)]
+    groups = [lambda r=r: process_group(store, r, sites, timeout) for r in range(sites)]
     return _in_threads(groups, body)
 
 

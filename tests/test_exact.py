@@ -27,7 +27,7 @@ def shared_gradients(case: Case, sites: int):
 
 def train(case: Case, method, rank: int, group):
     model = copy.deepcopy(case.model)
-    session = og.distribute(model, method, group=group)
+    og.distribute(model, method, group=group)
     for _ in range(STEPS):
         model.zero_grad()
         torch.manual_seed(7)

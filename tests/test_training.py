@@ -1,10 +1,11 @@
-"""What users do around backward: accumulation, clipping, copies, autocast, errors, several models."""
+"""What users do around backward: accumulation, clipping, copies, autocast, errors."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+from datetime import timedelta
 
 import pytest
 import torch
@@ -274,15 +275,8 @@ def test_exception_in_backward_on_one_site_discards_the_step_everywhere(method):
     def body(rank, group):
         model = model_of()
         og.distribute(model, method, group=group)
-        boom_step(model, BATCHES[rank], armed=False)
-        kept = [p.grad.clone() for p in model.parameters()]
-        expected = ArithmeticError if rank == 0 else og.StepDiscardedError
-        with pytest.raises(expected):
-            if rank == 1:
-                model.zero_grad()
+        with pytest.raises(ArithmeticError if rank == 0 else og.StepDiscardedError):
             boom_step(model, BATCHES[rank], armed=rank == 0)
-            pytest.fail("must raise")
-        del kept
         model.zero_grad()
         boom_step(model, BATCHES[rank], armed=False)
         assert_equal(model, pooled())
@@ -441,28 +435,20 @@ def test_a_site_that_leaves_is_an_error_not_a_hang():
         with pytest.raises(RuntimeError, match="cannot be used any more"):
             loss_of(model, BATCHES[rank]).backward()
 
-    run_ranks(SITES, body)
+    run_ranks(SITES, body, timeout=timedelta(seconds=2))
 
 
-def test_a_site_that_skips_a_step_is_named():
+def test_models_in_another_order_are_noticed():
     def body(rank, group):
-        first, second = model_of(), model_of()
-        og.distribute(first, group=group)
-        og.distribute(second, group=group)
-        loss_of(first if rank == 0 else second, BATCHES[rank]).backward()
-        loss_of(second if rank == 0 else first, BATCHES[rank]).backward()
+        models = [model_of(), mlp(6, 5)]
+        for model in models:
+            og.distribute(model, group=group)
+        for model in models if rank == 0 else reversed(models):
+            loss_of(model, BATCHES[rank]).backward()
 
-    # Two sessions of equal models cannot be told apart by their header, different ones can.
-    def different(rank, group):
-        first, second = model_of(), mlp(6, 5)
-        og.distribute(first, group=group)
-        og.distribute(second, group=group)
-        loss_of(first if rank == 0 else second, BATCHES[rank]).backward()
-
-    del body
-    for error in try_ranks(SITES, different):
+    for error in try_ranks(SITES, body):
         assert isinstance(error, RuntimeError)
-        assert "header of this session" in str(error)
+        assert "something else than the header of this session" in str(error)
 
 
 def test_unfreezing_later_is_refused():

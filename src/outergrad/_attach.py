@@ -61,7 +61,7 @@ def distribute(
         view = _inspect(model, method, rules)
     except (ValueError, TypeError) as raised:
         error = raised
-    fingerprint = agree(comm, _describe(model, method, view), error)
+    fingerprint = agree(comm, [] if view is None else _describe(model, method, view), error)
     assert view is not None
     broadcast_all(comm, [*model.parameters(), *model.buffers()])
     return _attach(view, comm, fingerprint, recorder)
@@ -217,7 +217,7 @@ def _unfit(slots: tuple[Slot, ...], trained: dict[str, nn.Parameter]) -> str:
     return ""
 
 
-def _describe(model: nn.Module, method: Method, view: _View | None) -> list[str]:
+def _describe(model: nn.Module, method: Method, view: _View) -> list[str]:
     """What the sites must have in common, a line each."""
     lines = [
         f"outergrad {__version__}",
@@ -231,7 +231,7 @@ def _describe(model: nn.Module, method: Method, view: _View | None) -> list[str]
         for name, t in tensors:
             trained = ", trained" if t.requires_grad else ""
             lines.append(f"{kind} {name}: {tuple(t.shape)} {t.dtype}{trained}")
-    return lines if view is None else lines + [str(slot) for slot in view.model.slots]
+    return lines + [str(slot) for slot in view.model.slots]
 
 
 def _attach(view: _View, comm: TorchComm, fingerprint: int, recorder: Recorder | None) -> Session:

@@ -1,0 +1,80 @@
+"""Headers and messages come back as they were sent, and foreign ones are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outergrad import Slot
+from outergrad._types import ExchangeError
+from outergrad.comm.wire import DTYPES, Header, Piece, Preamble, Use
+
+uses = st.builds(Use, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
+headers = st.builds(
+    Header,
+    st.integers(0, 2**62 - 1),
+    st.integers(0, 2**50),
+    st.integers(0, 999),
+    st.lists(st.booleans(), max_size=200).map(tuple),
+    st.lists(uses, max_size=90).map(tuple),
+)
+
+
+@given(headers)
+def test_headers_come_back(header):
+    words = header.words()
+    assert torch.tensor(words, dtype=torch.int64).tolist() == words
+    assert Header.parse(words, header, header.rank) == header
+
+
+@given(headers)
+def test_headers_of_another_step_session_or_rank_are_refused(header):
+    words = header.words()
+    for changed in (
+        Header(header.fingerprint, header.step + 1, header.rank, header.used, header.uses),
+        Header(header.fingerprint ^ 1, header.step, header.rank, header.used, header.uses),
+    ):
+        with pytest.raises(ExchangeError):
+            Header.parse(words, changed, header.rank)
+    with pytest.raises(ExchangeError):
+        Header.parse(words, header, header.rank + 1)
+    with pytest.raises(ExchangeError, match="something else"):
+        Header.parse([0] * len(words), header, header.rank)
+
+
+def test_headers_of_small_models_have_one_length():
+    """So that a mix-up of models is read and refused instead of aborting the process."""
+    use = Use(3, True, torch.float32)
+    assert len({len(Header(1, 1, 0, (True,) * n, (use,) * n).words()) for n in range(50)}) == 1
+
+
+@given(st.lists(st.booleans(), max_size=130).map(tuple), st.booleans())
+def test_preambles_come_back(flags, failed):
+    preamble = Preamble(12345, 7, 2, 1, failed, flags)
+    message = torch.zeros(Preamble.nbytes(len(flags)) + 16, dtype=torch.uint8)
+    preamble.write(message)
+    assert Preamble.read(message, preamble, 1) == preamble
+    with pytest.raises(ExchangeError, match="not bucket"):
+        Preamble.read(message, Preamble(12345, 7, 3, 1, failed, flags), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lookup", [True, False])
+def test_pieces_hold_their_tensors_apart(dtype, bias, lookup):
+    slot = Slot("l", "l.w", 5, 7, bias="l.b", groups=1 if lookup else 3, lookup=lookup)
+    piece = Piece(slot, 9, dtype, bias and not lookup)
+    payload = torch.zeros(piece.nbytes, dtype=torch.uint8)
+    views = [view for view in piece.views(payload) if view is not None]
+    for i, view in enumerate(views):
+        view.fill_(i + 1)
+    for i, view in enumerate(piece.views(payload)[: len(views)]):
+        assert bool((view == i + 1).all())
+    assert views[0].shape == (slot.groups, 9, 5)
+    assert len(views) == 2 + (bias and not lookup)
+
+
+def test_no_rows_no_bytes():
+    assert Piece(Slot("l", "l.w", 5, 7, bias="l.b"), 0, torch.float32, True).nbytes == 0
