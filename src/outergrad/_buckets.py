@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outergrad._types import Comm, Exchange, Factors, FactorsOf, Slot, Unit, Work
 from outergrad.comm.wire import Header, Piece, Preamble
-from outergrad.linalg.outer import bias_gradient, lookup_gradient, stack, weight_gradient
+from outergrad.linalg.gradients import add_gradients
 from outergrad.record.stats import LayerStats
 
 
@@ -239,51 +239,3 @@ def _fill(views: Factors, factors: Factors) -> None:
     (views.a_GRI[:rows] if views.a_GRI.dim() == 1 else views.a_GRI[:, :rows]).copy_(factors.a_GRI)
     if views.b_GO is not None and factors.b_GO is not None:
         views.b_GO.copy_(factors.b_GO)
-
-
-def add_gradients(
-    gradients: dict[str, Tensor],
-    slot: Slot,
-    parts: Sequence[Factors],
-    params: Mapping[str, nn.Parameter],
-    scale: float,
-) -> None:
-    """Adds a slot's weight and bias gradients, the sum over parts times scale."""
-    weight = params[slot.weight]
-    cast = [_cast(part, weight.dtype) for part in parts]
-    if slot.lookup:
-        value = lookup_gradient(cast, slot.inputs, scale)
-        _add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
-        return
-    value = weight_gradient(stack(cast), scale)
-    _add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
-    if slot.bias is not None:
-        value = bias_gradient(cast, scale)
-        _add_rows(gradients, slot.bias, slot.bias_rows, value, params[slot.bias])
-
-
-def _cast(factors: Factors, dtype: torch.dtype) -> Factors:
-    a_GRI, b_GO = factors.a_GRI, factors.b_GO
-    return Factors(
-        factors.d_GRO.to(dtype),
-        a_GRI.to(dtype) if a_GRI.is_floating_point() else a_GRI,
-        None if b_GO is None else b_GO.to(dtype),
-    )
-
-
-def _add_rows(
-    gradients: dict[str, Tensor],
-    name: str,
-    rows: tuple[int, int] | None,
-    value: Tensor,
-    p: nn.Parameter,
-) -> None:
-    """Adds to a part of a parameter's gradient, avoiding a copy where it is the whole."""
-    whole = rows is None or rows == (0, p.shape[0])
-    if whole and name not in gradients:
-        gradients[name] = value.view(p.shape)
-        return
-    if name not in gradients:
-        gradients[name] = torch.zeros_like(p, requires_grad=False)
-    start, stop = rows or (0, p.shape[0])
-    gradients[name][start:stop] += value.view(-1, *p.shape[1:])

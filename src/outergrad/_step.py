@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outergrad._buckets import Pending, Result, Sender, add_gradients
+from outergrad._buckets import Pending, Result, Sender
 from outergrad._plan import Bucket, Choice, Model, Planner
 from outergrad._types import Comm, Factors, Slot
 from outergrad.comm.wire import Header
+from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
 
 

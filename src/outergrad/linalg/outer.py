@@ -9,7 +9,6 @@ from torch import Tensor
 
 from outergrad._types import Factors
 
-
 _SMALL = 1 << 14
 """Products of at most this many elements are summed in float64, which costs them nothing: a
 plain loop over many rows in float32 would be less exact than the layer's own backward."""
