@@ -13,11 +13,11 @@ from cases import METHODS, Case, build, pooled, relative_error, run
 from ranks import run_on_lasting_groups
 
 CASES = build()
-STEPS = 3
+STEPS = 4
 
 
 def shared_gradients(case: Case, sites: int):
-    """Per site and method, the gradients after some steps: the first has no plan to go by."""
+    """Per site and method, the gradients after some steps: the first has no plan to go by, the last no header."""
 
     def body(rank, group):
         return {label: train(case, method, rank, group) for label, method in METHODS.items()}

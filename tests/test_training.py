@@ -404,6 +404,102 @@ def test_rows_that_change_between_steps():
     assert run_on_lasting_groups(SITES, body) == [["factors", "dense", "dense", "factors"]] * SITES
 
 
+def pooled_over(batches) -> dict[str, torch.Tensor]:
+    model = model_of().double()
+    for x in batches:
+        (loss_of(model, x.double()) / len(batches)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("who", ["one site", "all sites"])
+def test_a_batch_that_the_plan_was_not_made_for(method, who, sites):
+    """Steps without headers, then other rows on some sites: more, fewer, none; and back."""
+    counts = [4] * 5 + [9, 4, 4, 4, 4, 40, 40, 40, 40, 4, 4, 1, 0, 4]
+    data = torch.randn(sites, 40, 6)
+
+    def batch(rank, step):
+        changes = rank == 1 or who == "all sites"
+        rows = data[rank, : counts[step] if changes else 4]
+        return rows if len(rows) else torch.zeros(1, 6)
+
+    expected = [pooled_over([batch(r, i) for r in range(sites)]) for i in range(len(counts))]
+
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        for step, reference in enumerate(expected):
+            model.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            assert_equal(model, reference)
+
+    run_on_lasting_groups(sites, body)
+
+
+def test_steady_steps_send_no_headers():
+    def body(rank, group):
+        model = model_of()
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        sent = []
+        for _ in range(4):
+            model.zero_grad()
+            loss_of(model, BATCHES[rank]).backward()
+            sent.append(session.stats().sent_bytes)
+        return sent
+
+    first, second, third, fourth = run_on_lasting_groups(SITES, body)[0]
+    assert first == second
+    assert third == fourth == first - 512
+
+
+@pytest.mark.parametrize("boom", [0, 1])
+def test_surprise_and_exception_in_one_step(method, boom):
+    """One site has another batch than expected, and one site's backward raises."""
+
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        for _ in range(4):
+            model.zero_grad()
+            boom_step(model, BATCHES[rank], armed=False)
+        x = torch.cat([BATCHES[rank]] * 2) if rank == 1 else BATCHES[rank]
+        with pytest.raises(ArithmeticError if rank == boom else og.StepDiscardedError):
+            boom_step(model, x, armed=rank == boom)
+        for _ in range(2):
+            model.zero_grad()
+            boom_step(model, BATCHES[rank], armed=False)
+            assert_equal(model, pooled())
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_a_parameter_that_is_used_now_and_then(method):
+    """On one site, in some steps; gradients that nobody has are left alone."""
+    use = [0, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0]
+    first, second = build_model(0)[2], mlp(24, 5)
+    x = torch.randn(4, 24)
+
+    def loss(layers, step, rank):
+        y = layers[0](x + rank)
+        return (y + layers[1](x) if use[step] and rank == 1 else y).square().mean()
+
+    def body(rank, group):
+        layers = copy.deepcopy(nn.ModuleList([first, second]))
+        og.distribute(layers, method, group=group)
+        for step in range(len(use)):
+            layers.zero_grad()
+            loss(layers, step, rank).backward()
+            alone = copy.deepcopy(nn.ModuleList([first, second])).double()
+            for r in range(SITES):
+                (loss(alone.float(), step, r) / SITES).backward()
+            for p, q in zip(layers.parameters(), alone.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), step
+                if p.grad is not None:
+                    torch.testing.assert_close(p.grad, q.grad)
+
+    run_on_lasting_groups(SITES, body)
+
+
 def test_penalised_weights_travel_dense_from_the_second_step_on():
     def body(rank, group):
         model = copy.deepcopy(LAYER)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._types import Comm, Exchange, Factors, FactorsOf, Slot, Unit, Work
-from outergrad.comm.wire import Header, Piece, Preamble
+from outergrad.comm.wire import Header, Piece, Preamble, State
 from outergrad.linalg.gradients import add_gradients
 from outergrad.record.stats import LayerStats
 
@@ -23,12 +23,12 @@ class Result:
     Attributes:
         gradients: mean gradients over the sites by parameter, to replace (dense) or to be added
             to (factors) what is in `param.grad`.
-        failed: whether the backward of some site raised: nothing of the step may be applied.
+        state: the worst state that a site sent; if not GOOD, there are no gradients.
         mixed: parameters that on some site also have a gradient outside their factors.
     """
 
     gradients: dict[str, Tensor]
-    failed: bool = False
+    state: State = State.GOOD
     mixed: list[str] = field(default_factory=list)
 
 
@@ -52,7 +52,7 @@ class Sender:
         slot_index: place of each slot in the headers.
         factors_of: this site's raw rows of a slot, all its uses stacked.
         mixed: names of parameters for which autograd has a gradient of its own on this site.
-        failed: this site's backward raised: take part, send nothing.
+        state: this site's; unless GOOD it takes part in everything and sends nothing.
         layers: bytes and seconds by layer, filled by the buckets.
     """
 
@@ -63,7 +63,7 @@ class Sender:
     slot_index: Mapping[Slot, int]
     factors_of: FactorsOf
     mixed: set[str]
-    failed: bool = False
+    state: State = State.GOOD
     layers: dict[str, LayerStats] = field(default_factory=dict)
 
     def add(self, layer: str, travels: str, nbytes: int, seconds: float = 0.0) -> None:
@@ -77,7 +77,8 @@ class Sender:
 class DenseBucket:
     """Parameters of one dtype whose gradients travel in one all-reduce.
 
-    The buffer is kept between steps. Its last element counts the sites whose backward failed.
+    The buffer is kept between steps. Its last two elements count the sites that are surprised and
+    those that failed.
     """
 
     dense = True
@@ -91,9 +92,10 @@ class DenseBucket:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         buffer, sites = self._scratch(), sender.comm.world_size
         views = self._views(buffer)
-        buffer[-1] = float(sender.failed)
+        buffer[-2] = float(sender.state == State.SURPRISED)
+        buffer[-1] = float(sender.state == State.FAILED)
         for (name, p), view in zip(self._params.items(), views, strict=True):
-            _copy_scaled(name, p, view, 0.0 if sender.failed else 1.0 / sites)
+            _copy_scaled(name, p, view, 1.0 / sites if sender.state == State.GOOD else 0.0)
             sender.add(name, "dense", 2 * (sites - 1) * view.nbytes // sites)
         work = sender.comm.all_reduce(buffer)
         return _DensePending(work, dict(zip(self._params, views, strict=True)))
@@ -102,11 +104,11 @@ class DenseBucket:
         if self._buffer is None:
             numel = sum(p.numel() for p in self._params.values())
             first = next(iter(self._params.values()))
-            self._buffer = first.new_empty(numel + 1, requires_grad=False)
+            self._buffer = first.new_empty(numel + 2, requires_grad=False)
         return self._buffer
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        parts = buffer[:-1].split([p.numel() for p in self._params.values()])
+        parts = buffer[:-2].split([p.numel() for p in self._params.values()])
         return [part.view(p.shape) for part, p in zip(parts, self._params.values(), strict=True)]
 
 
@@ -115,8 +117,9 @@ class _DensePending:
         self._work, self._views = work, views
 
     def wait(self) -> Result:
-        buffer = self._work.wait()
-        return Result(self._views, failed=bool(buffer[-1] != 0))
+        surprised, failed = self._work.wait()[-2:].tolist()
+        state = State.FAILED if failed else State.SURPRISED if surprised else State.GOOD
+        return Result(self._views, state)
 
 
 def _copy_scaled(name: str, p: nn.Parameter, view: Tensor, scale: float) -> None:
@@ -148,7 +151,7 @@ class FactorBucket:
             self._nbytes(layouts[comm.rank]), dtype=torch.uint8, device=comm.device
         )
         preamble.write(message)
-        if not sender.failed:
+        if sender.state == State.GOOD:
             self._pack(sender, layouts[header.rank], message)
         work = comm.all_gather(message, [self._nbytes(layout) for layout in layouts])
         return _FactorPending(work, self, layouts, preamble, sender.params)
@@ -157,7 +160,7 @@ class FactorBucket:
         header = sender.header
         flags = tuple(name in sender.mixed for name in self._names)
         return Preamble(
-            header.fingerprint, header.step, self._index, header.rank, sender.failed, flags
+            header.fingerprint, header.step, self._index, header.rank, sender.state, flags
         )
 
     def _layout(self, sender: Sender, site: Header) -> list[Piece]:
@@ -224,8 +227,9 @@ class _FactorPending:
     def wait(self) -> Result:
         messages = self._work.wait()
         preambles = [Preamble.read(m, self._expected, rank) for rank, m in enumerate(messages)]
-        if any(preamble.failed for preamble in preambles):
-            return Result({}, failed=True)
+        state = max(preamble.state for preamble in preambles)
+        if state != State.GOOD:
+            return Result({}, state)
         pairs = zip(self._layouts, messages, strict=True)
         parts_SK = [self._bucket.split(layout, message) for layout, message in pairs]
         gradients = self._bucket.gradients(parts_SK, self._params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -85,7 +85,10 @@ class Planner:
         self._mixed: set[Unit] = set()
         self._dense: dict[tuple[str, ...], DenseBucket] = {}
         self._last: tuple[Choice, list[Bucket]] | None = None
+        self._headers: list[Header] = []
         self._order = tuple(model.params)[::-1]
+        self.steady = False
+        """Whether the last two steps had the same headers: then the next goes without."""
         self.opening: frozenset[str] = frozenset()
         """Parameters of the first message of the last step: when they are ready, it is time."""
 
@@ -99,10 +102,19 @@ class Planner:
     def mark_mixed(self, names: Sequence[str]) -> None:
         """Sends units of these parameters dense from now on: they also have a dense part."""
         self._mixed |= {u for u in self._model.units if set(u.params) & set(names)}
+        self.steady, self._headers = False, []
 
-    def is_mixed(self, unit: Unit) -> bool:
-        """Whether `mark_mixed` named it."""
-        return unit in self._mixed
+    def expected(self, ours: Header) -> list[Header] | None:
+        """The headers that a steady step goes by, as if they had been exchanged; or None."""
+        if not self.steady:
+            return None
+        return [replace(header, step=ours.step) for header in self._headers]
+
+    def agreed(self, headers: Sequence[Header]) -> None:
+        """Takes note of headers that were exchanged."""
+        facts = [header.facts for header in headers]
+        self.steady = facts == [header.facts for header in self._headers]
+        self._headers = list(headers)
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced."""

@@ -154,8 +154,9 @@ class Session:
     def _use(self, slot: Slot, unshared: set[str]) -> Use:
         layer, k = self._place[slot]
         tapped, untapped = layer.announced(k)
-        factors_suffice = untapped == 0 and unshared.isdisjoint(self._unit_of[slot].params)
-        return Use(tapped + untapped, factors_suffice, layer.dtypes[k])
+        if untapped == 0 and unshared.isdisjoint(self._unit_of[slot].params):
+            return Use(tapped, True, layer.dtypes[k])
+        return Use(_coarse(slot, tapped + untapped), False, layer.dtypes[k])
 
     def _finish(self, step: LocalStep | SharedStep) -> None:
         if step is not self._step:  # left over from a backward that raised
@@ -249,3 +250,11 @@ class Session:
                     f"{name!r} was frozen when the model was distributed and would not be shared: "
                     f"call session.detach() and og.distribute(model, ...) again on every site"
                 )
+
+
+def _coarse(slot: Slot, rows: int) -> int:
+    """Rows that only a later choice goes by: rounded, so that small changes need no new plan.
+
+    From O + I rows on, factors are never smaller than the product.
+    """
+    return min(1 << (rows - 1).bit_length(), slot.outputs + slot.inputs) if rows else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from outergrad._buckets import Pending, Result, Sender
 from outergrad._plan import Bucket, Choice, Model, Planner
 from outergrad._types import Comm, Factors, Slot
-from outergrad.comm.wire import Header
+from outergrad.comm.wire import Header, State
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
 
@@ -26,6 +27,7 @@ class Calls:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
+        self.settled: set[Slot] = set()
         self._touching: dict[str, list[Slot]] = {}
         for slot in model.slots:
             for name in slot.params:
@@ -35,17 +37,19 @@ class Calls:
         """Keeps one use of a slot."""
         self._of_slot.setdefault(slot, []).append(factors)
 
-    def take(self, slot: Slot) -> Factors:
-        """The rows of all uses of a slot, which are then forgotten."""
-        return stack([factors() for factors in self._of_slot.pop(slot)])
+    def rows(self, slot: Slot) -> Factors:
+        """The rows of all uses of a slot."""
+        return stack([factors() for factors in self._of_slot[slot]])
 
     def settle(self, name: str) -> None:
         """Adds what was captured for a parameter to its `grad`, as autograd would have."""
         for slot in self._touching.get(name, ()):
             if slot in self._of_slot:
                 gradients: dict[str, Tensor] = {}
-                add_gradients(gradients, slot, [self.take(slot)], self._model.params, 1.0)
+                add_gradients(gradients, slot, [self.rows(slot)], self._model.params, 1.0)
                 accumulate(self._model, gradients)
+                del self._of_slot[slot]
+                self.settled.add(slot)
 
 
 @torch.no_grad()
@@ -60,7 +64,7 @@ def accumulate(model: Model, gradients: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def replace(model: Model, gradients: Mapping[str, Tensor]) -> None:
+def overwrite(model: Model, gradients: Mapping[str, Tensor]) -> None:
     """`param.grad = gradient`, in place where there is one: the gradients are views of buffers."""
     for name, gradient in gradients.items():
         p = model.params[name]
@@ -92,8 +96,12 @@ class LocalStep:
 class SharedStep:
     """A backward whose gradients become the mean over the sites.
 
-    Once its header is sent, a site always goes through all messages of the step, even if its own
-    backward raised: so the sites never get out of step with each other.
+    The plan follows from the headers of all sites. They are exchanged first, or, where the last
+    two steps had the same, taken to be the same again; a site whose batch is different then says
+    so in every message, all sites throw the messages away and start again with new headers.
+
+    Once it has begun, a site goes through all messages of the step, even if its own backward
+    raised: so the sites never get out of step with each other.
     """
 
     def __init__(
@@ -113,10 +121,21 @@ class SharedStep:
         self._waiting = set(used)
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
-        words = comm.control(header.words())
-        self._announced = comm.all_gather(words, [len(words)] * comm.world_size)
         index = {slot: k for k, slot in enumerate(model.slots)}
-        self.sender = Sender(comm, model.params, header, [], index, self._calls.take, set())
+        self.sender = Sender(comm, model.params, header, [], index, self._calls.rows, set())
+        expected = planner.expected(header)
+        if expected is None:
+            self._announce(header)
+        else:
+            surprised = expected[comm.rank].facts != header.facts
+            self.sender.state = State.SURPRISED if surprised else State.GOOD
+            self._plan(expected)
+
+    def _announce(self, header: Header) -> None:
+        """Starts the exchange of headers."""
+        words = self._comm.control(header.words())
+        self.sender.header = header
+        self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its message is started."""
@@ -153,12 +172,17 @@ class SharedStep:
         words = [part.tolist() for part in self._announced.wait()]
         self.wait_s += time.perf_counter() - began
         ours = self.sender.header
-        self.sender.headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
-        self.choice = self._planner.choose(self.sender.headers)
+        headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
+        self._plan(headers)
+        self._planner.agreed(headers)
+
+    def _plan(self, headers: list[Header]) -> None:
+        self.sender.headers = headers
+        self.choice = self._planner.choose(headers)
         self._buckets = self._planner.buckets(self.choice)
 
     def _start(self, bucket: Bucket) -> None:
-        if bucket.dense and not self.sender.failed:
+        if bucket.dense and self.sender.state == State.GOOD:
             for name in bucket.params:
                 self._calls.settle(name)
         with torch.no_grad():
@@ -168,31 +192,56 @@ class SharedStep:
         """Waits for all messages and writes the gradients.
 
         Raises:
-            RuntimeError: the backward of some site raised; no gradient was written.
+            StepDiscardedError: the backward of some site raised; no gradient was written.
         """
-        self._advance(block=True)
-        results = self._results()
-        if any(result.failed for result in results):
+        results, state = self._outcome()
+        if state == State.SURPRISED:
+            self._start_again()
+            results, state = self._outcome()
+        if state == State.FAILED:
             raise StepDiscardedError(
                 f"the backward of another site raised in step {self.sender.header.step}: nothing "
                 f"of this step was applied; call optimizer.zero_grad() before the next"
             )
+        self._write(results)
+
+    def abandon(self) -> None:
+        """Ends a step whose backward raised on this site, together with the other sites."""
+        self.sender.state = State.FAILED
+        _, state = self._outcome()
+        if state == State.SURPRISED:  # all of this site's messages had gone before it failed
+            self._start_again()
+            self.sender.state = State.FAILED
+            self._outcome()
+
+    def _outcome(self) -> tuple[list[Result], State]:
+        """Starts what is left, waits for everything; the worst state of any site."""
+        self._advance(block=True)
+        began = time.perf_counter()
+        with torch.no_grad():
+            results = [pending.wait() for pending in self._pending]
+        self.wait_s += time.perf_counter() - began
+        return results, max((result.state for result in results), default=State.GOOD)
+
+    def _start_again(self) -> None:
+        """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
+        header, settled = self.sender.header, self._calls.settled
+        pairs = zip(self._model.slots, header.uses, strict=True)
+        uses = tuple(replace(use, tapped=use.tapped and s not in settled) for s, use in pairs)
+        self.choice, self._pending, self.sender.state = None, [], State.GOOD
+        self.sender.layers.clear()
+        self._announce(replace(header, uses=uses))
+
+    def _write(self, results: Sequence[Result]) -> None:
         used = self._used()
         for bucket, result in zip(self._buckets, results, strict=True):
             if bucket.dense:
-                replace(self._model, {n: g for n, g in result.gradients.items() if n in used})
+                overwrite(self._model, {n: g for n, g in result.gradients.items() if n in used})
         self._share_mixed(results)
         for bucket, result in zip(self._buckets, results, strict=True):
             if not bucket.dense:
                 missing = {n for n in bucket.params & used if n not in result.gradients}
                 accumulate(self._model, {**result.gradients, **self._zeros(missing)})
-
-    def _results(self) -> list[Result]:
-        began = time.perf_counter()
-        with torch.no_grad():
-            results = [pending.wait() for pending in self._pending]
-        self.wait_s += time.perf_counter() - began
-        return results
 
     def _used(self) -> set[str]:
         """Parameters that have a gradient on some site; the others are left alone, as in DDP."""
@@ -211,10 +260,4 @@ class SharedStep:
         self._planner.mark_mixed(mixed)
         for name in mixed:
             bucket = self._planner.dense_bucket([name])
-            replace(self._model, bucket.start(self.sender).wait().gradients)
-
-    def abandon(self) -> None:
-        """Ends a step whose backward raised on this site, together with the other sites."""
-        self.sender.failed = True
-        self._advance(block=True)
-        self._results()
+            overwrite(self._model, bucket.start(self.sender).wait().gradients)

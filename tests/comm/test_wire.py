@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outergrad import Slot
 from outergrad._types import ExchangeError
-from outergrad.comm.wire import DTYPES, Header, Piece, Preamble, Use
+from outergrad.comm.wire import DTYPES, Header, Piece, Preamble, State, Use
 
 uses = st.builds(Use, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
 headers = st.builds(
@@ -50,14 +50,14 @@ def test_headers_of_small_models_have_one_length():
     assert len({len(Header(1, 1, 0, (True,) * n, (use,) * n).words()) for n in range(50)}) == 1
 
 
-@given(st.lists(st.booleans(), max_size=130).map(tuple), st.booleans())
-def test_preambles_come_back(flags, failed):
-    preamble = Preamble(12345, 7, 2, 1, failed, flags)
+@given(st.lists(st.booleans(), max_size=130).map(tuple), st.sampled_from(State))
+def test_preambles_come_back(flags, state):
+    preamble = Preamble(12345, 7, 2, 1, state, flags)
     message = torch.zeros(Preamble.nbytes(len(flags)) + 16, dtype=torch.uint8)
     preamble.write(message)
     assert Preamble.read(message, preamble, 1) == preamble
     with pytest.raises(ExchangeError, match="not bucket"):
-        Preamble.read(message, Preamble(12345, 7, 3, 1, failed, flags), 1)
+        Preamble.read(message, Preamble(12345, 7, 3, 1, state, flags), 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ _FIXED_WORDS = 64
 _ALIGNMENT = 16
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that factors travel in, by code."""
+
+
+class State(IntEnum):
+    """How a site fares in a step; every message says it."""
+
+    GOOD = 0
+    SURPRISED = 1
+    """Its batch is not what the plan was made for: the step needs a plan of its own."""
+    FAILED = 2
+    """Its backward raised: nothing of the step may be applied."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,11 @@ class Header:
     rank: int
     used: tuple[bool, ...]
     uses: tuple[Use, ...]
+
+    @property
+    def facts(self) -> tuple[tuple[bool, ...], tuple[Use, ...]]:
+        """What the plan of a step depends on."""
+        return self.used, self.uses
 
     def words(self) -> list[int]:
         """Its int64 words; small models share one length, so that a mix-up is seen, not fatal."""
@@ -140,7 +156,7 @@ class Preamble:
         step: as in `Header`.
         bucket: index of the message within the step.
         rank: the sender.
-        failed: the sender's backward raised: the step is void.
+        state: whether the sender could follow the plan.
         flags: per parameter of the bucket, whether it also has a gradient outside its factors.
     """
 
@@ -148,7 +164,7 @@ class Preamble:
     step: int
     bucket: int
     rank: int
-    failed: bool
+    state: State
     flags: tuple[bool, ...]
 
     @staticmethod
@@ -159,7 +175,7 @@ class Preamble:
     def write(self, message: Tensor) -> None:
         """Puts it at the start of a message."""
         bits = [_pack_bits(self.flags[i : i + 60]) for i in range(0, len(self.flags), 60)]
-        fixed = [_MAGIC, self.fingerprint, self.step, self.bucket, self.rank, int(self.failed)]
+        fixed = [_MAGIC, self.fingerprint, self.step, self.bucket, self.rank, self.state]
         words = torch.tensor(fixed + bits, dtype=torch.int64)
         message[: words.nbytes].copy_(words.view(torch.uint8))
 
@@ -180,7 +196,7 @@ class Preamble:
             )
         flags = [bool(words[6 + i // 60] >> i % 60 & 1) for i in range(len(expected.flags))]
         step, bucket = expected.step, expected.bucket
-        return Preamble(words[1], step, bucket, rank, bool(words[5]), tuple(flags))
+        return Preamble(words[1], step, bucket, rank, State(words[5]), tuple(flags))
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,0 +1,36 @@
+# Each target is enough by itself: it makes .venv and installs what it needs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check -qq
+READY := .venv/.installed
+
+.PHONY: help demo test lint
+.SILENT:
+
+help:
+	echo "make demo   two sites learn ten digits together, five ways, in one table"
+	echo "make test   every test"
+	echo "make lint   style, types and the direction of imports"
+	echo
+	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
+
+demo: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m outergrad.recipes.demo
+
+test: $(READY)
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+# The pinned torch comes first: a looser request would download gigabytes.
+$(READY): pyproject.toml constraints.txt
+	echo "installing into .venv: some minutes, once"
+	$(PYTHON) -m venv .venv
+	$(PIP) install -c constraints.txt torch==2.13.0
+	$(PIP) install -c constraints.txt -e '.[cli,dev]'
+	touch $@

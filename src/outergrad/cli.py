@@ -1,0 +1,12 @@
+"""The ``outergrad`` command."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line, or says what to install for it."""
+    try:
+        from outergrad.recipes.commands import app
+    except ImportError as error:
+        sys.exit(f"outergrad: {error}")
+    app()

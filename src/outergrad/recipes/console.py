@@ -1,0 +1,87 @@
+"""How recipes talk to the person who started them."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from outergrad.recipes.errors import RecipeError, SiteError
+
+T = TypeVar("T")
+
+
+def step_bars(*, shown: bool) -> Progress:
+    """Progress bars that count steps, on the error stream."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not shown,
+    )
+
+
+def download_bars() -> Progress:
+    """Progress bars that count bytes, on the error stream."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def count(bars: Progress, task: TaskID, items: Iterable[T]) -> Iterator[T]:
+    """Passes items on and advances a bar by one for each."""
+    for item in items:
+        bars.advance(task)
+        yield item
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends this process with one line where a recipe fails.
+
+    Of the processes that torchrun starts on a machine, one tells of a mistake
+    that all of them have noticed.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _tell(str(error))
+        sys.exit(2)
+    except SiteError as error:
+        _tell(str(error), below_a_bar=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _tell("interrupted", below_a_bar=True)
+        sys.exit(130)
+
+
+def _tell(message: str, *, below_a_bar: bool = False) -> None:
+    """Writes one line, after a bar that nobody could finish."""
+    console = Console(stderr=True)
+    console.show_cursor()
+    if below_a_bar and console.is_terminal:
+        console.line()
+    console.out(f"outergrad: {message}", highlight=False)
+
+
+def amount(size_bytes: float) -> str:
+    """Writes a number of bytes for a reader, as ``1.2 MB``."""
+    return decimal(round(size_bytes))

@@ -1,0 +1,99 @@
+"""Downloads the files of a data set."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO
+from urllib.parse import urljoin
+from urllib.request import urlopen
+
+from rich.progress import Progress
+
+from outergrad.recipes.data import Source
+from outergrad.recipes.errors import RecipeError
+
+TIMEOUT_S = 30
+CHUNK_BYTES = 1 << 16
+
+
+def download(source: Source, folder: Path, progress: Progress, url: str = "") -> list[str]:
+    """Brings the files of a data set into a folder, unless they are there already.
+
+    A file appears under its name only when it is complete and its checksum right.
+
+    Args:
+        source: The data set.
+        folder: Where its files belong.
+        progress: Shows a bar for each file.
+        url: Folder on the net to use instead of ``source.url``.
+
+    Returns:
+        The names of the files that were downloaded.
+
+    Raises:
+        RecipeError: The net, a checksum or the disk does not allow it.
+    """
+    base = (url or source.url).rstrip("/") + "/"
+    wanted = [name for name, md5 in source.files.items() if not _is_right(folder / name, md5)]
+    for name in wanted:
+        _fetch(urljoin(base, name), folder / name, source.files[name], progress)
+    return wanted
+
+
+def _is_right(path: Path, md5: str) -> bool:
+    if not path.is_file():
+        return False
+    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False)
+    return digest.hexdigest() == md5
+
+
+def _fetch(url: str, path: Path, md5: str, progress: Progress) -> None:
+    with _atomic(path) as file:
+        digest = hashlib.md5(usedforsecurity=False)
+        for chunk in _chunks(url, path, progress):
+            digest.update(chunk)
+            file.write(chunk)
+        if digest.hexdigest() != md5:
+            raise RecipeError(
+                f"{url}: checksum {digest.hexdigest()} instead of {md5}, nothing kept: "
+                "try again or another --url"
+            )
+
+
+def _chunks(url: str, path: Path, progress: Progress) -> Iterator[bytes]:
+    try:
+        with urlopen(url, timeout=TIMEOUT_S) as reply:
+            size = reply.headers.get("Content-Length")
+            task = progress.add_task(path.name, total=int(size) if size else None)
+            while chunk := reply.read(CHUNK_BYTES):
+                yield chunk
+                progress.advance(task, len(chunk))
+    except (OSError, HTTPException, ValueError) as error:
+        raise RecipeError(
+            f"cannot download {url} ({str(error).strip('<>')}): try again, another --url, "
+            f"or put {path.name} into {path.parent} yourself"
+        ) from error
+
+
+@contextmanager
+def _atomic(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a temporary file that takes the place of ``path`` if all goes well."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                yield file
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise RecipeError(
+            f"cannot write {path} ({error.strerror}): mend it or use --data-dir"
+        ) from error

@@ -1,0 +1,9 @@
+"""What can go wrong in a recipe, as the command line tells it."""
+
+
+class RecipeError(ValueError):
+    """A mistake that the user can mend; shown as one line."""
+
+
+class SiteError(RuntimeError):
+    """A site ended before its work was done."""

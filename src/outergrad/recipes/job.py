@@ -1,0 +1,80 @@
+"""What to train, on what, and how."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from outergrad.recipes.data import SOURCES
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.models import MODELS
+from outergrad.recipes.replica import DADS, METHODS
+from outergrad.recipes.split import SPLITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training, as every site must understand it.
+
+    Attributes:
+        data: A key of `SOURCES`.
+        model: A key of `MODELS`.
+        method: A key of `METHODS`.
+        sites: Number of sites that share the data.
+        split: A key of `SPLITS`: which rows a site holds.
+        reveal: A key of `DADS`: what dAD shows of a site.
+        epochs: Passes over the data.
+        batch_size: Rows per site and step.
+        lr: Learning rate of Adam.
+        seed: Of the weights, the split and the order of the rows.
+        widths: Features of the hidden layers.
+    """
+
+    data: str = "digits"
+    model: str = "mlp"
+    method: str = "dad"
+    sites: int = 2
+    split: str = "even"
+    reveal: str = "gradient"
+    epochs: int = 5
+    batch_size: int = 32
+    lr: float = 1e-3
+    seed: int = 0
+    widths: tuple[int, ...] = (1024, 1024)
+
+    def __post_init__(self) -> None:
+        """Checks every value.
+
+        Raises:
+            RecipeError: One is not allowed; the error names its option.
+        """
+        for name, known in _CHOICES.items():
+            _require(getattr(self, name) in known, name, f"one of {', '.join(known)}", self)
+        for name in ("sites", "epochs", "batch_size", "lr"):
+            _require(getattr(self, name) > 0, name, "above 0", self)
+        _require(self.seed >= 0, "seed", "0 or above", self)
+        _require(all(width > 0 for width in self.widths), "widths", "above 0", self)
+        if self.reveal != "gradient" and self.method != "dad":
+            raise RecipeError(f"--reveal {self.reveal} needs --method dad")
+
+    def first_difference(self, other: "Job") -> str | None:
+        """Names the first option in which two jobs differ, if any."""
+        names = (field.name for field in fields(self))
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
+
+_CHOICES: dict[str, Iterable[str]] = {
+    "data": SOURCES,
+    "model": MODELS,
+    "method": METHODS,
+    "split": SPLITS,
+    "reveal": DADS,
+}
+
+
+def _require(holds: bool, name: str, wanted: str, job: Job) -> None:
+    if not holds:
+        raise RecipeError(f"{option(name)} must be {wanted}, not {getattr(job, name)!r}")
+
+
+def option(name: str) -> str:
+    """The command line option of a field."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,97 @@
+"""Starts the sites: as processes of this machine, or as torchrun has started them."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.recipes.loopback import loopback_name
+from outergrad.recipes.processes import run_processes, tell
+
+TIMEOUT = timedelta(minutes=2)
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of several that torchrun, or the like, has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def number_of_sites(wanted: int | None, default: int = 2) -> int:
+    """How many sites there will be.
+
+    Args:
+        wanted: What the user asked for, if anything.
+        default: The number where neither the user nor torchrun gave one.
+
+    Raises:
+        RecipeError: torchrun has started another number than the user asked for.
+    """
+    if not under_torchrun():
+        return wanted or default
+    started = int(os.environ["WORLD_SIZE"])
+    if wanted not in (None, started):
+        raise RecipeError(
+            f"--sites {wanted}, but torchrun started {started}: leave out --sites "
+            f"or start torchrun with --nproc-per-node {wanted}"
+        )
+    return started
+
+
+def run_sites(work: Callable[[], None], sites: int, *, verbose: bool = False) -> None:
+    """Does some work at every site, as a member of one process group.
+
+    Args:
+        work: What a site does; picklable, since other processes do it.
+        sites: Number of processes to start, unless torchrun has started them.
+        verbose: Whether a failure tells its traceback.
+
+    Raises:
+        RecipeError: The user must mend something.
+        SiteError: A site failed; those that this process started have been ended.
+    """
+    if under_torchrun():
+        _join_torchrun(work, verbose=verbose)
+    else:
+        _start_sites(work, sites, verbose=verbose)
+
+
+def _join_torchrun(work: Callable[[], None], *, verbose: bool) -> None:
+    try:
+        _in_group(work)
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise SiteError(f"site {os.environ['RANK']}: {tell(error, verbose)}") from error
+
+
+def _start_sites(work: Callable[[], None], sites: int, *, verbose: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="outergrad-") as folder:
+        store = (Path(folder) / "store").as_uri()
+        works = [partial(_local_site, work, store, site, sites) for site in range(sites)]
+        run_processes(works, verbose=verbose)
+
+
+def _local_site(work: Callable[[], None], store: str, site: int, sites: int) -> None:
+    stay_on_loopback()
+    torch.set_num_threads(max(1, torch.get_num_threads() // sites))
+    _in_group(work, init_method=store, rank=site, world_size=sites)
+
+
+def _in_group(work: Callable[[], None], **group: Any) -> None:
+    dist.init_process_group("gloo", timeout=TIMEOUT, **group)
+    work()
+    dist.destroy_process_group()
+
+
+def stay_on_loopback() -> None:
+    """Keeps Gloo's sockets on this machine, unless the user chose an interface."""
+    name = loopback_name()
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,0 +1,74 @@
+"""Small agreements between the sites of the default process group."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.job import Job, option
+
+T = TypeVar("T")
+
+
+def mean_over_sites(values: Tensor) -> Tensor:
+    """Averages a tensor of the same shape at every site."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def smallest_over_sites(value: int) -> int:
+    """The smallest of the numbers that the sites hold."""
+    smallest = torch.tensor(value)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    return int(smallest)
+
+
+def prepare_together(job: Job, prepare: Callable[[], T]) -> T:
+    """Prepares a job at every site, or fails at every site alike.
+
+    Args:
+        job: The job as this site was told it.
+        prepare: What this site does before it may start.
+
+    Returns:
+        What ``prepare`` returned.
+
+    Raises:
+        RecipeError: The same one everywhere: jobs differ, or a site cannot prepare.
+    """
+    prepared, mistake = _attempt(prepare)
+    told: list[tuple[Job, str | None]] = [(job, None)] * dist.get_world_size()
+    dist.all_gather_object(told, (job, mistake))
+    jobs, mistakes = zip(*told, strict=True)
+    _check_same(jobs)
+    _check_none(mistakes)
+    assert prepared is not None
+    return prepared
+
+
+def _attempt(prepare: Callable[[], T]) -> tuple[T | None, str | None]:
+    try:
+        return prepare(), None
+    except RecipeError as error:
+        return None, str(error)
+
+
+def _check_same(jobs: Sequence[Job]) -> None:
+    for site, job in enumerate(jobs):
+        name = jobs[0].first_difference(job)
+        if name:
+            raise RecipeError(
+                f"{option(name)} is {getattr(job, name)!r} at site {site} but "
+                f"{getattr(jobs[0], name)!r} at site 0: start all sites alike"
+            )
+
+
+def _check_none(mistakes: Sequence[str | None]) -> None:
+    for site, mistake in enumerate(mistakes):
+        if mistake:
+            everywhere = set(mistakes) == {mistake}
+            raise RecipeError(mistake if everywhere else f"site {site}: {mistake}")

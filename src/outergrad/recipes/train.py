@@ -1,0 +1,116 @@
+"""One training and its progress: what ``outergrad train`` does at every site."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from outergrad.recipes.console import amount, count, step_bars
+from outergrad.recipes.data import Dataset, load
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.job import Job
+from outergrad.recipes.sites import mean_over_sites, prepare_together
+from outergrad.recipes.split import Rows
+from outergrad.recipes.training import Training, deal, start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How far a training has come.
+
+    Attributes:
+        epoch: Epochs done.
+        step: Steps done.
+        loss: Mean over the epoch and the sites.
+        test_accuracy: Share of the test images classified right, averaged over sites.
+        sent_bytes: Gradient bytes per step and site, as the session counts them;
+            for DDP, what a ring all-reduce needs.
+        seconds: Time spent in steps.
+    """
+
+    epoch: int
+    step: int
+    loss: float
+    test_accuracy: float
+    sent_bytes: int
+    seconds: float
+
+
+def train(job: Job, *, data_dir: Path, log: Path | None = None, verbose: bool = False) -> None:
+    """Does this site's part of a job; site 0 shows the progress and the result.
+
+    Args:
+        job: The job.
+        data_dir: Folder of the data sets.
+        log: File that gets one line of JSON at the start and one per epoch.
+        verbose: Whether to show how each parameter travels.
+
+    Raises:
+        RecipeError: The same at every site, if one of them cannot start.
+    """
+    first = dist.get_rank() == 0
+    prepare = partial(_prepare, job, data_dir, log if first and log else Path(os.devnull))
+    data, rows_by_site, file = prepare_together(job, prepare)
+    training = start(job, data, rows_by_site)
+    with file, step_bars(shown=first) as bars:
+        report = _run(job, training, file, bars)
+    if first and verbose and training.replica.session:
+        print(training.replica.session.coverage())
+    if first:
+        print(_summary(job, report))
+    training.replica.close()
+
+
+def _prepare(job: Job, data_dir: Path, log: Path) -> tuple[Dataset, Rows, IO[str]]:
+    data = load(job.data, data_dir)
+    return data, deal(job, data), _open(log)
+
+
+def _open(log: Path) -> IO[str]:
+    try:
+        return log.open("w", buffering=1)
+    except OSError as error:
+        raise RecipeError(f"--log {log}: {error.strerror}") from error
+
+
+def _run(job: Job, training: Training, file: IO[str], bars: Progress) -> Report:
+    """Trains, logs the job and every epoch, and returns the last report."""
+    reports: list[Report] = []
+    print(json.dumps(asdict(job)), file=file)
+    for report in _epochs(job, training, bars):
+        print(json.dumps(asdict(report)), file=file)
+        reports.append(report)
+    return reports[-1]
+
+
+def _epochs(job: Job, training: Training, bars: Progress) -> Iterator[Report]:
+    steps, seconds = training.batches.steps, 0.0
+    task = bars.add_task(f"{job.method} on {job.data}", total=job.epochs * steps)
+    for epoch in range(job.epochs):
+        started = time.perf_counter()
+        losses = list(count(bars, task, training.epoch(epoch)))
+        seconds += time.perf_counter() - started
+        yield Report(
+            epoch=epoch + 1,
+            step=(epoch + 1) * steps,
+            loss=mean_over_sites(torch.tensor(losses).mean()).item(),
+            test_accuracy=training.accuracy(),
+            sent_bytes=training.replica.sent_bytes,
+            seconds=round(seconds, 3),
+        )
+
+
+def _summary(job: Job, report: Report) -> str:
+    return (
+        f"{job.method} on {job.data}, {job.sites} sites, {job.split} split: "
+        f"test accuracy {report.test_accuracy:.2%}, "
+        f"{amount(report.sent_bytes)} per step and site, {report.seconds:.1f} s"
+    )

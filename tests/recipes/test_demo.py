@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+
+from outergrad.recipes.demo import JOB, Outcome, conclusions, demo, table
+from outergrad.recipes.launch import run_sites
+
+
+def outcomes(**changes) -> dict[str, Outcome]:
+    """Outcomes of all methods, alike but for what a test changes."""
+    usual = Outcome(
+        accuracy=0.9,
+        losses=torch.tensor([2.0, 0.5]),
+        sent_bytes=0.0,
+        measured=True,
+        seconds=1.0,
+    )
+    sent = {"dense": 1000.0, "ddp": 1000.0, "dad": 100.0}
+    methods = ("pooled", "alone", "dense", "ddp", "dad")
+    usually = {method: replace(usual, sent_bytes=sent.get(method, 0.0)) for method in methods}
+    return usually | changes
+
+
+def text(of: dict[str, Outcome]) -> str:
+    """The table on a screen of 80 columns."""
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table(JOB, of))
+    return capture.get()
+
+
+def test_the_table_has_a_row_for_each_method_and_fits_the_screen():
+    lines = text(outcomes()).splitlines()
+    rows = [line for line in lines if line.startswith("│")]
+    assert [row.split()[1] for row in rows] == ["pooled", "alone", "dense", "PyTorch", "dAD"]
+    assert "90.0%" in rows[-1]
+    assert "0.100" in rows[-1]
+    assert "kB per step and site" in text(outcomes())
+
+
+def test_computed_bytes_are_said_to_be():
+    some = replace(outcomes()["dad"], measured=False)
+    assert "computed" in text(outcomes(dad=some))
+    assert "computed" not in text(outcomes())
+
+
+def test_only_equal_losses_are_called_equal():
+    off = replace(outcomes()["dad"], losses=torch.tensor([2.0, 0.6]))
+    assert "dAD equals pooled" in conclusions(outcomes())
+    assert "dAD differs from pooled" in conclusions(outcomes(dad=off))
+    assert "further apart than 1e-01" in conclusions(outcomes(dad=off))
+
+
+def test_bytes_of_strangers_are_mentioned():
+    disturbed = replace(outcomes()["alone"], sent_bytes=50.0)
+    assert "Other programs" in conclusions(outcomes(alone=disturbed))
+    assert "Other programs" not in conclusions(outcomes())
+
+
+@pytest.mark.slow
+def test_two_sites_run_the_demo(capfd):
+    run_sites(partial(demo, replace(JOB, epochs=3)), 2)
+    shown = capfd.readouterr().out
+    assert "dAD equals pooled" in shown
+    assert shown.count("│") == 5 * 6

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from outergrad.recipes.console import download_bars
+from outergrad.recipes.data import Source
+from outergrad.recipes.download import download
+from outergrad.recipes.errors import RecipeError
+
+FILES = {"images.gz": b"i" * 200_000, "labels.gz": b"l" * 100}
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves a folder, remembers what was asked for, and can break off."""
+
+    asked: list[str]
+    missing_bytes = 0
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        super().do_GET()
+
+    def copyfile(self, source, outputfile):
+        content = source.read()
+        outputfile.write(content[: len(content) - self.missing_bytes])
+
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.fixture
+def handler():
+    """A fresh class for each test."""
+    return type("FreshHandler", (Handler,), {"asked": []})
+
+
+@pytest.fixture
+def url(tmp_path, handler):
+    """A server on this machine that has both files."""
+    served = tmp_path / "served" / "mirror"
+    served.mkdir(parents=True)
+    for name, content in FILES.items():
+        (served / name).write_bytes(content)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=served.parent))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/mirror"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def source(url: str = "", **checksums: str) -> Source:
+    md5 = {name: hashlib.md5(content).hexdigest() for name, content in FILES.items()}
+    return Source(
+        summary="two files",
+        read=lambda _: pytest.fail("not to be read"),
+        files=md5 | checksums,
+        url=url,
+    )
+
+
+def get(source: Source, folder, url: str = "") -> list[str]:
+    with download_bars() as bars:
+        return download(source, folder, bars, url)
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("ending", ["", "/"])
+def test_files_arrive_complete(url, tmp_path, ending):
+    folder = tmp_path / "data" / "set"
+    assert get(source(url + ending), folder) == list(FILES)
+    assert {name: (folder / name).read_bytes() for name in names(folder)} == FILES
+
+
+def test_the_users_url_goes_before_the_sources(url, tmp_path):
+    assert get(source("http://127.0.0.1:1/"), tmp_path / "data", url) == list(FILES)
+
+
+def test_only_what_is_not_right_is_fetched(url, tmp_path, handler):
+    get(source(url), tmp_path / "data")
+    (tmp_path / "data" / "labels.gz").write_bytes(b"damaged")
+    handler.asked.clear()
+    assert get(source(url), tmp_path / "data") == ["labels.gz"]
+    assert handler.asked == ["/mirror/labels.gz"]
+    assert (tmp_path / "data" / "labels.gz").read_bytes() == FILES["labels.gz"]
+    assert get(source(url), tmp_path / "data") == []
+
+
+def test_a_wrong_checksum_keeps_nothing_and_loses_nothing(url, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "labels.gz").write_bytes(b"mine")
+    with pytest.raises(RecipeError, match=r"labels\.gz: checksum .* instead of 0000"):
+        get(source(url, **{"labels.gz": "0000"}), tmp_path / "data")
+    assert names(tmp_path / "data") == ["images.gz", "labels.gz"]
+    assert (tmp_path / "data" / "labels.gz").read_bytes() == b"mine"
+
+
+def test_a_reply_that_breaks_off_keeps_nothing(url, tmp_path, handler):
+    handler.missing_bytes = 10
+    with pytest.raises(RecipeError, match="images"):
+        get(source(url), tmp_path / "data")
+    assert names(tmp_path / "data") == []
+
+
+def test_an_absent_file_is_named(url, tmp_path):
+    with pytest.raises(RecipeError, match=r"cannot download .*nowhere/images\.gz \(.*404"):
+        get(source(url + "/nowhere"), tmp_path / "data")
+    assert names(tmp_path / "data") == []
+
+
+@pytest.mark.parametrize("nowhere", ["http://127.0.0.1:1/", "no url at all"])
+def test_without_a_server_the_remedy_is_told(tmp_path, nowhere):
+    with pytest.raises(RecipeError, match=f"put images.gz into {tmp_path / 'data'} yourself"):
+        get(source(nowhere), tmp_path / "data")
+
+
+def test_a_folder_that_cannot_be_written_is_named(url, tmp_path):
+    (tmp_path / "data").write_text("a file, not a folder")
+    with pytest.raises(RecipeError, match=r"cannot write .*images\.gz .*--data-dir"):
+        get(source(url), tmp_path / "data")

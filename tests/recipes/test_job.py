@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.job import Job
+
+WRONG = {
+    "data": "faces",
+    "model": "oracle",
+    "method": "magic",
+    "split": "odd",
+    "reveal": "all",
+    "sites": 0,
+    "epochs": -1,
+    "batch_size": 0,
+    "lr": 0.0,
+    "seed": -1,
+    "widths": (3, 0),
+}
+
+
+def test_every_field_is_checked():
+    assert WRONG.keys() == {field.name for field in fields(Job)}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_told_with_its_option(name):
+    with pytest.raises(RecipeError, match=f"--{name.replace('_', '-')} must be .*, not "):
+        Job(**{name: WRONG[name]})
+
+
+def test_only_dad_reveals():
+    assert Job(method="dad", reveal="activations")
+    with pytest.raises(RecipeError, match="--reveal activations needs --method dad"):
+        Job(method="ddp", reveal="activations")
+
+
+def test_the_first_difference_is_named():
+    job = Job()
+    assert job.first_difference(replace(job)) is None
+    assert job.first_difference(replace(job, seed=1, epochs=9)) == "epochs"

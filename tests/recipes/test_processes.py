@@ -1,0 +1,72 @@
+"""Processes that fail: the cause is told, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.recipes.processes import run_processes
+
+pytestmark = pytest.mark.slow
+
+
+def sleep_long(pid_file: Path) -> None:
+    pid_file.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def fail_when_another_sleeps(pid_file: Path, error: Exception | None) -> None:
+    """Raises the error, or ends itself at once."""
+    while not pid_file.exists():
+        time.sleep(0.01)
+    if error:
+        raise error
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAILURES = {
+    "mistake": (RecipeError("--lr is odd"), RecipeError, r"^--lr is odd$"),
+    "error": (
+        ZeroDivisionError("by\nnought"),
+        SiteError,
+        r"^site 1: ZeroDivisionError: by nought$",
+    ),
+    "signal": (None, SiteError, r"^site 1 was ended by SIGKILL$"),
+}
+
+
+@pytest.mark.parametrize(("error", "kind", "said"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_is_told_and_ends_the_others(tmp_path, error, kind, said):
+    pid_file = tmp_path / "pid"
+    works = [
+        partial(sleep_long, pid_file),
+        partial(fail_when_another_sleeps, pid_file, error),
+    ]
+    with pytest.raises(kind, match=said):
+        run_processes(works)
+    assert not psutil.pid_exists(int(pid_file.read_text()))
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    raise ConnectionError("the other is gone")
+
+
+def touch_and_fail(path: Path) -> None:
+    path.touch()
+    raise MemoryError("the cause")
+
+
+def test_the_first_failure_in_time_is_told_with_its_traceback(tmp_path):
+    works = [partial(wait_for, tmp_path / "failed"), partial(touch_and_fail, tmp_path / "failed")]
+    with pytest.raises(SiteError, match=r"(?s)site 1: Traceback .*touch_and_fail.*the cause"):
+        run_processes(works, verbose=True)

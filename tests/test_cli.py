@@ -1,0 +1,195 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from outergrad.recipes import commands
+from outergrad.recipes.commands import app
+from outergrad.recipes.data import SOURCES
+
+REPOSITORY = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "outergrad"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+QUICK = ["--epochs", "2", "--widths", "64", "--lr", "0.003", "--split", "class"]
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(app, args)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+MISTAKES = {
+    "method": (["--method", "magic"], "--method must be one of pooled, alone, dense, ddp, dad"),
+    "widths": (["--widths", "64,64"], "--widths must look like 512-512"),
+    "reveal": (["--method", "ddp", "--reveal", "activations"], "needs --method dad"),
+    "epochs": (["--epochs", "0"], "--epochs must be above 0"),
+    "data": (["--data", "mnist", "--data-dir", "nowhere"], "outergrad data get mnist"),
+}
+
+
+@pytest.mark.parametrize(("args", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(args, said):
+    result = invoke("train", *args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("outergrad: ")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_one_rank_of_torchrun_tells_a_mistake(monkeypatch, local_rank, lines):
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    result = invoke("train", "--sites", "3")
+    assert result.exit_code == 2
+    assert result.stderr.count("torchrun started 8") == result.stderr.count("\n") == lines
+
+
+def test_help_names_every_choice():
+    text = " ".join(invoke("train", "--help").stdout.split())
+    assert all(name in text for name in (*SOURCES, "dad", "ddp", "class", "activations"))
+
+
+def test_data_list_says_what_is_there(tmp_path):
+    text = " ".join(invoke("data", "list", "--data-dir", str(tmp_path)).stdout.split())
+    assert "ready" in text
+    assert "outergrad data get mnist" in text
+
+
+def test_data_get_of_the_unknown():
+    result = invoke("data", "get", "faces")
+    assert result.exit_code == 2
+    assert "no data set 'faces': there are digits, mnist" in result.stderr
+
+
+def test_data_get_of_what_needs_no_file():
+    result = invoke("data", "get", "digits")
+    assert result.exit_code == 0
+    assert "digits is ready" in result.stdout
+
+
+def test_data_get_puts_files_where_train_looks(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(commands, "download", lambda *args: asked.append(args) or ["a file"])
+    monkeypatch.setenv("OUTERGRAD_DATA", str(tmp_path))
+    assert invoke("data", "get", "mnist", "--url", "http://mirror/").exit_code == 0
+    (source, folder, _, url) = asked[0]
+    assert (source, folder, url) == (SOURCES["mnist"], tmp_path / "mnist", "http://mirror/")
+    assert str(folder) in invoke("train", "--data", "mnist").stderr
+
+
+@pytest.mark.slow
+def test_without_the_extra_it_says_what_to_install():
+    code = "import sys; sys.modules['rich'] = None; from outergrad.cli import main; main()"
+    result = run(sys.executable, "-c", code)
+    assert result.returncode == 1
+    assert result.stderr == "outergrad: rich not found: pip install 'outergrad[cli]'\n"
+
+
+def losses(log: Path) -> list[float]:
+    """The epochs' losses in a log."""
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert events[0]["epochs"] == len(events) - 1
+    return [event["loss"] for event in events[1:]]
+
+
+@pytest.mark.slow
+def test_dad_follows_pooled(tmp_path):
+    shown, found = {}, {}
+    for method in ("pooled", "dad"):
+        log = tmp_path / method
+        result = run(*COMMAND, "train", "--method", method, *QUICK, "--log", str(log))
+        assert result.returncode == 0, result.stderr
+        shown[method], found[method] = result.stdout, losses(log)
+    assert found["dad"] == pytest.approx(found["pooled"], abs=1e-4)
+    assert "0 bytes per step and site" in shown["pooled"]
+    assert "0 bytes per step and site" not in shown["dad"]
+
+
+@pytest.mark.slow
+def test_under_torchrun_one_site_talks():
+    result = run(*TORCHRUN, "-m", "outergrad", "train", "--method", "dense", *QUICK, "--verbose")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("test accuracy") == 1
+    assert result.stdout.count("0.weight") == 1
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_mistake_is_told_once(tmp_path):
+    result = run(*TORCHRUN, "-m", "outergrad", "train", "--data", "mnist", "--data-dir", "nowhere")
+    assert result.returncode != 0
+    assert result.stderr.count("outergrad: mnist is not there") == 1
+
+
+@pytest.mark.slow
+def test_the_example_learns_under_torchrun():
+    result = run(*TORCHRUN, str(REPOSITORY / "examples" / "train.py"))
+    assert result.returncode == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert float(last.split("test accuracy ")[1].split("%")[0]) > 90
+
+
+@pytest.fixture
+def long_training(tmp_path):
+    """A training under way that would take hours, and its processes."""
+    log = tmp_path / "log"
+    command = [*COMMAND, "train", "--epochs", "100000", "--widths", "64", "--log", str(log)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        try:
+            while not log.exists() or log.read_text().count("\n") < 2:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            yield process, psutil.Process(process.pid).children(recursive=True)
+        finally:
+            process.kill()
+
+
+def ended(children: list[psutil.Process]) -> bool:
+    """Whether all of them end within seconds."""
+    return not psutil.wait_procs(children, timeout=15)[1]
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_every_process_quietly(long_training):
+    process, children = long_training
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert ended(children)
+    assert "Traceback" not in stdout + stderr
+
+
+@pytest.mark.slow
+def test_a_killed_command_leaves_no_process(long_training):
+    process, children = long_training
+    process.kill()
+    assert ended(children)
+
+
+@pytest.mark.slow
+def test_a_killed_site_is_told_once(long_training):
+    process, children = long_training
+    sites = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    sites[1].kill()
+    _, stderr = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert ended(children)
+    assert "outergrad: site 1 was ended by SIGKILL" in stderr
+    assert "Traceback" not in stderr
