@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from outergrad._buckets import DenseBucket, FactorBucket
+from outergrad._bucket import Bucket
+from outergrad._dense_bucket import DenseBucket
+from outergrad._factor_bucket import FactorBucket
 from outergrad._types import Exchange, Slot, Unit
 from outergrad.comm.wire import Header
 
 _FIRST_DENSE_BYTES = 1 << 20
 _DENSE_BYTES = 25 << 20
-
-Bucket = DenseBucket | FactorBucket
+_RIDERS_BYTES = 1 << 18
+_RIDERS_EXTRA_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -176,63 +179,90 @@ class Planner:
         return self._dense[key]
 
     def _fill(self, choice: Choice) -> list[Bucket]:
-        shelf = _Shelf(self)
-        travelling = {
-            self._last_param(unit): (unit, size)
-            for unit, on, size in zip(self._model.units, choice.factors, choice.sizes, strict=True)
-            if on
-        }
-        inside = {name for unit, _ in travelling.values() for name in unit.params}
+        chosen = zip(self._model.units, choice.factors, choice.sizes, strict=True)
+        units = {self._last_param(unit): (unit, size) for unit, on, size in chosen if on}
+        inside = {name for unit, _ in units.values() for name in unit.params}
+        dense = [name for name in self._order if name not in inside]
+        riders = dense if self._may_ride(dense, sum(size for _, size in units.values())) else []
+        shelf = _Shelf(self, self._exchange, riders)
         for name in self._order:
-            if name in travelling:
-                assert self._exchange is not None
-                shelf.add_unit(*travelling[name], self._exchange)
-            elif name not in inside:
+            if name in units:
+                shelf.add_unit(*units.pop(name), last=not units)
+            elif name not in inside and not riders:
                 shelf.add_param(name, self._model.params[name])
         return shelf.close()
+
+    def factor_bucket(
+        self, index: int, units: Sequence[Unit], riders: Sequence[str]
+    ) -> FactorBucket:
+        """The message of these units, with these parameters riding along."""
+        assert self._exchange is not None
+        along = {name: self._model.params[name] for name in riders}
+        return FactorBucket(index, units, self._exchange, along)
+
+    def _may_ride(self, dense: Sequence[str], factor_bytes: int) -> bool:
+        """Whether the dense gradients are so small that they go along with the factors.
+
+        An all-gather sends S / 2 times what an all-reduce would: nothing more at two sites, and
+        never more in sum than if the whole model travelled dense.
+        """
+        params, sites = self._model.params, self._sites
+        nbytes = sum(params[name].nbytes for name in dense)
+        extra = nbytes * (sites - 1) * (sites - 2) // sites
+        total = sum(p.nbytes for p in params.values())
+        fits = (nbytes + factor_bytes) * sites <= 2 * total
+        small = nbytes <= _RIDERS_BYTES and extra <= _RIDERS_EXTRA_BYTES
+        return bool(factor_bytes) and small and fits
 
     def _last_param(self, unit: Unit) -> str:
         return max(unit.params, key=self._order.index)
 
 
 class _Shelf:
-    """Buckets being filled: one of factors and one per dtype at a time."""
+    """Buckets being filled: one of factors and one per dtype at a time.
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
-        self._open: dict[torch.dtype | str, list[tuple[str | Unit, int]]] = {}
+    Args:
+        planner: makes the buckets.
+        exchange: says how large a bucket of factors becomes.
+        riders: parameters that go along with the last bucket of factors.
+    """
+
+    def __init__(self, planner: Planner, exchange: Exchange | None, riders: Sequence[str]) -> None:
+        self._planner, self._riders = planner, riders
+        self._factor_bytes = exchange.bucket_bytes if exchange else 0
+        self._open: dict[torch.dtype | str, list[tuple[Any, int]]] = {}
         self._limits: dict[torch.dtype, int] = {}
         self._closed: list[Bucket] = []
 
-    def add_unit(self, unit: Unit, nbytes: int, exchange: Exchange) -> None:
-        """Adds a unit that travels as factors."""
-        self._exchange = exchange
-        self._add("factors", unit, nbytes, exchange.bucket_bytes)
+    def add_unit(self, unit: Unit, nbytes: int, *, last: bool) -> None:
+        """Adds a unit that travels as factors; the last one waits for the riders."""
+        if self._add("factors", unit, nbytes) >= self._factor_bytes and not (last and self._riders):
+            self._close_factors([])
 
     def add_param(self, name: str, p: nn.Parameter) -> None:
         """Adds a parameter that travels dense; the first bucket is small, to start early."""
-        limit = self._limits.get(p.dtype, _FIRST_DENSE_BYTES)
-        if self._add(p.dtype, name, p.numel() * p.element_size(), limit):
+        if self._add(p.dtype, name, p.nbytes) >= self._limits.get(p.dtype, _FIRST_DENSE_BYTES):
+            self._close_dense(p.dtype)
             self._limits[p.dtype] = _DENSE_BYTES
 
     def close(self) -> list[Bucket]:
         """All buckets, the open ones last."""
         for key in list(self._open):
-            self._close(key)
+            if isinstance(key, torch.dtype):
+                self._close_dense(key)
+            else:
+                self._close_factors(self._riders)
         return self._closed
 
-    def _add(self, key: torch.dtype | str, member: str | Unit, nbytes: int, limit: int) -> bool:
-        self._open.setdefault(key, []).append((member, nbytes))
-        full = sum(size for _, size in self._open[key]) >= limit
-        if full:
-            self._close(key)
-        return full
+    def _add(self, key: torch.dtype | str, member: str | Unit, nbytes: int) -> int:
+        members = self._open.setdefault(key, [])
+        members.append((member, nbytes))
+        return sum(size for _, size in members)
 
-    def _close(self, key: torch.dtype | str) -> None:
-        members = [member for member, _ in self._open.pop(key)]
-        if key == "factors":
-            units = [member for member in members if isinstance(member, Unit)]
-            self._closed.append(FactorBucket(len(self._closed), units, self._exchange))
-        else:
-            names = [member for member in members if isinstance(member, str)]
-            self._closed.append(self._planner.dense_bucket(names))
+    def _close_factors(self, riders: Sequence[str]) -> None:
+        units = [unit for unit, _ in self._open.pop("factors")]
+        self._closed.append(self._planner.factor_bucket(len(self._closed), units, riders))
+
+    def _close_dense(self, dtype: torch.dtype) -> None:
+        names = [name for name, _ in self._open.pop(dtype)]
+        self._closed.append(self._planner.dense_bucket(names))

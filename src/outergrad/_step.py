@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from outergrad._buckets import Pending, Result, Sender
-from outergrad._plan import Bucket, Choice, Model, Planner
+from outergrad._bucket import Bucket, Pending, Result, Sender
+from outergrad._plan import Choice, Model, Planner
 from outergrad._types import Comm, Factors, Slot
 from outergrad.comm.wire import Header, State
 from outergrad.linalg.gradients import add_gradients
@@ -182,46 +182,72 @@ class SharedStep:
         self._buckets = self._planner.buckets(self.choice)
 
     def _start(self, bucket: Bucket) -> None:
-        if bucket.dense and self.sender.state == State.GOOD:
-            for name in bucket.params:
+        if self.sender.state == State.GOOD:
+            for name in bucket.dense_params:
                 self._calls.settle(name)
         with torch.no_grad():
             self._pending.append(bucket.start(self.sender))
 
     def finish(self) -> None:
-        """Waits for all messages and writes the gradients.
+        """Waits for all messages and writes the gradients, each as it comes.
 
         Raises:
-            StepDiscardedError: the backward of some site raised; no gradient was written.
+            StepDiscardedError: the backward of some site raised; what is in `param.grad` is void.
         """
-        results, state = self._outcome()
-        if state == State.SURPRISED:
+        state = self._outcome(write=True)
+        if state == State.SURPRISED:  # known from the first message on: nothing was written
             self._start_again()
-            results, state = self._outcome()
+            state = self._outcome(write=True)
         if state == State.FAILED:
             raise StepDiscardedError(
-                f"the backward of another site raised in step {self.sender.header.step}: nothing "
-                f"of this step was applied; call optimizer.zero_grad() before the next"
+                f"the backward of another site raised in step {self.sender.header.step}: it must "
+                f"not be applied; call optimizer.zero_grad() and go on with the next"
             )
-        self._write(results)
 
     def abandon(self) -> None:
         """Ends a step whose backward raised on this site, together with the other sites."""
         self.sender.state = State.FAILED
-        _, state = self._outcome()
-        if state == State.SURPRISED:  # all of this site's messages had gone before it failed
+        if self._outcome(write=False) == State.SURPRISED:  # this site failed after its last message
             self._start_again()
             self.sender.state = State.FAILED
-            self._outcome()
+            self._outcome(write=False)
 
-    def _outcome(self) -> tuple[list[Result], State]:
-        """Starts what is left, waits for everything; the worst state of any site."""
+    def _outcome(self, *, write: bool) -> State:
+        """Starts what is left and takes in all messages; the worst state of any site."""
         self._advance(block=True)
-        began = time.perf_counter()
-        with torch.no_grad():
-            results = [pending.wait() for pending in self._pending]
-        self.wait_s += time.perf_counter() - began
-        return results, max((result.state for result in results), default=State.GOOD)
+        used, state = self._used(), State.GOOD
+        mixed: dict[str, Tensor] = {}
+        for bucket, pending in zip(self._buckets, self._pending, strict=True):
+            began = time.perf_counter()
+            with torch.no_grad():
+                result = pending.wait()
+            self.wait_s += time.perf_counter() - began
+            state = max(state, result.state)
+            if write and state == State.GOOD:
+                self._write(bucket, result, used, mixed)
+        if write and state == State.GOOD:
+            self._share(mixed)
+        return state
+
+    def _write(
+        self, bucket: Bucket, result: Result, used: set[str], mixed: dict[str, Tensor]
+    ) -> None:
+        means = {name: g for name, g in result.means.items() if name in used}
+        overwrite(self._model, means)
+        missing = (bucket.params & used) - set(result.additions) - set(means)
+        additions = {**result.additions, **self._zeros(missing)}
+        mixed.update({n: additions.pop(n) for n in result.mixed})
+        accumulate(self._model, additions)
+
+    def _share(self, mixed: dict[str, Tensor]) -> None:
+        """All-reduces what autograd had for parameters whose factors were also sent."""
+        if not mixed:
+            return
+        self._planner.mark_mixed(list(mixed))
+        for name in mixed:
+            bucket = self._planner.dense_bucket([name])
+            overwrite(self._model, bucket.start(self.sender).wait().means)
+        accumulate(self._model, mixed)
 
     def _start_again(self) -> None:
         """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
@@ -232,32 +258,11 @@ class SharedStep:
         self.sender.layers.clear()
         self._announce(replace(header, uses=uses))
 
-    def _write(self, results: Sequence[Result]) -> None:
-        used = self._used()
-        for bucket, result in zip(self._buckets, results, strict=True):
-            if bucket.dense:
-                overwrite(self._model, {n: g for n, g in result.gradients.items() if n in used})
-        self._share_mixed(results)
-        for bucket, result in zip(self._buckets, results, strict=True):
-            if not bucket.dense:
-                missing = {n for n in bucket.params & used if n not in result.gradients}
-                accumulate(self._model, {**result.gradients, **self._zeros(missing)})
-
     def _used(self) -> set[str]:
         """Parameters that have a gradient on some site; the others are left alone, as in DDP."""
         masks = zip(*(header.used for header in self.sender.headers), strict=True)
         return {name for name, mask in zip(self._model.params, masks, strict=True) if any(mask)}
 
-    def _zeros(self, names: Sequence[str] | set[str]) -> dict[str, Tensor]:
+    def _zeros(self, names: Collection[str]) -> dict[str, Tensor]:
         params = self._model.params
         return {name: torch.zeros_like(params[name], requires_grad=False) for name in names}
-
-    def _share_mixed(self, results: Sequence[Result]) -> None:
-        """All-reduces what autograd had for parameters that also travelled as factors."""
-        mixed = [name for result in results for name in result.mixed]
-        if not mixed:
-            return
-        self._planner.mark_mixed(mixed)
-        for name in mixed:
-            bucket = self._planner.dense_bucket([name])
-            overwrite(self._model, bucket.start(self.sender).wait().gradients)

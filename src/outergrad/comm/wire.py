@@ -126,7 +126,7 @@ class Piece:
         """Bytes on the wire; none without rows."""
         if not self.rows:
             return 0
-        return sum(_aligned(math.prod(s) * dtype.itemsize) for s, dtype in self._tensors())
+        return sum(aligned(math.prod(s) * dtype.itemsize) for s, dtype in self._tensors())
 
     def _tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         slot, rows = self.slot, self.rows
@@ -143,7 +143,7 @@ class Piece:
         for shape, dtype in self._tensors():
             nbytes = math.prod(shape) * dtype.itemsize
             views.append(payload[offset : offset + nbytes].view(dtype).view(shape))
-            offset += _aligned(nbytes)
+            offset += aligned(nbytes)
         return Factors(*views)
 
 
@@ -170,7 +170,7 @@ class Preamble:
     @staticmethod
     def nbytes(params: int) -> int:
         """Bytes on the wire for a bucket of that many parameters."""
-        return _aligned(8 * (6 + math.ceil(params / 60)))
+        return aligned(8 * (6 + math.ceil(params / 60)))
 
     def write(self, message: Tensor) -> None:
         """Puts it at the start of a message."""
@@ -199,5 +199,6 @@ class Preamble:
         return Preamble(words[1], step, bucket, rank, State(words[5]), tuple(flags))
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The next multiple of what every dtype can start at."""
     return math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT

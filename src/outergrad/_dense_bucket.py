@@ -1,0 +1,58 @@
+"""Gradients side by side in an all-reduce, as in DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from outergrad._bucket import Pending, Result, Sender, copy_scaled
+from outergrad._types import Work
+from outergrad.comm.wire import State
+
+
+class DenseBucket:
+    """Parameters of one dtype whose gradients travel in one all-reduce.
+
+    The buffer is kept between steps. Its last two elements count the sites that are surprised and
+    those that failed.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self.params = frozenset(params)
+        self.dense_params: Sequence[str] = tuple(params)
+        self._params = dict(params)
+        self._buffer: Tensor | None = None
+
+    def start(self, sender: Sender) -> Pending:
+        """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
+        buffer, sites = self._scratch(), sender.comm.world_size
+        views = self._views(buffer)
+        buffer[-2] = float(sender.state == State.SURPRISED)
+        buffer[-1] = float(sender.state == State.FAILED)
+        for (name, p), view in zip(self._params.items(), views, strict=True):
+            copy_scaled(name, p, view, 1.0 / sites if sender.state == State.GOOD else 0.0)
+            sender.add(name, "dense", 2 * (sites - 1) * view.nbytes // sites)
+        work = sender.comm.all_reduce(buffer)
+        return _DensePending(work, dict(zip(self._params, views, strict=True)))
+
+    def _scratch(self) -> Tensor:
+        if self._buffer is None:
+            numel = sum(p.numel() for p in self._params.values())
+            first = next(iter(self._params.values()))
+            self._buffer = first.new_empty(numel + 2, requires_grad=False)
+        return self._buffer
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        parts = buffer[:-2].split([p.numel() for p in self._params.values()])
+        return [part.view(p.shape) for part, p in zip(parts, self._params.values(), strict=True)]
+
+
+class _DensePending:
+    def __init__(self, work: Work, views: dict[str, Tensor]) -> None:
+        self._work, self._views = work, views
+
+    def wait(self) -> Result:
+        surprised, failed = self._work.wait()[-2:].tolist()
+        state = State.FAILED if failed else State.SURPRISED if surprised else State.GOOD
+        return Result(self._views, state=state)
