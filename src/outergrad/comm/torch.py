@@ -12,6 +12,9 @@ from torch import Tensor
 
 from outergrad._types import ExchangeError
 
+_TAG = 0x6F67
+"""Keeps messages apart from point-to-point messages of the user's on the same group."""
+
 
 @contextmanager
 def _transport() -> Iterator[None]:
@@ -34,15 +37,16 @@ class Ready:
 
 
 class TorchWork:
-    """A collective of torch.distributed under way."""
+    """Transfers of torch.distributed under way."""
 
-    def __init__(self, work: dist.Work, result: Callable[[], Any]) -> None:
-        self._work, self._result = work, result
+    def __init__(self, works: Sequence[dist.Work], result: Callable[[], Any]) -> None:
+        self._works, self._result = works, result
 
     def wait(self) -> Any:
         """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
         with _transport():
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         return self._result()
 
 
@@ -72,7 +76,8 @@ class TorchComm:
         staged = t if t.device in (self._wire, self._host) else t.to(self._wire)
         with _transport():
             work = dist.all_reduce(staged, group=self._group, async_op=True)
-        return TorchWork(work, lambda: t if staged is t else t.copy_(staged))  # type: ignore
+        assert work is not None
+        return TorchWork([work], lambda: t if staged is t else t.copy_(staged))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int]) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -81,28 +86,38 @@ class TorchComm:
 
         Args:
             t: this site's tensor.
-            sizes: its length on each site.
+            sizes: its length on each site, at least 1.
         """
         if self.world_size == 1:
             return Ready([t])
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.sent_bytes += t.nbytes * len(others)
+        self.sent_bytes += t.nbytes * (self.world_size - 1)
         staged = t if t.device in (self._wire, self._host) else t.to(self._wire)
-        inputs = staged if len(others) == 1 else staged.repeat(len(others))
-        incoming = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
-        outgoing = [0 if rank == self.rank else len(t) for rank in range(self.world_size)]
-        output = staged.new_empty(sum(incoming))
+        parts = [staged.new_empty(size) for size in sizes]
         with _transport():
-            work = dist.all_to_all_single(
-                output, inputs, incoming, outgoing, group=self._group, async_op=True
-            )
+            works = self._exchange(staged, parts)
 
-        def parts() -> list[Tensor]:
-            split = list(output.to(t.device).split(incoming))
-            split[self.rank] = t
-            return split
+        def result() -> list[Tensor]:
+            parts[self.rank] = staged
+            return [part.to(t.device) for part in parts]
 
-        return TorchWork(work, parts)  # type: ignore
+        return TorchWork(works, result)
+
+    def _exchange(self, own: Tensor, parts: list[Tensor]) -> list[dist.Work]:
+        """Starts to send own to everybody and to receive the other parts."""
+        others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
+        if own.device.type == "cuda":
+            sends = [dist.P2POp(dist.isend, own, group=self._group, group_peer=o) for o in others]
+            receive = [(parts[o], o) for o in others]
+            receives = [
+                dist.P2POp(dist.irecv, part, group=self._group, group_peer=o) for part, o in receive
+            ]
+            return list(dist.batch_isend_irecv([*receives, *sends]))
+        # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
+        # a time; so do gloo's own all_to_all and, less, its all_gather (docs/performance.md).
+        group, tag = self._group, _TAG
+        works = [dist.irecv(parts[o], group=group, group_src=o, tag=tag) for o in reversed(others)]
+        works += [dist.isend(own, group=group, group_dst=o, tag=tag) for o in others]
+        return [work for work in works if work is not None]
 
     def broadcast(self, t: Tensor) -> None:
         """Overwrites t with rank 0's."""
