@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def shared_gradients(case: Case, sites: int):
-    """Per site and method, the gradients after some steps: the first has no plan to go by, the last no header."""
+    """Per site and method, gradients after some steps: the first has no plan, the last no header."""
 
     def body(rank, group):
         return {label: train(case, method, rank, group) for label, method in METHODS.items()}

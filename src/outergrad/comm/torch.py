@@ -62,6 +62,7 @@ class TorchComm:
         self.rank, self.world_size = group.rank(), group.size()
         self.sent_bytes = 0
         self.device = device
+        self._kept: Tensor | None = None
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
 
@@ -126,6 +127,9 @@ class TorchComm:
         staged = t.to(self._wire).contiguous()
         with _transport():
             dist.broadcast(staged, group=self._group, group_src=0)
+        # A thread of gloo's may hold it a little longer; were it the last to do so while the
+        # interpreter shuts down, the process would abort.
+        self._kept = staged
         if staged is not t:
             t.copy_(staged)
 
