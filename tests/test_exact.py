@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def shared_gradients(case: Case, sites: int):
-    """Per site and method, gradients after some steps: the first has no plan, the last no header."""
+    """Per site and method, gradients after steps without a plan, with and without a header."""
 
     def body(rank, group):
         return {label: train(case, method, rank, group) for label, method in METHODS.items()}
