@@ -38,12 +38,12 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) ** 2).mean()
 
 
-def pooled(steps: int = 1) -> dict[str, torch.Tensor]:
-    """`steps` equal backward passes of every site, averaged over the sites, in float64."""
+def pooled(steps: int = 1, sites: int = SITES) -> dict[str, torch.Tensor]:
+    """`steps` backward passes of every site, averaged over the sites, in float64."""
     model = model_of().double()
-    for x in BATCHES[:SITES]:
+    for x in BATCHES[:sites]:
         for k in range(steps):
-            (loss_of(model, (k + 1) * x.double()) / SITES).backward()
+            (loss_of(model, (k + 1) * x.double()) / sites).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -57,18 +57,23 @@ def method(request):
     return METHODS[request.param]
 
 
-def test_accumulation_without_no_sync(method):
+@pytest.fixture(params=[1, 2, 3, 4])
+def sites(request):
+    return request.param
+
+
+def test_accumulation_without_no_sync(method, sites):
     def body(rank, group):
         model = model_of()
         og.distribute(model, method, group=group)
         for k in range(3):
             loss_of(model, (k + 1) * BATCHES[rank]).backward()
-        assert_equal(model, pooled(3))
+        assert_equal(model, pooled(3, sites))
 
-    run_on_lasting_groups(SITES, body)
+    run_on_lasting_groups(sites, body)
 
 
-def test_accumulation_with_no_sync(method):
+def test_accumulation_with_no_sync(method, sites):
     def body(rank, group):
         model = model_of()
         session = og.distribute(model, method, group=group)
@@ -80,14 +85,14 @@ def test_accumulation_with_no_sync(method):
                     loss_of(model, (k + 1) * BATCHES[rank]).backward()
                     assert session.stats().total_sent_bytes == before
             loss_of(model, 3 * BATCHES[rank]).backward()
-            assert_equal(model, pooled(3))
+            assert_equal(model, pooled(3, sites))
         model.zero_grad()  # and back to sharing step by step
         loss_of(model, BATCHES[rank]).backward()
         loss_of(model, BATCHES[rank]).backward()
-        single = {name: 2 * g for name, g in pooled(1).items()}
+        single = {name: 2 * g for name, g in pooled(1, sites).items()}
         assert_equal(model, single)
 
-    run_on_lasting_groups(SITES, body)
+    run_on_lasting_groups(sites, body)
 
 
 def test_no_sync_leaves_the_local_gradient(method):
@@ -105,7 +110,7 @@ def test_no_sync_leaves_the_local_gradient(method):
     run_on_lasting_groups(SITES, body)
 
 
-def test_zero_grad_in_place(method):
+def test_zero_grad_in_place(method, sites):
     def body(rank, group):
         model = model_of()
         og.distribute(model, method, group=group)
@@ -113,10 +118,10 @@ def test_zero_grad_in_place(method):
             model.zero_grad(set_to_none=False)
             kept = [p.grad for p in model.parameters()]
             loss_of(model, BATCHES[rank]).backward()
-            assert_equal(model, pooled())
+            assert_equal(model, pooled(sites=sites))
         assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
 
-    run_on_lasting_groups(SITES, body)
+    run_on_lasting_groups(sites, body)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["optimizer before", "optimizer after"])
@@ -146,6 +151,29 @@ def test_training_keeps_the_sites_equal_and_follows_the_pooled_model(method, bef
     for p, q, reference in zip(first, second, pooled_model.parameters(), strict=True):
         assert torch.equal(p, q)
         torch.testing.assert_close(p, reference.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_parameters_and_buffers_start_as_those_of_rank_0(method):
+    models = [
+        nn.ModuleList([nn.BatchNorm1d(5), nn.Linear(5, 3).double(), nn.Embedding(4, 2).bfloat16()])
+        for _ in range(3)
+    ]
+    for rank, model in enumerate(models):
+        for t in [*model.parameters(), *model.buffers()]:
+            t.data.fill_(rank + 1)
+        model.register_buffer("mask", torch.tensor([rank == 0, True, False]))
+        model.register_buffer("scalar", torch.tensor(rank, dtype=torch.int16))
+
+    def body(rank, group):
+        og.distribute(models[rank], method, group=group)
+
+    run_on_lasting_groups(3, body)
+    for model in models:
+        assert all(bool((p == 1).all()) for p in model.parameters())
+        assert model[0].num_batches_tracked == 1
+        assert bool((model[0].running_mean == 1).all())
+        assert model.mask.tolist() == [True, True, False]
+        assert model.scalar == 0
 
 
 def test_bf16_autocast(method):
