@@ -218,6 +218,13 @@ def plain_parameters() -> Case:
     return Case(Branches(forward, **layers, scale=nn.Parameter(torch.tensor(1.5))), rows(6))
 
 
+class Standardised(nn.Conv2d):
+    """Computes with another weight than its parameter."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight - weight.mean(), bias)
+
+
 def build() -> dict[str, Callable[[], Case]]:
     """Every case by name; built when called, after a seed."""
     linear = {
@@ -310,6 +317,10 @@ def build() -> dict[str, Callable[[], Case]]:
         "penalty on one site": penalty_on_one_site,
         "forward of its own": lambda: Case(
             nn.Sequential(OwnForward(6, 5), nn.Linear(5, 4)), rows(6), factors=("1.weight",)
+        ),
+        "convolution of its own": lambda: Case(Standardised(4, 6, 3), rows(4, 6, 6)),
+        "keyword input": lambda: Case(
+            Branches(lambda m, x: m.layer(input=x), layer=nn.Linear(6, 5)), rows(6)
         ),
         "checkpointing": checkpointed,
         "plain parameters": plain_parameters,

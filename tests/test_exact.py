@@ -27,11 +27,12 @@ def shared_gradients(case: Case, sites: int):
 
 def train(case: Case, method, rank: int, group):
     model = copy.deepcopy(case.model)
-    og.distribute(model, method, group=group)
+    session = og.distribute(model, method, group=group)
     for _ in range(STEPS):
         model.zero_grad()
         torch.manual_seed(7)
         run(model, case, case.batches[rank]).backward()
+    session.detach()
     return {name: p.grad for name, p in model.named_parameters()}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, mlp, relative_error
@@ -27,6 +28,7 @@ def build_model(seed: int) -> nn.Sequential:
 
 MODELS = [build_model(seed) for seed in range(SITES + 2)]
 LAYER = nn.Linear(30, 40)
+LAYER_SQUARE, LAYER_SQUARE_TOO = nn.Linear(40, 40), nn.Linear(40, 40)
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
@@ -461,7 +463,7 @@ def test_a_batch_that_the_plan_was_not_made_for(method, who, sites):
             loss_of(model, batch(rank, step)).backward()
             assert_equal(model, reference)
 
-    run_on_lasting_groups(sites, body)
+    run_ranks(sites, body)
 
 
 def test_steady_steps_send_no_headers():
@@ -475,7 +477,7 @@ def test_steady_steps_send_no_headers():
             sent.append(session.stats().sent_bytes)
         return sent
 
-    first, second, third, fourth = run_on_lasting_groups(SITES, body)[0]
+    first, second, third, fourth = run_ranks(SITES, body)[0]
     assert first == second
     assert third == fourth == first - 512
 
@@ -498,7 +500,7 @@ def test_surprise_and_exception_in_one_step(method, boom):
             boom_step(model, BATCHES[rank], armed=False)
             assert_equal(model, pooled())
 
-    run_on_lasting_groups(SITES, body)
+    run_ranks(SITES, body)
 
 
 def test_a_parameter_that_is_used_now_and_then(method):
@@ -525,7 +527,7 @@ def test_a_parameter_that_is_used_now_and_then(method):
                 if p.grad is not None:
                     torch.testing.assert_close(p.grad, q.grad)
 
-    run_on_lasting_groups(SITES, body)
+    run_ranks(SITES, body)
 
 
 def test_penalised_weights_travel_dense_from_the_second_step_on():
@@ -573,6 +575,189 @@ def test_models_in_another_order_are_noticed():
     for error in try_ranks(SITES, body):
         assert isinstance(error, RuntimeError)
         assert "something else than the header of this session" in str(error)
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+@pytest.mark.parametrize("next_is_the_same", [True, False])
+def test_exception_in_one_of_two_models(method, raising, next_is_the_same):
+    """The step of the model that raised is ended before another model's begins."""
+
+    def body(rank, group):
+        models = [model_of(0), model_of(1)]
+        for model in models:
+            og.distribute(model, method, group=group)
+        for _ in range(3):
+            for model in models:
+                model.zero_grad()
+                boom_step(model, BATCHES[rank], armed=False)
+        with pytest.raises(ArithmeticError if rank == raising else og.StepDiscardedError):
+            boom_step(models[0], BATCHES[rank], armed=rank == raising)
+        for model in models if next_is_the_same else models[::-1]:
+            model.zero_grad()
+            boom_step(model, BATCHES[rank], armed=False)
+        assert_equal(models[0], pooled())
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_twin_models_in_another_order_are_noticed():
+    def body(rank, group):
+        models = [model_of(0), model_of(1)]
+        for model in models:
+            og.distribute(model, og.Dense(), group=group)
+        for model in models if rank == 0 else reversed(models):
+            loss_of(model, BATCHES[rank]).backward()
+
+    for error in try_ranks(SITES, body):
+        assert isinstance(error, RuntimeError)
+        assert "something else than the header of this session" in str(error)
+
+
+def test_exception_after_everything_was_ready(method):
+    """A hook on the input raises on one site, after all its parameters had their gradients."""
+
+    def fail(_):
+        raise ArithmeticError("late")
+
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        for _ in range(4):
+            model.zero_grad()
+            loss_of(model, BATCHES[rank].clone().requires_grad_()).backward()
+        x = BATCHES[rank].clone().requires_grad_()
+        if rank == 0:
+            x.register_hook(fail)
+        with pytest.raises(ArithmeticError if rank == 0 else og.StepDiscardedError):
+            loss_of(model, x).backward()
+        model.zero_grad()
+        loss_of(model, BATCHES[rank]).backward()
+        assert_equal(model, pooled())
+
+    run_ranks(SITES, body)
+
+
+def test_detached_between_forward_and_backward_is_refused():
+    def body(rank, group):
+        model = model_of()
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        loss = loss_of(model, BATCHES[rank])
+        session.detach()
+        with pytest.raises(RuntimeError, match=r"before session\.detach"):
+            loss.backward()
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_converted_or_replaced_parameters_are_refused():
+    def body(rank, group):
+        for change in (
+            lambda m: m.double(),
+            lambda m: m.load_state_dict(model_of(1).state_dict(), assign=True),
+        ):
+            model = model_of()
+            session = og.distribute(model, og.DAD(always=True), group=group)
+            change(model)
+            with pytest.raises(RuntimeError, match="replaced or converted"):
+                loss_of(model, BATCHES[rank].to(model[2].weight.dtype))
+            session.detach()
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_functional_call_computes_with_the_weights_it_is_given():
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, og.DAD(always=True), group=group)
+        weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        torch.func.functional_call(model, weights, (BATCHES[rank],)).sum().backward()
+        assert all(w.grad is not None for w in weights.values())
+        assert all(p.grad is None for p in model.parameters())
+
+    run_on_lasting_groups(SITES, body)
+
+
+@pytest.mark.parametrize("when", ["no_sync around backward", "another backward between"])
+def test_checkpoints_are_recomputed_as_they_were_computed(method, when):
+    def forward(model, x):
+        return (checkpoint(model, x, use_reentrant=False) ** 2).mean()
+
+    def body(rank, group):
+        model = model_of()
+        session = og.distribute(model, method, group=group)
+        losses = [forward(model, BATCHES[rank]), forward(model, 2 * BATCHES[rank])]
+        if when.startswith("no_sync"):
+            with session.no_sync():
+                losses[0].backward()
+        else:
+            losses[0].backward()
+        losses[1].backward()
+        assert_equal(model, pooled(2))
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_float32_rows_are_not_rounded_because_of_another_forward():
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, og.DAD(always=True, reveal="activations"), group=group)
+        loss = loss_of(model, BATCHES[rank])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss_of(model, BATCHES[rank])
+        loss.backward()
+        assert_equal(model, pooled())
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_backward_to_some_parameters_only(method):
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, method, group=group)
+        expected = pooled()
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, BATCHES[rank]).backward(inputs=[model[2].weight])
+            for name, p in model.named_parameters():
+                assert (p.grad is None) == (name != "2.weight"), name
+            assert relative_error(model[2].weight.grad, expected["2.weight"]) < 5e-6
+
+    run_on_lasting_groups(SITES, body)
+
+
+def test_a_failing_recorder_does_not_part_the_sites():
+    class Full:
+        def record(self, event):
+            raise OSError("disk full")
+
+    def body(rank, group):
+        model = model_of()
+        og.distribute(model, group=group, recorder=Full() if rank == 0 else None)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, BATCHES[rank]).backward()
+        assert_equal(model, pooled())
+
+    with pytest.warns(UserWarning, match="disk full"):
+        run_on_lasting_groups(SITES, body)
+
+
+def test_buffers_do_not_pile_up():
+    """Plans that change from step to step must not leave their buffers behind."""
+
+    def body(rank, group):
+        model = copy.deepcopy(nn.Sequential(LAYER_SQUARE, LAYER_SQUARE_TOO))
+        session = og.distribute(model, group=group)
+        for step in range(30):
+            model.zero_grad()
+            model(torch.ones(1 + 7 * (step * 5 % 9), 40)).square().mean().backward()
+        buckets = session._planner._dense.values()
+        return sum(b._buffer.nbytes for b in buckets if b._buffer is not None), sum(
+            p.nbytes for p in model.parameters()
+        )
+
+    for held, size in run_on_lasting_groups(SITES, body):
+        assert held <= 1.1 * size
 
 
 def test_unfreezing_later_is_refused():

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad._plan import Model
-from outergrad._session import Session
-from outergrad._tap import TappedLayer, is_tapped
+from outergrad._session import Session, count_session, end_unfinished
+from outergrad._tap import TappedLayer, is_watched
 from outergrad._types import Exchange, Method, Recorder, Rule, Rules, Slot
 from outergrad._version import __version__
 from outergrad.comm.agree import agree, broadcast_all
@@ -60,7 +60,10 @@ def distribute(
         view = _inspect(model, method, rules)
     except (ValueError, TypeError) as raised:
         error = raised
-    fingerprint = agree(comm, [] if view is None else _describe(model, method, view), error)
+    end_unfinished(comm.group)
+    number = f"session {count_session(comm.group)} of the group"
+    lines = [] if view is None else [*_describe(model, method, view), number]
+    fingerprint = agree(comm, lines, error)
     assert view is not None
     broadcast_all(comm, [*model.parameters(), *model.buffers()])
     return _attach(view, comm, fingerprint, recorder)
@@ -130,19 +133,23 @@ def _check_model(model: nn.Module) -> None:
                 f"{name or 'the model'!r} is wrapped in {type(module).__name__}, which shares its "
                 f"gradients itself: pass the plain module to og.distribute()"
             )
-        if is_tapped(module):
-            raise ValueError(
-                f"{name or 'the model'!r} is distributed already: call session.detach() first"
-            )
     params = dict(model.named_parameters())
     if not any(p.requires_grad for p in params.values()):
         raise ValueError("the model has no parameter that requires a gradient")
     _check_parameters(params)
+    for name, buffer in model.named_buffers():
+        if any(
+            stride == 0 and size > 1
+            for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+        ):
+            raise ValueError(f"buffer {name!r} is expanded: register a .contiguous() copy of it")
 
 
 def _check_parameters(params: dict[str, nn.Parameter]) -> None:
     first, home = next(iter(params.items()))
     for name, p in params.items():
+        if is_watched(p):
+            raise ValueError(f"{name!r} is distributed already: call session.detach() first")
         if type(p).__name__ == "DTensor":  # by name: its import costs half a second
             raise ValueError(f"{name!r} is a DTensor: sharded models are not supported")
         if isinstance(p, nn.parameter.UninitializedParameter):

@@ -86,12 +86,13 @@ class Planner:
         self._model, self._exchange, self._sites = model, exchange, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._mixed: set[Unit] = set()
-        self._dense: dict[tuple[str, ...], DenseBucket] = {}
+        self._dense: dict[Sequence[str], DenseBucket] = {}
         self._last: tuple[Choice, list[Bucket]] | None = None
         self._headers: list[Header] = []
         self._order = tuple(model.params)[::-1]
         self.steady = False
-        """Whether the last two steps had the same headers: then the next goes without."""
+        """Whether the last two steps had the same headers, of sessions that are alone on their
+        groups: then the next goes without."""
         self.opening: frozenset[str] = frozenset()
         """Parameters of the first message of the last step: when they are ready, it is time."""
 
@@ -116,8 +117,14 @@ class Planner:
     def agreed(self, headers: Sequence[Header]) -> None:
         """Takes note of headers that were exchanged."""
         facts = [header.facts for header in headers]
-        self.steady = facts == [header.facts for header in self._headers]
+        same = facts == [header.facts for header in self._headers]
+        self.steady = same and all(header.alone for header in headers)
         self._headers = list(headers)
+
+    def captures(self, name: str, headers: Sequence[Header]) -> bool:
+        """Whether some site announced rows for a product of the parameter."""
+        slots = [k for slot, k in self._slot_index.items() if name in slot.params]
+        return any(header.uses[k].rows for header in headers for k in slots)
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced."""
@@ -167,16 +174,15 @@ class Planner:
         them; a unit stands where its last parameter is reached.
         """
         if self._last is None or self._last[0] != choice:
-            self._last = choice, self._fill(choice)
-            self.opening = self._last[1][0].params
+            buckets = self._fill(choice)
+            self._dense = {b.dense_params: b for b in buckets if isinstance(b, DenseBucket)}
+            self._last, self.opening = (choice, buckets), buckets[0].params
         return self._last[1]
 
     def dense_bucket(self, names: Sequence[str]) -> DenseBucket:
-        """The bucket of these parameters, with its buffer from earlier steps."""
-        key = tuple(names)
-        if key not in self._dense:
-            self._dense[key] = DenseBucket({name: self._model.params[name] for name in names})
-        return self._dense[key]
+        """The bucket of these parameters, with its buffer if the last plan had it, too."""
+        members = {name: self._model.params[name] for name in names}
+        return self._dense.get(tuple(names)) or DenseBucket(members)
 
     def _fill(self, choice: Choice) -> list[Bucket]:
         chosen = zip(self._model.units, choice.factors, choice.sizes, strict=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -48,6 +52,7 @@ class Session:
         self._lost: Exception | None = None
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: tuple[str, ...] = ()
+        _GROUPS[comm.group].attached.add(self)
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -82,11 +87,12 @@ class Session:
         if not self._attached:
             return
         self._attached = False
+        _GROUPS[self._comm.group].attached.discard(self)
+        end_unfinished(self._comm.group)
         for layer in self._layers:
             layer.restore()
         for watched in self._watched.values():
             watched.remove()
-        self._end_unfinished()
 
     # -- what distribute() calls ----------------------------------------------------------------
 
@@ -103,10 +109,12 @@ class Session:
 
     def taps(self, layer: TappedLayer) -> bool:
         """Whether some product of the layer should travel as factors in the next step."""
-        return self._synchronise and any(self._wanted[self._unit_of[s]] for s in layer.slots)
+        return any(self._wanted[self._unit_of[slot]] for slot in layer.slots)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """A product's delta has arrived."""
+        if not self._attached:
+            raise RuntimeError("this forward ran before session.detach(): run it again")
         with self._noting_loss():
             self._current().on_factors(slot, factors)
 
@@ -130,16 +138,18 @@ class Session:
 
     def _begin(self, task: int) -> None:
         refuse_nested_backward()
-        self._end_unfinished()
+        end_unfinished(self._comm.group)
         self._refuse_lost()
         self._refuse_unfrozen()
         used = {name for name, watched in self._watched.items() if watched.accumulates()}
         alone = self._comm.world_size == 1 and not any(self._wanted.values())
         if alone or not self._synchronise:
             step = LocalStep(task, self._model, used)
+            self._unshared |= used if self._comm.world_size > 1 else set()
         else:
             header = self._header(used)
             step = SharedStep(task, self._model, self._planner, self._comm, header, used)
+            _GROUPS[self._comm.group].running.append(self)
         self._step = step
         at_end_of_backward(lambda: self._finish(step))
 
@@ -149,14 +159,14 @@ class Session:
         has_gradient = tuple(name in used or name in waiting for name in self._model.params)
         uses = tuple(self._use(slot, waiting) for slot in self._model.slots)
         step, rank = self._stats.step, self._comm.rank
-        return Header(self._fingerprint, step, rank, has_gradient, uses)
+        alone = len(_GROUPS[self._comm.group].attached) == 1
+        return Header(self._fingerprint, step, rank, has_gradient, uses, alone)
 
     def _use(self, slot: Slot, unshared: set[str]) -> Use:
         layer, k = self._place[slot]
-        tapped, untapped = layer.announced(k)
-        if untapped == 0 and unshared.isdisjoint(self._unit_of[slot].params):
-            return Use(tapped, True, layer.dtypes[k])
-        return Use(_coarse(slot, tapped + untapped), False, layer.dtypes[k])
+        tapped, untapped, dtype = layer.announced(k)
+        suffices = untapped == 0 and unshared.isdisjoint(self._unit_of[slot].params)
+        return Use(tapped + _coarse(slot, untapped), suffices, dtype)
 
     def _finish(self, step: LocalStep | SharedStep) -> None:
         if step is not self._step:  # left over from a backward that raised
@@ -166,13 +176,13 @@ class Session:
                 with self._noting_loss():
                     step.finish()
                 self._unshared.clear()
-            elif self._comm.world_size > 1:
-                self._unshared |= step.used
         finally:
             self._close(step)
 
     def _close(self, step: LocalStep | SharedStep) -> None:
         self._step = None
+        if isinstance(step, SharedStep):
+            _GROUPS[self._comm.group].running.remove(self)
         for layer in self._layers:
             layer.forget_untapped()
         if isinstance(step, SharedStep) and step.choice is not None:
@@ -193,7 +203,17 @@ class Session:
         if self._recorder is None:
             return
         for name, layer in self._stats.layers.items():
-            self._recorder.record(self._event(step, name, layer))
+            self._record(self._event(step, name, layer))
+
+    def _record(self, event: Event) -> None:
+        """Hands an event on; the step has been applied, so a failure must not undo it here."""
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.record(event)
+        except Exception as error:
+            warnings.warn(f"the recorder failed and is dropped: {error!r}", stacklevel=2)
+            self._recorder = None
 
     def _event(self, step: SharedStep, name: str, layer: LayerStats) -> Event:
         header = step.sender.header
@@ -212,11 +232,11 @@ class Session:
 
     # -- when something went wrong --------------------------------------------------------------
 
-    def _end_unfinished(self) -> None:
+    def end_unfinished(self, *, unless: int) -> None:
         """Ends a step whose backward raised here, so that all sites are in step again."""
-        step, self._step = self._step, None
-        if not isinstance(step, SharedStep):
-            return
+        step = self._step
+        if not isinstance(step, SharedStep) or step.task == unless:
+            return  # another session may be in the middle of the same backward
         try:
             step.abandon()
         except ExchangeError as error:
@@ -253,8 +273,42 @@ class Session:
 
 
 def _coarse(slot: Slot, rows: int) -> int:
-    """Rows that only a later choice goes by: rounded, so that small changes need no new plan.
+    """Rows that only a later choice goes by: rounded up, so that small changes need no new plan.
 
     From O + I rows on, factors are never smaller than the product.
     """
-    return min(1 << (rows - 1).bit_length(), slot.outputs + slot.inputs) if rows else 0
+    grain = 1 << max(rows.bit_length() - 3, 0)
+    return min(-(-rows // grain) * grain, slot.outputs + slot.inputs)
+
+
+@dataclass
+class _Group:
+    """What the sessions of one process group must know of each other.
+
+    Attributes:
+        sessions: how many there have been.
+        attached: those that have not been detached.
+        running: those in a shared step, in the order in which these began.
+    """
+
+    sessions: int = 0
+    attached: WeakSet[Session] = field(default_factory=WeakSet)
+    running: list[Session] = field(default_factory=list)
+
+
+_GROUPS: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
+"""A registry of the process, because process groups are its own, too."""
+
+
+def count_session(group: Any) -> int:
+    """Registers a session and returns its number on the group."""
+    state = _GROUPS.setdefault(group, _Group())
+    state.sessions += 1
+    return state.sessions
+
+
+def end_unfinished(group: Any) -> None:
+    """Ends the steps of all sessions of a group whose backward raised, in their order."""
+    task = current_task()
+    for session in list(_GROUPS.setdefault(group, _Group()).running):
+        session.end_unfinished(unless=task)

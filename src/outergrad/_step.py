@@ -22,10 +22,15 @@ class StepDiscardedError(RuntimeError):
 
 
 class Calls:
-    """The products that this backward captured and nobody used yet."""
+    """The products that this backward captured and nobody used yet.
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    Args:
+        model: what they belong to.
+        used: parameters that this backward leaves a gradient in.
+    """
+
+    def __init__(self, model: Model, used: set[str]) -> None:
+        self._model, self._used = model, used
         self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
         self.settled: set[Slot] = set()
         self._touching: dict[str, list[Slot]] = {}
@@ -47,7 +52,8 @@ class Calls:
             if slot in self._of_slot:
                 gradients: dict[str, Tensor] = {}
                 add_gradients(gradients, slot, [self.rows(slot)], self._model.params, 1.0)
-                accumulate(self._model, gradients)
+                wanted = {n: gradient for n, gradient in gradients.items() if n in self._used}
+                accumulate(self._model, wanted)
                 del self._of_slot[slot]
                 self.settled.add(slot)
 
@@ -78,8 +84,8 @@ class LocalStep:
     """A backward whose gradients stay on this site (`no_sync`, or a single site)."""
 
     def __init__(self, task: int, model: Model, used: set[str]) -> None:
-        self.task, self.used = task, used
-        self._calls = Calls(model)
+        self.task = task
+        self._calls = Calls(model, used)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its parameters are ready."""
@@ -117,7 +123,7 @@ class SharedStep:
         self.wait_s, self.sent_before = 0.0, comm.sent_bytes
         self.choice: Choice | None = None
         self._model, self._planner, self._comm = model, planner, comm
-        self._calls = Calls(model)
+        self._calls = Calls(model, used)
         self._waiting = set(used)
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
@@ -154,13 +160,14 @@ class SharedStep:
         """Starts messages in their fixed order, as far as they are ready; all of them if block.
 
         What starts depends on the place in the program alone, never on timing: collectives of
-        others on the same group may come between, in the same places on every site.
+        others on the same group may come between, in the same places on every site. The last
+        message waits for the end of backward: a site that raises can always still say so.
         """
         if self.choice is None:
             if not block and not self._planner.opening.isdisjoint(self._waiting):
                 return
             self._adopt()
-        while len(self._pending) < len(self._buckets):
+        while len(self._pending) < len(self._buckets) - (not block):
             bucket = self._buckets[len(self._pending)]
             if not block and not bucket.params.isdisjoint(self._waiting):
                 return
@@ -235,15 +242,17 @@ class SharedStep:
         means = {name: g for name, g in result.means.items() if name in used}
         overwrite(self._model, means)
         missing = (bucket.params & used) - set(result.additions) - set(means)
-        additions = {**result.additions, **self._zeros(missing)}
-        mixed.update({n: additions.pop(n) for n in result.mixed})
+        additions = {name: g for name, g in result.additions.items() if name in used}
+        additions.update(self._zeros(missing))
+        mixed.update({n: additions.pop(n) for n in result.mixed if n in additions})
         accumulate(self._model, additions)
 
     def _share(self, mixed: dict[str, Tensor]) -> None:
         """All-reduces what autograd had for parameters whose factors were also sent."""
         if not mixed:
             return
-        self._planner.mark_mixed(list(mixed))
+        headers = self.sender.headers
+        self._planner.mark_mixed([n for n in mixed if self._planner.captures(n, headers)])
         for name in mixed:
             bucket = self._planner.dense_bucket([name])
             overwrite(self._model, bucket.start(self.sender).wait().means)

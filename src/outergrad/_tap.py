@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -95,6 +96,7 @@ class WatchedParameter:
 
     def __init__(self, name: str, parameter: nn.Parameter, sink: Sink) -> None:
         self.name, self.parameter, self._sink = name, parameter, sink
+        self.dtype = parameter.dtype
         self.node: Node = get_gradient_edge(parameter).node
         self._handles: list[RemovableHandle] = [
             parameter.register_hook(self._before),
@@ -151,9 +153,13 @@ class TappedLayer:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
         self._watched = [tuple(params) for params in watched]
         self._sink = sink
-        self._live: list[WeakKeyDictionary[Any, int]] = [WeakKeyDictionary() for _ in slots]
+        self._live: list[WeakKeyDictionary[Any, tuple[int, torch.dtype]]] = [
+            WeakKeyDictionary() for _ in slots
+        ]
         self._untapped = [0] * len(self.slots)
-        self.dtypes = [torch.float32] * len(self.slots)
+        self._decided = False
+        own = {id(p): name.split(".") for name, p in module.named_parameters()}
+        self._places = {p.name: own[id(p.parameter)] for params in watched for p in params}
         self._plain = type(module)
         module.__class__ = _tapped_class(self._plain, self)
 
@@ -162,10 +168,39 @@ class TappedLayer:
         self.module.__class__ = self._plain
 
     def active(self) -> bool:
-        """Whether this forward goes through taps."""
-        if not torch.is_grad_enabled() or not self._sink.taps(self):
+        """Whether this forward goes through taps; a recomputation does what the forward did."""
+        if not torch.is_grad_enabled():
             return False
-        return all(p.tappable() for params in self._watched for p in params)
+        if current_task() == NO_TASK:
+            watched = [p for params in self._watched for p in params]
+            self._decided = self._sink.taps(self) and all(p.tappable() for p in watched)
+        return self._decided and self._has_own_parameters()
+
+    def _has_own_parameters(self) -> bool:
+        """Whether the module still has the parameters that are watched.
+
+        Raises:
+            RuntimeError: they were replaced or converted after `distribute`.
+        """
+        for params in self._watched:
+            for watched in params:
+                found = self._find(watched.name)
+                if found is watched.parameter and found.dtype == watched.dtype:
+                    continue
+                if isinstance(found, nn.Parameter):
+                    raise RuntimeError(
+                        f"{watched.name!r} was replaced or converted after og.distribute(): call "
+                        f"session.detach(), convert or load, and distribute again on every site"
+                    )
+                return False  # somebody passes weights of their own (functional_call)
+        return True
+
+    def _find(self, name: str) -> Any:
+        *path, last = self._places[name]
+        owner = self.module
+        for child in path:
+            owner = getattr(owner, child)
+        return getattr(owner, last)
 
     def tap(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
         """Implements `TapFn` for this layer."""
@@ -176,12 +211,13 @@ class TappedLayer:
         params = [p.parameter for p in self._watched[slot]]
         tapped: Tensor = Tap.apply(y, a, self, slot, *params)  # type: ignore[assignment]
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
-            self._live[slot][tapped.grad_fn] = rows
-            self.dtypes[slot] = tapped.dtype
+            self._live[slot][tapped.grad_fn] = rows, tapped.dtype
         return tapped
 
     def note_untapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts rows of a forward without taps: the next plan may want them as factors."""
+        if not any(p.parameter.requires_grad for params in self._watched for p in params):
+            return
         for slot, rows in enumerate(self.rule.rows(self.module, args, kwargs)):
             self._untapped[slot] += rows
 
@@ -189,11 +225,14 @@ class TappedLayer:
         """Starts counting anew."""
         self._untapped = [0] * len(self.slots)
 
-    def announced(self, slot: int) -> tuple[int, int]:
-        """Rows that the current backward will capture, and rows that passed without a tap."""
-        live = self._live[slot]
-        runs = torch._C._will_engine_execute_node
-        return sum(rows for node, rows in live.items() if runs(node)), self._untapped[slot]
+    def announced(self, slot: int) -> tuple[int, int, torch.dtype]:
+        """Rows that the current backward will capture, that passed untapped, and their dtype."""
+        runs, live = torch._C._will_engine_execute_node, self._live[slot]
+        uses = [use for node, use in live.items() if runs(node)]
+        if not any(watched.accumulates() for watched in self._watched[slot]):
+            uses = []
+        dtype = reduce(torch.promote_types, (dtype for _, dtype in uses)) if uses else torch.float32
+        return sum(rows for rows, _ in uses), self._untapped[slot], dtype
 
     def capture(self, ctx: Any, slot: int, delta: Tensor) -> None:
         """Takes the delta of one use of a slot.
@@ -242,13 +281,13 @@ def _tapped_class(plain: type[nn.Module], layer: TappedLayer) -> type[nn.Module]
     body = {
         **names,
         "__doc__": plain.__doc__,
-        "_outergrad_layer": layer,
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
     }
     return type(plain.__name__, (plain,), body)
 
 
-def is_tapped(module: nn.Module) -> bool:
-    """Whether the module belongs to a session."""
-    return "_outergrad_layer" in vars(type(module))
+def is_watched(p: nn.Parameter) -> bool:
+    """Whether the parameter belongs to a session."""
+    hooks = (p._backward_hooks or {}).values()
+    return any(isinstance(getattr(hook, "__self__", None), WatchedParameter) for hook in hooks)

@@ -232,6 +232,8 @@ class Comm(Protocol):
     world_size: int
     sent_bytes: int
     device: torch.device
+    group: Any
+    """What the sites share: sessions on one group must take turns in the same order."""
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it."""

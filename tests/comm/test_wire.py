@@ -19,6 +19,7 @@ headers = st.builds(
     st.integers(0, 999),
     st.lists(st.booleans(), max_size=200).map(tuple),
     st.lists(uses, max_size=90).map(tuple),
+    st.booleans(),
 )
 
 

@@ -58,7 +58,7 @@ class TorchComm:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.sent_bytes = 0
         self.device = device
@@ -76,7 +76,7 @@ class TorchComm:
         self.sent_bytes += ring_bytes(t.nbytes, self.world_size)
         staged = t if t.device in (self._wire, self._host) else t.to(self._wire)
         with _transport():
-            work = dist.all_reduce(staged, group=self._group, async_op=True)
+            work = dist.all_reduce(staged, group=self.group, async_op=True)
         assert work is not None
         return TorchWork([work], lambda: t if staged is t else t.copy_(staged))
 
@@ -107,15 +107,15 @@ class TorchComm:
         """Starts to send own to everybody and to receive the other parts."""
         others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         if own.device.type == "cuda":
-            sends = [dist.P2POp(dist.isend, own, group=self._group, group_peer=o) for o in others]
+            sends = [dist.P2POp(dist.isend, own, group=self.group, group_peer=o) for o in others]
             receive = [(parts[o], o) for o in others]
             receives = [
-                dist.P2POp(dist.irecv, part, group=self._group, group_peer=o) for part, o in receive
+                dist.P2POp(dist.irecv, part, group=self.group, group_peer=o) for part, o in receive
             ]
             return list(dist.batch_isend_irecv([*receives, *sends]))
         # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/performance.md).
-        group, tag = self._group, _TAG
+        group, tag = self.group, _TAG
         works = [dist.irecv(parts[o], group=group, group_src=o, tag=tag) for o in reversed(others)]
         works += [dist.isend(own, group=group, group_dst=o, tag=tag) for o in others]
         return [work for work in works if work is not None]
@@ -126,7 +126,7 @@ class TorchComm:
             return
         staged = t.to(self._wire).contiguous()
         with _transport():
-            dist.broadcast(staged, group=self._group, group_src=0)
+            dist.broadcast(staged, group=self.group, group_src=0)
         # A thread of gloo's may hold it a little longer; were it the last to do so while the
         # interpreter shuts down, the process would abort.
         self._kept = staged

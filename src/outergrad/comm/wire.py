@@ -63,6 +63,8 @@ class Header:
         rank: the sender.
         used: per parameter, whether this site has a gradient for it.
         uses: per slot, how this site uses it.
+        alone: whether no other session of this site shares the group: only then may later steps
+            leave their headers out, which tell sessions apart.
     """
 
     fingerprint: int
@@ -70,16 +72,17 @@ class Header:
     rank: int
     used: tuple[bool, ...]
     uses: tuple[Use, ...]
+    alone: bool = True
 
     @property
-    def facts(self) -> tuple[tuple[bool, ...], tuple[Use, ...]]:
+    def facts(self) -> tuple[tuple[bool, ...], tuple[Use, ...], bool]:
         """What the plan of a step depends on."""
-        return self.used, self.uses
+        return self.used, self.uses, self.alone
 
     def words(self) -> list[int]:
         """Its int64 words; small models share one length, so that a mix-up is seen, not fatal."""
         bits = [_pack_bits(self.used[i : i + 60]) for i in range(0, len(self.used), 60)]
-        words = [_MAGIC, self.fingerprint, self.step, self.rank]
+        words = [_MAGIC, self.fingerprint, self.step, self.rank, int(self.alone)]
         words += [*bits, *(use.encode() for use in self.uses)]
         padded = math.ceil(len(words) / _FIXED_WORDS) * _FIXED_WORDS
         return words + [0] * (padded - len(words))
@@ -102,10 +105,10 @@ class Header:
                 f"site {sender} is in its synchronised backward {step}, this site "
                 f"({expected.rank}) in {expected.step}; every site must run the same number"
             )
-        start = 4 + math.ceil(len(expected.used) / 60)
-        used = [bool(words[4 + i // 60] >> i % 60 & 1) for i in range(len(expected.used))]
+        start = 5 + math.ceil(len(expected.used) / 60)
+        used = [bool(words[5 + i // 60] >> i % 60 & 1) for i in range(len(expected.used))]
         uses = [Use.decode(word) for word in words[start : start + len(expected.uses)]]
-        return Header(fingerprint, step, sender, tuple(used), tuple(uses))
+        return Header(fingerprint, step, sender, tuple(used), tuple(uses), bool(words[4]))
 
 
 def _pack_bits(bits: Sequence[bool]) -> int:

@@ -91,8 +91,11 @@ class DADExchange:
 
     def compress(self, slot: Slot, factors: Factors, rows: int) -> Factors:
         """The raw rows, or canonical ones."""
-        if not self._canonical or slot.lookup:
+        if not self._canonical:
             return factors
+        if slot.lookup:  # an id without a gradient was looked up, but the gradient does not say so
+            silent = (factors.d_GRO[0] == 0).all(dim=1)
+            return factors._replace(a_GRI=factors.a_GRI.masked_fill(silent, 0))
         return canonical(factors, rows, bias=slot.bias is not None)
 
     def reveals(self, unit: Unit) -> str:

@@ -36,7 +36,8 @@ def rule_for(module: nn.Module, rules: Rules) -> tuple[Rule | None, str]:
     known = next((base for base in type(module).__mro__ if base in rules), None)
     if known is None:
         return None, f"no rule for {type(module).__name__}"
-    if type(module).forward is not known.forward or "forward" in vars(module):
-        return None, f"{type(module).__name__} has a forward of its own"
+    for method in getattr(rules[known], "relies_on", ("forward",)):
+        if getattr(type(module), method) is not getattr(known, method) or method in vars(module):
+            return None, f"{type(module).__name__} has a {method} of its own"
     objection = rules[known].objection(module)
     return (None, objection) if objection else (rules[known], "")

@@ -18,6 +18,7 @@ class ConvRule:
     """`nn.Conv1d/2d/3d` with any stride, padding and its modes, dilation and groups."""
 
     owns: tuple[str, ...] = ()
+    relies_on: tuple[str, ...] = ("forward", "_conv_forward")
 
     def objection(self, module: nn.Module) -> str | None:
         """Parametrised weights are no leaves."""
@@ -31,12 +32,12 @@ class ConvRule:
         weight = join(name, "weight")
         return [Slot(name, weight, outputs, inputs, bias=bias, groups=module.groups)]
 
-    def forward(self, module: Conv, tap: TapFn, x: Tensor) -> Tensor:
+    def forward(self, module: Conv, tap: TapFn, input: Tensor) -> Tensor:
         """As the module's own; only the input is kept, patches are cut in backward."""
-        batch = _batched(module, x)
+        batch = _batched(module, input)
         y = module._conv_forward(batch, module.weight.detach(), detached(module.bias))
         tapped = tap(y, batch)
-        return tapped if batch is x else tapped.squeeze(0)
+        return tapped if batch is input else tapped.squeeze(0)
 
     def rows(self, module: Conv, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Batch x output positions."""

@@ -44,10 +44,10 @@ class EmbeddingRule:
         inputs, outputs = module.weight.shape
         return [Slot(name, join(name, "weight"), outputs, inputs, lookup=True)]
 
-    def forward(self, module: nn.Embedding, tap: TapFn, ids: Tensor) -> Tensor:
+    def forward(self, module: nn.Embedding, tap: TapFn, input: Tensor) -> Tensor:
         """As `nn.Embedding`."""
-        y = F.embedding(ids, module.weight.detach(), module.padding_idx)
-        return tap(y, ids, rows=_distinct(module, ids))
+        y = F.embedding(input, module.weight.detach(), module.padding_idx)
+        return tap(y, input, rows=_distinct(module, input))
 
     def rows(
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -16,8 +16,10 @@ class LinearRule:
 
     owns: tuple[str, ...] = ()
 
-    def objection(self, module: nn.Module) -> str | None:
-        """Parametrised weights are no leaves."""
+    def objection(self, module: nn.Linear) -> str | None:
+        """Parametrised weights are no leaves; without inputs there is nothing to flatten."""
+        if not module.in_features:
+            return "it has no inputs"
         return None if is_plain(module, "weight") else "its weight is computed from others"
 
     def slots(self, module: nn.Linear, name: str) -> list[Slot]:
@@ -25,9 +27,9 @@ class LinearRule:
         bias = None if module.bias is None else join(name, "bias")
         return [Slot(name, join(name, "weight"), *module.weight.shape, bias=bias)]
 
-    def forward(self, module: nn.Linear, tap: TapFn, x: Tensor) -> Tensor:
+    def forward(self, module: nn.Linear, tap: TapFn, input: Tensor) -> Tensor:
         """As `nn.Linear`; flat before the tap, whose output may not be a view."""
-        return tapped_linear(tap, x, module.weight, module.bias)
+        return tapped_linear(tap, input, module.weight, module.bias)
 
     def rows(self, module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """All positions of the input."""

@@ -56,7 +56,11 @@ def _pad_rows(p_GRU: Tensor, rows: int) -> Tensor:
     return p_GRU if missing == 0 else torch.nn.functional.pad(p_GRU, (0, 0, 0, missing))
 
 
-@lru_cache(maxsize=64)
 def _probe(width: int, rows: int) -> Tensor:
     """A fixed Gaussian matrix (width, rows) whose leading columns do not depend on rows."""
+    return _probe_of_power(width, 1 << max(rows - 1, 0).bit_length())[:, :rows]
+
+
+@lru_cache(maxsize=64)
+def _probe_of_power(width: int, rows: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(0).standard_normal((rows, width)).T)
