@@ -32,5 +32,5 @@ METHODS: dict[str, Attach] = {
     "dad-activations": _outergrad("DAD", reveal="activations"),
     "dad-always": _outergrad("DAD", always=True),
     "dad-64k": _outergrad("DAD", bucket_bytes=1 << 16),
-    "dad-256k": _outergrad("DAD", bucket_bytes=1 << 18),
+    "dad-1m": _outergrad("DAD", bucket_bytes=1 << 20),
 }

@@ -28,7 +28,7 @@ class DAD:
 
     always: bool = False
     reveal: Literal["gradient", "activations"] = "gradient"
-    bucket_bytes: int = 1 << 20
+    bucket_bytes: int = 1 << 18
 
     def __post_init__(self) -> None:
         """Checks the settings."""
