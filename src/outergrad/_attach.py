@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from outergrad._groups import count_session, end_unfinished
 from outergrad._plan import Model
-from outergrad._session import Session, count_session, end_unfinished
+from outergrad._session import Session
 from outergrad._tap import TappedLayer, is_watched
 from outergrad._types import Exchange, Method, Recorder, Rule, Rules, Slot
 from outergrad._version import __version__

@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
+from outergrad._groups import end_unfinished, on_group
 from outergrad._plan import Model, Planner
 from outergrad._step import LocalStep, SharedStep
 from outergrad._tap import (
@@ -52,7 +50,7 @@ class Session:
         self._lost: Exception | None = None
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: tuple[str, ...] = ()
-        _GROUPS[comm.group].attached.add(self)
+        on_group(comm.group).attached.add(self)
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -87,7 +85,7 @@ class Session:
         if not self._attached:
             return
         self._attached = False
-        _GROUPS[self._comm.group].attached.discard(self)
+        on_group(self._comm.group).attached.discard(self)
         end_unfinished(self._comm.group)
         for layer in self._layers:
             layer.restore()
@@ -149,7 +147,7 @@ class Session:
         else:
             header = self._header(used)
             step = SharedStep(task, self._model, self._planner, self._comm, header, used)
-            _GROUPS[self._comm.group].running.append(self)
+            on_group(self._comm.group).running.append(self)
         self._step = step
         at_end_of_backward(lambda: self._finish(step))
 
@@ -159,7 +157,7 @@ class Session:
         has_gradient = tuple(name in used or name in waiting for name in self._model.params)
         uses = tuple(self._use(slot, waiting) for slot in self._model.slots)
         step, rank = self._stats.step, self._comm.rank
-        alone = len(_GROUPS[self._comm.group].attached) == 1
+        alone = len(on_group(self._comm.group).attached) == 1
         return Header(self._fingerprint, step, rank, has_gradient, uses, alone)
 
     def _use(self, slot: Slot, unshared: set[str]) -> Use:
@@ -182,7 +180,7 @@ class Session:
     def _close(self, step: LocalStep | SharedStep) -> None:
         self._step = None
         if isinstance(step, SharedStep):
-            _GROUPS[self._comm.group].running.remove(self)
+            on_group(self._comm.group).running.remove(self)
         for layer in self._layers:
             layer.forget_untapped()
         if isinstance(step, SharedStep) and step.choice is not None:
@@ -279,36 +277,3 @@ def _coarse(slot: Slot, rows: int) -> int:
     """
     grain = 1 << max(rows.bit_length() - 3, 0)
     return min(-(-rows // grain) * grain, slot.outputs + slot.inputs)
-
-
-@dataclass
-class _Group:
-    """What the sessions of one process group must know of each other.
-
-    Attributes:
-        sessions: how many there have been.
-        attached: those that have not been detached.
-        running: those in a shared step, in the order in which these began.
-    """
-
-    sessions: int = 0
-    attached: WeakSet[Session] = field(default_factory=WeakSet)
-    running: list[Session] = field(default_factory=list)
-
-
-_GROUPS: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
-"""A registry of the process, because process groups are its own, too."""
-
-
-def count_session(group: Any) -> int:
-    """Registers a session and returns its number on the group."""
-    state = _GROUPS.setdefault(group, _Group())
-    state.sessions += 1
-    return state.sessions
-
-
-def end_unfinished(group: Any) -> None:
-    """Ends the steps of all sessions of a group whose backward raised, in their order."""
-    task = current_task()
-    for session in list(_GROUPS.setdefault(group, _Group()).running):
-        session.end_unfinished(unless=task)
