@@ -64,13 +64,28 @@ def errors_in_one_line() -> Iterator[None]:
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _tell(str(error))
-        sys.exit(2)
+        _leave(2)
     except SiteError as error:
         _tell(str(error), below_a_bar=True)
-        sys.exit(1)
+        _leave(1)
     except KeyboardInterrupt:
         _tell("interrupted", below_a_bar=True)
-        sys.exit(130)
+        _leave(130)
+    else:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _leave(0)
+
+
+def _leave(code: int) -> None:
+    """Ends this process; a rank without Python's own shutdown.
+
+    A thread of gloo's that lets go of a tensor during that shutdown would abort the process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _tell(message: str, *, below_a_bar: bool = False) -> None:
