@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -151,7 +152,10 @@ def long_training(tmp_path):
     log = tmp_path / "log"
     command = [*COMMAND, "train", "--epochs", "100000", "--widths", "64", "--log", str(log)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+    # A test run in the background ignores interrupts, and so would what it starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    options = {"text": True, "start_new_session": True, "preexec_fn": heed, **pipes}
+    with subprocess.Popen(command, **options) as process:
         try:
             while not log.exists() or log.read_text().count("\n") < 2:
                 assert process.poll() is None, process.communicate()
