@@ -257,8 +257,8 @@ class Session:
     def _lost_error(self) -> RuntimeError:
         return RuntimeError(
             f"site {self._comm.rank} lost the other sites in step {self._stats.step}: "
-            f"{self._lost}. No gradient of this step was applied. The process group cannot be "
-            f"used any more: start the processes again from the last checkpoint"
+            f"{self._lost}. What is in param.grad must not be applied. The process group cannot "
+            f"be used any more: start the processes again from the last checkpoint"
         )
 
     def _refuse_unfrozen(self) -> None:

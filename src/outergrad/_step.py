@@ -1,4 +1,4 @@
-"""One backward pass: collect, start the messages in order, finish; all or nothing."""
+"""One backward pass: collect, start the messages in order, finish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outergrad.linalg.outer import stack
 
 
 class StepDiscardedError(RuntimeError):
-    """The backward of another site raised; no gradient of the step was applied anywhere."""
+    """The backward of another site raised: the step is void, on every site."""
 
 
 class Calls:
@@ -212,12 +212,12 @@ class SharedStep:
             )
 
     def abandon(self) -> None:
-        """Ends a step whose backward raised on this site, together with the other sites."""
+        """Ends a step whose backward raised on this site, together with the other sites.
+
+        The last message has not gone yet, so all of them see the failure.
+        """
         self.sender.state = State.FAILED
-        if self._outcome(write=False) == State.SURPRISED:  # this site failed after its last message
-            self._start_again()
-            self.sender.state = State.FAILED
-            self._outcome(write=False)
+        self._outcome(write=False)
 
     def _outcome(self, *, write: bool) -> State:
         """Starts what is left and takes in all messages; the worst state of any site."""

@@ -277,9 +277,9 @@ def _tapped_class(plain: type[nn.Module], layer: TappedLayer) -> type[nn.Module]
         _, _, *state = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
         return copyreg._reconstructor, (plain, object, None), *state  # type: ignore[attr-defined]
 
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     body = {
-        **names,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
