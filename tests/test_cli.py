@@ -15,8 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.recipes import commands
-from outergrad.recipes.commands import app
+from outergrad.commands import app, data
 from outergrad.recipes.data import SOURCES
 
 REPOSITORY = Path(__file__).parents[1]
@@ -87,7 +86,7 @@ def test_data_get_of_what_needs_no_file():
 
 def test_data_get_puts_files_where_train_looks(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(commands, "download", lambda *args: asked.append(args) or ["a file"])
+    monkeypatch.setattr(data, "download", lambda *args: asked.append(args) or ["a file"])
     monkeypatch.setenv("OUTERGRAD_DATA", str(tmp_path))
     assert invoke("data", "get", "mnist", "--url", "http://mirror/").exit_code == 0
     (source, folder, _, url) = asked[0]

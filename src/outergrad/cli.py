@@ -6,7 +6,8 @@ import sys
 def main() -> None:
     """Runs the command line, or says what to install for it."""
     try:
-        from outergrad.recipes.commands import app
+        import outergrad.recipes  # noqa: F401  (says what is missing)
+        from outergrad.commands import app
     except ImportError as error:
         sys.exit(f"outergrad: {error}")
     app()

@@ -1,16 +1,14 @@
-"""The commands of ``outergrad``."""
+"""``outergrad train``."""
 
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from outergrad.recipes.console import download_bars, errors_in_one_line
-from outergrad.recipes.data import SOURCES, get_command, missing_files, require_files
-from outergrad.recipes.download import download
+from outergrad.commands.options import DATA_DIR, DataDir
+from outergrad.recipes.console import errors_in_one_line
+from outergrad.recipes.data import SOURCES, require_files
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
@@ -19,16 +17,6 @@ from outergrad.recipes.replica import DADS, METHODS
 from outergrad.recipes.split import SPLITS
 from outergrad.recipes.train import train as train_site
 
-app = typer.Typer(
-    help="Distributed auto-differentiation for PyTorch.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
-
-DataDir = Annotated[Path, typer.Option(envvar="OUTERGRAD_DATA", help="Folder of the data sets.")]
 Data = Annotated[str, typer.Option(help=f"Data set: {', '.join(SOURCES)}.")]
 Model = Annotated[str, typer.Option(help=f"Model: {', '.join(MODELS)}.")]
 Method = Annotated[str, typer.Option(help=f"What the sites exchange: {', '.join(METHODS)}.")]
@@ -49,12 +37,9 @@ Log = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show how each parameter travels, and tracebacks.")
 ]
-Url = Annotated[str, typer.Option(help="Folder on the net to download from instead.")]
-DATA_DIR = Path("data")
 WIDTHS = "-".join(map(str, Job.widths))
 
 
-@app.command()
 def train(
     data: Data = Job.data,
     model: Model = Job.model,
@@ -98,24 +83,3 @@ def parse_widths(text: str) -> tuple[int, ...]:
         return tuple(int(width) for width in text.split("-")) if text else ()
     except ValueError:
         raise RecipeError(f"--widths must look like 512-512, not {text!r}") from None
-
-
-@data_app.command("list")
-def list_data(data_dir: DataDir = DATA_DIR) -> None:
-    """List the data sets and whether they are there."""
-    table = Table("name", "what", "state")
-    for name, source in SOURCES.items():
-        absent = missing_files(name, data_dir)
-        table.add_row(name, source.summary, get_command(name, data_dir) if absent else "ready")
-    Console().print(table)
-
-
-@data_app.command("get")
-def get_data(name: str, data_dir: DataDir = DATA_DIR, url: Url = "") -> None:
-    """Download a data set; files that are right already stay."""
-    with errors_in_one_line():
-        if name not in SOURCES:
-            raise RecipeError(f"no data set {name!r}: there are {', '.join(SOURCES)}")
-        with download_bars() as bars:
-            files = download(SOURCES[name], data_dir / name, bars, url)
-        print(f"{name} is ready: {len(files)} files downloaded")

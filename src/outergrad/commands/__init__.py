@@ -1,0 +1,15 @@
+"""The commands of ``outergrad``, one file each."""
+
+import typer
+
+from outergrad.commands.data import data_app
+from outergrad.commands.train import train
+
+app = typer.Typer(
+    help="Distributed auto-differentiation for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.add_typer(data_app, name="data")

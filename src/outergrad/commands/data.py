@@ -1,0 +1,38 @@
+"""``outergrad data``."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outergrad.commands.options import DATA_DIR, DataDir
+from outergrad.recipes.console import download_bars, errors_in_one_line
+from outergrad.recipes.data import SOURCES, get_command, missing_files
+from outergrad.recipes.download import download
+from outergrad.recipes.errors import RecipeError
+
+data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(help="Folder on the net to download from instead.")]
+
+
+@data_app.command("list")
+def list_data(data_dir: DataDir = DATA_DIR) -> None:
+    """List the data sets and whether they are there."""
+    table = Table("name", "what", "state")
+    for name, source in SOURCES.items():
+        absent = missing_files(name, data_dir)
+        table.add_row(name, source.summary, get_command(name, data_dir) if absent else "ready")
+    Console().print(table)
+
+
+@data_app.command("get")
+def get_data(name: str, data_dir: DataDir = DATA_DIR, url: Url = "") -> None:
+    """Download a data set; files that are right already stay."""
+    with errors_in_one_line():
+        if name not in SOURCES:
+            raise RecipeError(f"no data set {name!r}: there are {', '.join(SOURCES)}")
+        with download_bars() as bars:
+            files = download(SOURCES[name], data_dir / name, bars, url)
+        print(f"{name} is ready: {len(files)} files downloaded")
