@@ -54,6 +54,16 @@ def test_a_failure_is_told_and_ends_the_others(tmp_path, error, kind, said):
     assert not psutil.pid_exists(int(pid_file.read_text()))
 
 
+def test_results_come_in_order():
+    works = [partial(sleep_and_return, 0.3, "slow"), partial(sleep_and_return, 0.0, "fast")]
+    assert run_processes(works) == ["slow", "fast"]
+
+
+def sleep_and_return(seconds: float, value: str) -> str:
+    time.sleep(seconds)
+    return value
+
+
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)

@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Generic, TypeVar
 
 from outergrad.recipes.errors import RecipeError, SiteError
+
+T = TypeVar("T")
 
 GRACE_S = 2.0
 
@@ -32,33 +35,43 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Child:
-    """A process and the pipe through which it tells why it failed.
+class Success(Generic[T]):
+    """What a process returned."""
 
-    The pipe can be read when the process has failed or ended.
+    value: T
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process and the pipe through which it tells what came of it.
+
+    The pipe can be read when the process is done or has ended.
     """
 
     site: int
     process: BaseProcess
     pipe: Connection
 
-    def failure(self) -> Failure | None:
-        """Waits for the process to fail or end; tells why it failed, if it did."""
+    def outcome(self) -> Success | Failure:
+        """Waits for the process to be done or to end; tells what came of it."""
         try:
-            return self.pipe.recv()
+            outcome = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-        if self.process.exitcode == 0:
-            return None
-        return Failure(0.0, SiteError(f"site {self.site} {_end_of(self.process)}"))
+            return Failure(0.0, SiteError(f"site {self.site} {_end_of(self.process)}"))
+        self.process.join(GRACE_S)  # it may still be writing its last lines
+        return outcome
 
 
-def run_processes(works: Sequence[Callable[[], None]], *, verbose: bool = False) -> None:
+def run_processes(works: Sequence[Callable[[], T]], *, verbose: bool = False) -> list[T]:
     """Runs each function in a process of its own.
 
     Args:
-        works: Picklable functions.
+        works: Picklable functions whose results can be pickled.
         verbose: Whether a failure tells its traceback.
+
+    Returns:
+        Their results, in order.
 
     Raises:
         RecipeError: What a process raised.
@@ -69,11 +82,14 @@ def run_processes(works: Sequence[Callable[[], None]], *, verbose: bool = False)
         with _interrupts_ignored():
             for site, work in enumerate(works):
                 children.append(_start(site, work, verbose))
-        failure = _watch(children)
+        outcomes = _watch(children)
     finally:
         _end(children)
-    if failure:
-        raise failure.error
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+    if failures:
+        raise min(failures, key=lambda failure: failure.at_s).error
+    ordered = (outcomes[site] for site in range(len(works)))
+    return [outcome.value for outcome in ordered if isinstance(outcome, Success)]
 
 
 def tell(error: BaseException, verbose: bool) -> str:
@@ -93,7 +109,7 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _start(site: int, work: Callable[[], None], verbose: bool) -> Child:
+def _start(site: int, work: Callable[[], object], verbose: bool) -> Child:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child_main, args=(sender, site, work, verbose), daemon=True)
@@ -102,25 +118,23 @@ def _start(site: int, work: Callable[[], None], verbose: bool) -> Child:
     return Child(site, process, receiver)
 
 
-def _child_main(pipe: Connection, site: int, work: Callable[[], None], verbose: bool) -> None:
+def _child_main(pipe: Connection, site: int, work: Callable[[], object], verbose: bool) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    failure = _attempt(site, work, verbose)
-    if failure:
-        pipe.send(failure)
+    outcome = _attempt(site, work, verbose)
+    pipe.send(outcome)
     sys.stdout.flush()
     sys.stderr.flush()
     # The interpreter's own shutdown may hang or abort on threads that Gloo still has.
-    os._exit(1 if failure else 0)
+    os._exit(1 if isinstance(outcome, Failure) else 0)
 
 
-def _attempt(site: int, work: Callable[[], None], verbose: bool) -> Failure | None:
+def _attempt(site: int, work: Callable[[], T], verbose: bool) -> Success[T] | Failure:
     try:
-        work()
+        return Success(work())
     except RecipeError as error:
         return Failure(time.monotonic(), error)
     except Exception as error:
         return Failure(time.monotonic(), SiteError(f"site {site}: {tell(error, verbose)}"))
-    return None
 
 
 def _end_with_parent() -> None:
@@ -130,14 +144,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _watch(children: list[Child]) -> Failure | None:
-    """Waits until all have ended, or one has failed and the others had time to notice it."""
+def _watch(children: list[Child]) -> dict[int, Success | Failure]:
+    """Waits until all are done, or one has failed and the others had time to notice it."""
     running = {child.pipe: child for child in children}
-    failures: list[Failure] = []
-    while running and (ready := wait(list(running), GRACE_S if failures else None)):
-        ended = [running.pop(pipe).failure() for pipe in ready if isinstance(pipe, Connection)]
-        failures += [failure for failure in ended if failure]
-    return min(failures, key=lambda failure: failure.at_s, default=None)
+    outcomes: dict[int, Success | Failure] = {}
+    failed = False
+    while running and (ready := wait(list(running), GRACE_S if failed else None)):
+        done = [running.pop(pipe) for pipe in ready if isinstance(pipe, Connection)]
+        outcomes |= {child.site: child.outcome() for child in done}
+        failed = any(isinstance(outcome, Failure) for outcome in outcomes.values())
+    return outcomes
 
 
 def _end_of(process: BaseProcess) -> str:
