@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from outergrad._types import Factors
+from outergrad.linalg.probe import gaussian_probe
 
 _RANK_TOLERANCE = 1e-10
 """Columns of the sketch below this share of the largest are rounding noise of float64."""
@@ -40,7 +38,7 @@ def canonical(factors: Factors, rows: int, *, bias: bool) -> Factors:
 
 def _orthogonal_times_rest(u_GNU: Tensor, v_GNV: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """`p_GRU, z_GRV` with orthonormal (or zero) rows of p and `pᵀ z == uᵀ v`."""
-    probe_VR = _probe(v_GNV.shape[2], rows).to(v_GNV.device)
+    probe_VR = gaussian_probe(v_GNV.shape[2], rows, v_GNV.device)
     q_GUR, r_GRR = torch.linalg.qr(u_GNU.mT @ (v_GNV @ probe_VR))
     size_GR = r_GRR.diagonal(dim1=-2, dim2=-1)
     # "not small" rather than "large": NaN must come through.
@@ -54,13 +52,3 @@ def _orthogonal_times_rest(u_GNU: Tensor, v_GNV: Tensor, rows: int) -> tuple[Ten
 def _pad_rows(p_GRU: Tensor, rows: int) -> Tensor:
     missing = rows - p_GRU.shape[1]
     return p_GRU if missing == 0 else torch.nn.functional.pad(p_GRU, (0, 0, 0, missing))
-
-
-def _probe(width: int, rows: int) -> Tensor:
-    """A fixed Gaussian matrix (width, rows) whose leading columns do not depend on rows."""
-    return _probe_of_power(width, 1 << max(rows - 1, 0).bit_length())[:, :rows]
-
-
-@lru_cache(maxsize=64)
-def _probe_of_power(width: int, rows: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(0).standard_normal((rows, width)).T)

@@ -1,0 +1,85 @@
+"""The one door to the solvers: checks, and picks the one for the shape."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from outergrad._types import Factors
+from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.power import POWER_ITERATIONS, power_iteration
+from outergrad.linalg.small_core import small_core
+from outergrad.linalg.subspace import OVERSAMPLING, SUBSPACE_ITERATIONS, subspace_iteration
+
+Solver = Literal["auto", "small_core", "subspace_iteration", "power_iteration"]
+
+SMALL_CORE = 32
+"""Cores up to this width cost less than the launch of the iterations' operations."""
+
+CORE_PER_COLUMN = 1.0
+"""Wider ones cost as much as the iterations at this many times their columns (one CPU thread,
+`benchmarks/solvers.py`)."""
+
+
+def compress(
+    factors: Factors,
+    rank: int,
+    tolerance: float = 0.0,
+    *,
+    solver: Solver = "auto",
+    iterations: int | None = None,
+    q_GIR: Tensor | None = None,
+) -> LowRank:
+    """The leading singular triplets of a weight gradient, from its factors.
+
+    The rank that comes back is the smallest that meets the tolerance, at most `rank`, at most
+    the numerical rank: none for a zero gradient. All groups share it, and the tolerance is
+    theirs together. A factor that is not finite makes its group's gradient NaN throughout.
+
+    Args:
+        factors: d_GNO and a_GNI, any floating dtype; N may be zero. b_GO does not matter.
+        rank: largest R, at least 1.
+        tolerance: largest relative Frobenius error, in [0, 1); 0 keeps `rank` triplets.
+        solver: the name of a function of this package, or "auto" for `choose_solver`'s.
+        iterations: of the iterative solvers, at least 1; None for their own defaults.
+        q_GIR: warm start, `a_GRI.mT` of an earlier result; only `subspace_iteration` needs one.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    _check(rank, tolerance, iterations)
+    if solver == "auto":
+        (_, rows, outputs), inputs = factors.d_GRO.shape, factors.a_GRI.shape[2]
+        solver = choose_solver(rows, inputs, outputs, rank, iterations or SUBSPACE_ITERATIONS)
+    if solver == "small_core":
+        return small_core(factors, rank, tolerance)
+    if solver == "power_iteration":
+        return power_iteration(factors, rank, tolerance, iterations=iterations or POWER_ITERATIONS)
+    if solver == "subspace_iteration":
+        sweeps = iterations or SUBSPACE_ITERATIONS
+        return subspace_iteration(factors, rank, tolerance, iterations=sweeps, q_GIR=q_GIR)
+    raise ValueError(f"solver must be one of {get_args(Solver)}, not {solver!r}")
+
+
+def choose_solver(rows: int, inputs: int, outputs: int, rank: int, iterations: int) -> Solver:
+    """The faster of the two block solvers, judged by shape; the exact one where they are even.
+
+    A core of width C = min(N, I, O) costs O(C N (I + O)), and T iterations on K columns cost
+    O(T K N (I + O)): the core wins while C is below some multiple of T K. Power iterations, one
+    vector at a time, are never faster than a block of them.
+    """
+    core = min(rows, inputs, outputs)
+    columns = min(rank + OVERSAMPLING, core)
+    if core <= max(SMALL_CORE, CORE_PER_COLUMN * columns * iterations):
+        return "small_core"
+    return "subspace_iteration"
+
+
+def _check(rank: int, tolerance: float, iterations: int | None) -> None:
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, not {rank}")
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be in [0, 1), not {tolerance}")
+    if iterations is not None and iterations < 1:
+        raise ValueError(f"iterations must be at least 1, not {iterations}")

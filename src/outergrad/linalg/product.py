@@ -1,0 +1,144 @@
+"""A weight gradient as a linear map, `x -> dᵀ (a x)`: it need not be formed to be decomposed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outergrad._types import Factors
+
+_SAFE = (2.0**-24, 2.0**16)
+"""A largest entry within this range needs no scaling: not even the squares of products of a
+million terms leave the range of float32, and copying a factor costs as much as an iteration."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The gradient `scale_G * d_GNOᵀ a_GNI`, with factors whose squares are within range.
+
+    Attributes:
+        a_GNI: activations in float32 or float64, scaled if need be; the scaled gradient itself,
+            (G, O, I), where it is formed.
+        d_GNO: deltas, likewise; None where the gradient is formed.
+        scale_G: powers of two, float64, given back to the singular values at the end. NaN where
+            a factor is not finite; the factors are zero there, because LAPACK may raise on NaN.
+    """
+
+    a_GNI: Tensor
+    d_GNO: Tensor | None
+    scale_G: Tensor
+
+    @property
+    def inputs(self) -> int:
+        """I."""
+        return self.a_GNI.shape[2]
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return self.a_GNI.shape[1] if self.d_GNO is None else self.d_GNO.shape[2]
+
+    @property
+    def largest_rank(self) -> int:
+        """The rank that the gradient can have at most: min(N, I, O)."""
+        return min(self.a_GNI.shape[1], self.inputs, self.outputs)
+
+    def times(self, q_GIK: Tensor) -> Tensor:
+        """`dᵀ (a q)`, (G, O, K), without the scale."""
+        y_GNK = self.a_GNI @ q_GIK
+        return y_GNK if self.d_GNO is None else _transposed_times(self.d_GNO, y_GNK)
+
+    def transposed_times(self, p_GOK: Tensor) -> Tensor:
+        """`aᵀ (d p)`, (G, I, K), without the scale."""
+        y_GNK = p_GOK if self.d_GNO is None else self.d_GNO @ p_GOK
+        return _transposed_times(self.a_GNI, y_GNK)
+
+    def formed(self) -> Product:
+        """The same gradient as one dense matrix."""
+        if self.d_GNO is None:
+            return self
+        return Product(self.d_GNO.mT @ self.a_GNI, None, self.scale_G)
+
+    def energy(self) -> Tensor:
+        """The squared Frobenius norm, (G,), float64.
+
+        `‖dᵀ a‖² = tr(aᵀ d dᵀ a) = sum((a aᵀ) * (d dᵀ))`: N x N Gram matrices are enough. Where
+        the rows cancel, rounding may leave less than nothing.
+        """
+        if self.d_GNO is None:
+            squares = self.a_GNI.square()
+        else:
+            squares = (self.a_GNI @ self.a_GNI.mT) * (self.d_GNO @ self.d_GNO.mT)
+        energy_G = squares.sum(dim=(1, 2), dtype=torch.float64).clamp(min=0)
+        return energy_G * self.scale_G.square()
+
+    def without(self, p_GOK: Tensor) -> Product:
+        """The rest `(1 - p pᵀ) dᵀ a` after its part along orthonormal columns p is taken away.
+
+        The rest of an outer product is one again, `(d - d p pᵀ)ᵀ a`. Its energy has the
+        accuracy of the rest, which a difference of the two energies has not.
+        """
+        if self.d_GNO is None:
+            rest_GOI = self.a_GNI - p_GOK @ (p_GOK.mT @ self.a_GNI)
+            return Product(rest_GOI, None, self.scale_G)
+        return Product(self.a_GNI, self.d_GNO - (self.d_GNO @ p_GOK) @ p_GOK.mT, self.scale_G)
+
+
+def product(factors: Factors) -> Product:
+    """The gradient of factors, d_GNO and a_GNI of any floating dtype; b_GO does not matter.
+
+    Half precision is computed in float32. No rows at all are one row of zeros.
+    """
+    a_GNI, d_GNO = factors.a_GRI, factors.d_GRO
+    dtype = torch.promote_types(torch.promote_types(a_GNI.dtype, d_GNO.dtype), torch.float32)
+    a_GNI, scale_a_G = _scaled(a_GNI.to(dtype))
+    d_GNO, scale_d_G = _scaled(d_GNO.to(dtype))
+    return Product(a_GNI, d_GNO, scale_a_G * scale_d_G)
+
+
+def cheapest(gradient: Product, columns: int, sweeps: int, *, with_energy: bool) -> Product:
+    """The gradient, formed if the work ahead is less then.
+
+    Counts multiplications. A pass through the factors costs N (I + O) per column, through the
+    formed gradient I O; forming it costs N I O, and the Gram matrices for the energy N² (I + O).
+
+    Args:
+        gradient: not formed yet.
+        columns: K, vectors that are multiplied at a time.
+        sweeps: multiplications by the gradient and back.
+        with_energy: whether `energy` of what is left will be asked for.
+    """
+    rows, inputs, outputs = gradient.a_GNI.shape[1], gradient.inputs, gradient.outputs
+    vectors = 2 * columns * sweeps
+    through_factors = (vectors + (rows if with_energy else 0)) * rows * (inputs + outputs)
+    through_formed = (vectors + rows) * inputs * outputs
+    return gradient.formed() if through_formed < through_factors else gradient
+
+
+def _transposed_times(x_GNW: Tensor, y_GNK: Tensor) -> Tensor:
+    """`xᵀ y`, written so that BLAS reads x along its rows: three times as fast for thin y."""
+    return (y_GNK.mT @ x_GNW).mT
+
+
+def _scaled(x_GNW: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries whose products are safe, and the power of two to multiply them by; see `Product`."""
+    if x_GNW.shape[1] == 0:
+        x_GNW = x_GNW.new_zeros(x_GNW.shape[0], 1, x_GNW.shape[2])
+    peak_G = _peak(x_GNW)
+    if bool(((peak_G > _SAFE[0]) & (peak_G < _SAFE[1])).all()):
+        return x_GNW, torch.ones_like(peak_G, dtype=torch.float64)
+    peak_G = peak_G.clamp(min=torch.finfo(x_GNW.dtype).tiny)
+    # Dividing by twice the mantissa, which is in [1, 2), is exact; infinity gives NaN.
+    scale_G = peak_G / (2 * torch.frexp(peak_G).mantissa)
+    scaled_GNW = x_GNW / scale_G[:, None, None]
+    return scaled_GNW.masked_fill(scale_G.isnan()[:, None, None], 0.0), scale_G.double()
+
+
+def _peak(x_GNW: Tensor) -> Tensor:
+    """The largest magnitude per group; NaN if there is one."""
+    if x_GNW.shape[0] > 1:
+        return x_GNW.abs().amax(dim=(1, 2))
+    low, high = x_GNW.aminmax()  # no copy, a third of the time
+    return torch.maximum(-low, high)[None]

@@ -1,0 +1,65 @@
+"""Block subspace iteration on the factors: all leading singular triplets at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outergrad._types import Factors
+from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.orthonormal import orthonormal
+from outergrad.linalg.probe import gaussian_probe
+from outergrad.linalg.product import cheapest, product
+from outergrad.linalg.ritz import rayleigh_ritz
+
+SUBSPACE_ITERATIONS = 3
+OVERSAMPLING = 4
+"""From a random start these come within 2 % of the best error, also for slowly falling singular
+values; two iterations, within 5 %. From a warm start one iteration does."""
+
+
+def subspace_iteration(
+    factors: Factors,
+    rank: int,
+    tolerance: float = 0.0,
+    *,
+    iterations: int = SUBSPACE_ITERATIONS,
+    oversampling: int = OVERSAMPLING,
+    q_GIR: Tensor | None = None,
+) -> LowRank:
+    """The leading singular triplets of `dᵀ a`, nearly, from a few products with the factors.
+
+    Source: Halko, Martinsson and Tropp, 2011, algorithms 4.4 and 5.1. One iteration with a warm
+    start and no oversampling is PowerSGD's (Vogels, Karimireddy and Jaggi, 2019, algorithm 1).
+
+    Args:
+        factors: d_GNO and a_GNI, any floating dtype.
+        rank: largest R.
+        tolerance: largest relative Frobenius error, if R suffices for it.
+        iterations: multiplications by the gradient and by its transpose.
+        oversampling: columns more than R to iterate on: each makes a near miss less likely.
+        q_GIR: right singular vectors that were leading before, a warm start; columns that are
+            zero or not finite are ignored.
+    """
+    gradient = product(factors)
+    columns = min(rank + oversampling, gradient.largest_rank)
+    gradient = cheapest(gradient, columns, iterations, with_energy=tolerance > 0)
+    x_GIK = _start(gradient.a_GNI, columns, q_GIR)
+    p_GOK = orthonormal(gradient.times(x_GIK))
+    for _ in range(iterations - 1):
+        x_GIK = orthonormal(gradient.transposed_times(p_GOK))
+        p_GOK = orthonormal(gradient.times(x_GIK))
+    return rayleigh_ritz(gradient, p_GOK, rank, tolerance)
+
+
+def _start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
+    """The usable columns of a warm start, and fixed random ones in the place of all others."""
+    groups, _, inputs = like_GNI.shape
+    x_GIK = gaussian_probe(inputs, columns, like_GNI.device).to(like_GNI).expand(groups, -1, -1)
+    if q_GIR is None:
+        return x_GIK
+    q_GIR = q_GIR[..., :columns].to(like_GNI)
+    size_G1R = q_GIR.norm(dim=1, keepdim=True)
+    usable_G1R = (size_G1R > 0) & size_G1R.isfinite()
+    warm = q_GIR.shape[2]
+    return torch.cat([torch.where(usable_G1R, q_GIR, x_GIK[..., :warm]), x_GIK[..., warm:]], dim=2)
