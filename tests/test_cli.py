@@ -16,7 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from outergrad.commands import app, data
-from outergrad.recipes.data import SOURCES
+from outergrad.recipes.data import SOURCES, folder_of
+from outergrad.recipes.methods import METHODS
+from outergrad.recipes.models import MODELS
+from outergrad.recipes.split import SPLITS
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "outergrad"]
@@ -34,11 +37,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 MISTAKES = {
-    "method": (["--method", "magic"], "--method must be one of pooled, alone, dense, ddp, dad"),
+    "method": (["--method", "magic"], "--method must be one of pooled, alone, ddp, "),
     "widths": (["--widths", "64,64"], "--widths must look like 512-512"),
-    "reveal": (["--method", "ddp", "--reveal", "activations"], "needs --method dad"),
+    "width": (["--widths", "64-0"], "--widths must be above 0"),
+    "model": (["--model", "vit"], "--model vit needs images, but the data has rows of 64 numbers"),
     "epochs": (["--epochs", "0"], "--epochs must be above 0"),
     "data": (["--data", "mnist", "--data-dir", "nowhere"], "outergrad data get mnist"),
+    "manual": (["--data", "cifar10", "--model", "cnn"], "put cifar10_subset.npz into "),
 }
 
 
@@ -63,13 +68,14 @@ def test_one_rank_of_torchrun_tells_a_mistake(monkeypatch, local_rank, lines):
 
 def test_help_names_every_choice():
     text = " ".join(invoke("train", "--help").stdout.split())
-    assert all(name in text for name in (*SOURCES, "dad", "ddp", "class", "activations"))
+    assert all(name in text for name in (*SOURCES, *MODELS, *METHODS, *SPLITS))
 
 
 def test_data_list_says_what_is_there(tmp_path):
     text = " ".join(invoke("data", "list", "--data-dir", str(tmp_path)).stdout.split())
     assert "ready" in text
     assert "outergrad data get mnist" in text
+    assert "put natops.npz into" in text
 
 
 def test_data_get_of_the_unknown():
@@ -84,14 +90,29 @@ def test_data_get_of_what_needs_no_file():
     assert "digits is ready" in result.stdout
 
 
-def test_data_get_puts_files_where_train_looks(monkeypatch, tmp_path):
+def test_data_get_of_what_no_url_is_known_of(tmp_path):
+    result = invoke("data", "get", "natops", "--data-dir", str(tmp_path))
+    assert result.exit_code == 2
+    assert f"put natops.npz into {tmp_path / 'natops'}" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_data_get_of_what_was_put_there(tmp_path):
+    (tmp_path / "natops").mkdir()
+    (tmp_path / "natops" / "natops.npz").touch()
+    result = invoke("data", "get", "natops", "--data-dir", str(tmp_path))
+    assert "natops is ready: 0 files" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["mnist", "mnist-512", "natops"])
+def test_data_get_puts_files_where_train_looks(monkeypatch, tmp_path, name):
     asked = []
     monkeypatch.setattr(data, "download", lambda *args: asked.append(args) or ["a file"])
     monkeypatch.setenv("OUTERGRAD_DATA", str(tmp_path))
-    assert invoke("data", "get", "mnist", "--url", "http://mirror/").exit_code == 0
+    assert invoke("data", "get", name, "--url", "http://mirror/").exit_code == 0
     (source, folder, _, url) = asked[0]
-    assert (source, folder, url) == (SOURCES["mnist"], tmp_path / "mnist", "http://mirror/")
-    assert str(folder) in invoke("train", "--data", "mnist").stderr
+    assert (source, folder, url) == (SOURCES[name], folder_of(name, tmp_path), "http://mirror/")
+    assert str(folder) in invoke("train", "--data", name).stderr
 
 
 @pytest.mark.slow

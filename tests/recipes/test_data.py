@@ -1,40 +1,61 @@
 from __future__ import annotations
 
-import gzip
-import struct
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from outergrad.recipes.data import SOURCES, load, read_idx
+from outergrad.recipes.data import SOURCES, Dataset, Format, load, missing_files, synthetic
 from outergrad.recipes.errors import RecipeError
 
+FORMATS = {
+    "flat": Format(shape=(7,), classes=3),
+    "sequences": Format(shape=(5, 4), classes=2),
+    "images": Format(shape=(3, 8, 8), classes=1000),
+    "tokens": Format(shape=(6,), classes=9, tokens=True),
+}
+ROWS = {
+    "digits": (1437, 360),
+    "mnist": (60000, 10000),
+    "mnist-512": (60000, 10000),
+    "cifar10": (20000, 10000),
+    "pneumonia": (4708, 624),
+    "spoken-digits": (6600, 2200),
+    "natops": (180, 180),
+    "pendigits": (7494, 3498),
+    "tinyshakespeare": (7782, 864),
+}
+SCALED_TO_ONE = {"digits", "mnist", "mnist-512", "pneumonia"}
 
-def idx(values: np.ndarray) -> bytes:
-    header = struct.pack(f">{1 + values.ndim}I", 0x0800 + values.ndim, *values.shape)
-    return gzip.compress(header + values.astype(np.uint8).tobytes())
+
+def real(name: str, data_dir: Path) -> Dataset:
+    """A real data set, where its files are."""
+    missing = missing_files(name, data_dir)
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} in {data_dir}")
+    return load(name, data_dir)
 
 
-@pytest.fixture
-def small_mnist(tmp_path):
-    """Files of the same format with few rows."""
-    random = np.random.default_rng(0)
-    folder = tmp_path / "mnist"
-    folder.mkdir()
-    for name, rows in (("train", 12), ("t10k", 5)):
-        images = random.integers(0, 256, (rows, 28, 28))
-        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(idx(images))
-        (folder / f"{name}-labels-idx1-ubyte.gz").write_bytes(idx(np.arange(rows) % 10))
-    return tmp_path
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_synthetic_data_has_the_format_that_was_asked_for(format):
+    data = synthetic(format, rows=5, seed=0)
+    assert data.format == format
+    assert len(data.x_train) == len(data.y_train) == 5
+    assert len(data.x_test) == len(data.y_test) > 0
+    assert data.y_train.shape[1:] == (format.shape if format.tokens else ())
+    assert 0 <= data.y_train.min() <= data.y_train.max() < format.classes
 
 
-def test_digits_are_scaled_and_split_by_class(tmp_path):
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_a_seed_decides_synthetic_data(format):
+    first, second, other = (synthetic(format, rows=5, seed=seed) for seed in (1, 1, 2))
+    assert first.x_train.equal(second.x_train)
+    assert not first.x_train.equal(other.x_train)
+    assert not first.x_train.equal(first.x_test[:5])
+
+
+def test_digits_are_split_by_class(tmp_path):
     data = load("digits", tmp_path)
-    assert (len(data.x_train), len(data.x_test)) == (1437, 360)
-    assert (data.features, data.classes) == (64, 10)
-    assert data.x_train.min() == 0
-    assert data.x_train.max() == 1
     everything = torch.cat([data.y_train, data.y_test]).bincount()
     assert (data.y_test.bincount() - everything / 5).abs().max() <= 1
 
@@ -43,52 +64,55 @@ def test_digits_are_the_same_every_time(tmp_path):
     assert load("digits", tmp_path).x_test.equal(load("digits", tmp_path).x_test)
 
 
-def test_mnist_is_read_from_its_files(small_mnist):
-    data = load("mnist", small_mnist)
-    assert data.x_train.shape == (12, 784)
-    assert data.x_test.shape == (5, 784)
-    assert data.y_test.tolist() == [0, 1, 2, 3, 4]
-    content = gzip.decompress((small_mnist / "mnist/t10k-images-idx3-ubyte.gz").read_bytes())
-    assert data.x_test[1, 2] == content[16 + 784 + 2] / np.float32(255)
+@pytest.mark.parametrize("name", SOURCES)
+def test_real_data_is_what_its_source_says(data_dir, name):
+    data = real(name, data_dir)
+    assert data.format == SOURCES[name].format
+    assert (len(data.x_train), len(data.x_test)) == ROWS[name]
+    assert (len(data.y_train), len(data.y_test)) == ROWS[name]
+    assert data.y_train.unique().equal(torch.arange(data.classes))
+    assert data.y_test.max() < data.classes
+    if not data.format.tokens:
+        assert_scaled(data.x_train, between_0_and_1=name in SCALED_TO_ONE)
 
 
-def test_real_mnist(data_dir):
-    data = load("mnist", data_dir)
-    assert data.x_train.shape == (60000, 784)
-    assert data.y_train[:5].tolist() == [5, 0, 4, 1, 9]
-    assert data.y_test.bincount().sum() == 10000
-    assert 0.1 < data.x_train.mean() < 0.2
+def assert_scaled(x: torch.Tensor, *, between_0_and_1: bool) -> None:
+    """Checks that all values are in the range that training wants."""
+    if between_0_and_1:
+        assert (x.min(), x.max()) == (0, 1)
+    else:
+        assert abs(x.mean()) < 1e-3
+        assert x.std() == pytest.approx(1, abs=0.05)
 
 
-def test_an_absent_file_is_named_with_its_place_and_the_remedy(small_mnist):
-    (small_mnist / "mnist/t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(RecipeError) as caught:
-        load("mnist", small_mnist)
-    said = str(caught.value)
-    assert f"put t10k-labels-idx1-ubyte.gz into {small_mnist / 'mnist'}" in said
-    assert "train-images" not in said
-    assert f"outergrad data get mnist --data-dir {small_mnist}" in said
+def test_real_mnist_is_in_its_order(data_dir):
+    assert real("mnist", data_dir).y_train[:5].tolist() == [5, 0, 4, 1, 9]
 
 
-GOOD = idx(np.ones((3, 2, 2)))
-DAMAGED = {
-    "not gzip": b"<html>not found</html>",
-    "empty": b"",
-    "cut short": GOOD[:-12],
-    "no header": gzip.compress(b"\0\0\x08"),
-    "labels instead of images": idx(np.ones(12)),
-    "rows missing": gzip.compress(gzip.decompress(GOOD)[:-1]),
-}
+def test_real_text_is_predicted_one_character_ahead(data_dir):
+    data = real("tinyshakespeare", data_dir)
+    assert data.x_train[:, 1:].equal(data.y_train[:, :-1])
+    start = "First Citizen:\nBefore we proceed"
+    codes = dict(zip(start, data.x_train[0, : len(start)].tolist(), strict=False))
+    assert [codes[letter] for letter in start] == data.x_train[0, : len(start)].tolist()
+    assert len(set(codes.values())) == len(codes)
 
 
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_named(tmp_path, content):
-    path = tmp_path / "images.gz"
-    path.write_bytes(content)
-    with pytest.raises(RecipeError, match=r"images\.gz is damaged .* remove it"):
-        read_idx(path, dimensions=3)
-
-
-def test_every_source_says_what_it_is():
+def test_every_source_can_be_had():
     assert all(source.summary for source in SOURCES.values())
-    assert all(source.url for source in SOURCES.values() if source.files)
+    assert all(source.url or source.origin for source in SOURCES.values() if source.files)
+    for source in SOURCES.values():
+        assert all(source.files.values()) == bool(source.url) or not source.files
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if SOURCES[name].files])
+def test_absent_files_are_named_with_their_place_and_the_remedy(tmp_path, name):
+    with pytest.raises(RecipeError) as caught:
+        load(name, tmp_path)
+    source, said = SOURCES[name], str(caught.value)
+    assert f"put {', '.join(source.files)} into {tmp_path / (source.folder or name)}" in said
+    if source.url:
+        assert f"outergrad data get {name} --data-dir {tmp_path}" in said
+    else:
+        assert source.origin in said
+        assert "data get" not in said

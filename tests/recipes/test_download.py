@@ -8,7 +8,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from outergrad.recipes.console import download_bars
-from outergrad.recipes.data import Source
+from outergrad.recipes.data import Format, Source
 from outergrad.recipes.download import download
 from outergrad.recipes.errors import RecipeError
 
@@ -60,6 +60,7 @@ def source(url: str = "", **checksums: str) -> Source:
     return Source(
         summary="two files",
         read=lambda _: pytest.fail("not to be read"),
+        format=Format(shape=(1,), classes=2),
         files=md5 | checksums,
         url=url,
     )
@@ -93,6 +94,14 @@ def test_only_what_is_not_right_is_fetched(url, tmp_path, handler):
     assert handler.asked == ["/mirror/labels.gz"]
     assert (tmp_path / "data" / "labels.gz").read_bytes() == FILES["labels.gz"]
     assert get(source(url), tmp_path / "data") == []
+
+
+def test_a_file_without_a_checksum_is_any_file_of_its_name(url, tmp_path):
+    anything = {"images.gz": "", "labels.gz": ""}
+    assert get(source(url, **anything), tmp_path / "data") == list(FILES)
+    (tmp_path / "data" / "labels.gz").write_bytes(b"mine")
+    assert get(source(url, **anything), tmp_path / "data") == []
+    assert (tmp_path / "data" / "labels.gz").read_bytes() == b"mine"
 
 
 def test_a_wrong_checksum_keeps_nothing_and_loses_nothing(url, tmp_path):

@@ -12,7 +12,6 @@ WRONG = {
     "model": "oracle",
     "method": "magic",
     "split": "odd",
-    "reveal": "all",
     "sites": 0,
     "epochs": -1,
     "batch_size": 0,
@@ -32,10 +31,16 @@ def test_a_wrong_value_is_told_with_its_option(name):
         Job(**{name: WRONG[name]})
 
 
-def test_only_dad_reveals():
-    assert Job(method="dad", reveal="activations")
-    with pytest.raises(RecipeError, match="--reveal activations needs --method dad"):
-        Job(method="ddp", reveal="activations")
+def test_the_model_must_fit_the_data():
+    assert Job(data="mnist", model="mlp", widths=())
+    with pytest.raises(RecipeError, match=r"--model gru needs sequences, .* 784 numbers"):
+        Job(data="mnist", model="gru")
+
+
+def test_the_widths_must_fit_the_model():
+    assert Job(data="natops", model="gru", widths=(64,))
+    with pytest.raises(RecipeError, match="--widths 64-64 does not fit --model gru: give 1"):
+        Job(data="natops", model="gru", widths=(64, 64))
 
 
 def test_the_first_difference_is_named():

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
+
 import pytest
 import torch
 
@@ -25,6 +28,11 @@ def test_two_sites_hold_five_classes_each():
 def test_more_sites_than_classes_are_refused():
     with pytest.raises(RecipeError, match="10 classes are too few for 11 sites"):
         class_split(LABELS, 11, 0)
+
+
+def test_texts_have_no_classes_to_be_split_by():
+    with pytest.raises(RecipeError, match=r"--split class needs .*: use --split even"):
+        class_split(torch.zeros(8, 5, dtype=torch.int64), 2, 0)
 
 
 def test_an_even_split_is_even_shuffled_and_repeatable():
@@ -64,6 +72,18 @@ def test_a_row_comes_at_most_once_in_an_epoch_with_its_class():
 def test_epochs_differ_in_order():
     (first, *_), (second, *_) = ([x for x, _ in batches(0).epoch(number)] for number in (0, 1))
     assert not first.equal(second)
+
+
+def test_batches_go_on_forever_epoch_after_epoch():
+    expected = [x for number in range(3) for x, _ in batches(0).epoch(number)]
+    found = [x for x, _ in islice(batches(0).forever(), len(expected))]
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
+def test_batches_have_the_shape_of_the_rows():
+    images = replace(batches(0), x=torch.randn(103, 3, 4, 4), y=torch.zeros(103, 7))
+    x, y = next(images.forever())
+    assert (x.shape, y.shape) == ((8, 3, 4, 4), (8, 7))
 
 
 def test_the_site_with_the_fewest_rows_sets_the_steps():

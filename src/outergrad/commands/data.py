@@ -1,5 +1,6 @@
 """``outergrad data``."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,7 +9,14 @@ from rich.table import Table
 
 from outergrad.commands.options import DATA_DIR, DataDir
 from outergrad.recipes.console import download_bars, errors_in_one_line
-from outergrad.recipes.data import SOURCES, get_command, missing_files
+from outergrad.recipes.data import (
+    SOURCES,
+    folder_of,
+    get_command,
+    missing_files,
+    require_files,
+    where_to_put,
+)
 from outergrad.recipes.download import download
 from outergrad.recipes.errors import RecipeError
 
@@ -22,9 +30,17 @@ def list_data(data_dir: DataDir = DATA_DIR) -> None:
     """List the data sets and whether they are there."""
     table = Table("name", "what", "state")
     for name, source in SOURCES.items():
-        absent = missing_files(name, data_dir)
-        table.add_row(name, source.summary, get_command(name, data_dir) if absent else "ready")
+        table.add_row(name, source.summary, _state(name, data_dir))
     Console().print(table)
+
+
+def _state(name: str, data_dir: Path) -> str:
+    absent = missing_files(name, data_dir)
+    if not absent:
+        return "ready"
+    if SOURCES[name].url:
+        return get_command(name, data_dir)
+    return where_to_put(name, data_dir, absent)
 
 
 @data_app.command("get")
@@ -33,6 +49,8 @@ def get_data(name: str, data_dir: DataDir = DATA_DIR, url: Url = "") -> None:
     with errors_in_one_line():
         if name not in SOURCES:
             raise RecipeError(f"no data set {name!r}: there are {', '.join(SOURCES)}")
+        if not (url or SOURCES[name].url):
+            require_files(name, data_dir)
         with download_bars() as bars:
-            files = download(SOURCES[name], data_dir / name, bars, url)
+            files = download(SOURCES[name], folder_of(name, data_dir), bars, url)
         print(f"{name} is ready: {len(files)} files downloaded")

@@ -12,8 +12,8 @@ from outergrad.recipes.data import SOURCES, require_files
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
+from outergrad.recipes.methods import METHODS
 from outergrad.recipes.models import MODELS
-from outergrad.recipes.replica import DADS, METHODS
 from outergrad.recipes.split import SPLITS
 from outergrad.recipes.train import train as train_site
 
@@ -25,19 +25,20 @@ Sites = Annotated[
     typer.Option(min=1, help="Local processes to start: 2, unless torchrun has started some."),
 ]
 Split = Annotated[str, typer.Option(help=f"Which rows a site holds: {', '.join(SPLITS)}.")]
-Reveal = Annotated[str, typer.Option(help=f"What dad shows of a site: {', '.join(DADS)}.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
 BatchSize = Annotated[int, typer.Option(help="Rows per site and step.")]
 LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of Adam.")]
 Seed = Annotated[int, typer.Option(help="Of the weights, the split and the order of the rows.")]
-Widths = Annotated[str, typer.Option(help="Features of each hidden layer.")]
+Widths = Annotated[
+    str | None,
+    typer.Option(help="Features of each hidden layer, as 512-512.", show_default="the model's own"),
+]
 Log = Annotated[
     Path | None, typer.Option(help="File that gets a line of JSON per epoch.", dir_okay=False)
 ]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show how each parameter travels, and tracebacks.")
 ]
-WIDTHS = "-".join(map(str, Job.widths))
 
 
 def train(
@@ -46,12 +47,11 @@ def train(
     method: Method = Job.method,
     sites: Sites = None,
     split: Split = Job.split,
-    reveal: Reveal = Job.reveal,
     epochs: Epochs = Job.epochs,
     batch_size: BatchSize = Job.batch_size,
     lr: LearningRate = Job.lr,
     seed: Seed = Job.seed,
-    widths: Widths = WIDTHS,
+    widths: Widths = None,
     data_dir: DataDir = DATA_DIR,
     log: Log = None,
     verbose: Verbose = False,
@@ -64,12 +64,11 @@ def train(
             method=method,
             sites=number_of_sites(sites),
             split=split,
-            reveal=reveal,
             epochs=epochs,
             batch_size=batch_size,
             lr=lr,
             seed=seed,
-            widths=parse_widths(widths),
+            widths=None if widths is None else parse_widths(widths),
         )
         work = partial(train_site, job, data_dir=data_dir, log=log, verbose=verbose)
         if not under_torchrun():

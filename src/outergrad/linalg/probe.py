@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 _CPU = torch.device("cpu")
 
 

@@ -83,12 +83,12 @@ def compare(job: Job, data: Dataset) -> Outcome:
     losses = _train(job, training)
     after = _mark()
     sent_bytes = _between(before, after)
-    sent_per_step = None if sent_bytes is None else sent_bytes / job.sites / len(losses)
+    computed = training.replica.sent_bytes or 0
     outcome = Outcome(
         accuracy=training.accuracy(),
         losses=mean_over_sites(torch.tensor(losses)),
-        sent_bytes=training.replica.sent_bytes if sent_per_step is None else sent_per_step,
-        measured=sent_per_step is not None,
+        sent_bytes=computed if sent_bytes is None else sent_bytes / job.sites / len(losses),
+        measured=sent_bytes is not None,
         seconds=after.at_s - before.at_s,
     )
     training.replica.close()
@@ -126,7 +126,7 @@ def table(job: Job, outcomes: dict[str, Outcome]) -> Table:
 
 
 def _title(job: Job, outcomes: dict[str, Outcome]) -> str:
-    widths = "-".join(map(str, (64, *job.widths, 10)))
+    widths = "-".join(map(str, (64, *(job.widths or ()), 10)))
     return (
         f"{job.sites} sites, {10 // job.sites} of the ten digits each, "
         f"{job.batch_size} rows per step and site\n"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 
 from outergrad.recipes.data import SOURCES
 from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.models import MODELS
-from outergrad.recipes.replica import DADS, METHODS
+from outergrad.recipes.methods import METHODS
+from outergrad.recipes.models import MODELS, require_fit
 from outergrad.recipes.split import SPLITS
 
 
@@ -20,12 +20,11 @@ class Job:
         method: A key of `METHODS`.
         sites: Number of sites that share the data.
         split: A key of `SPLITS`: which rows a site holds.
-        reveal: A key of `DADS`: what dAD shows of a site.
         epochs: Passes over the data.
         batch_size: Rows per site and step.
         lr: Learning rate of Adam.
         seed: Of the weights, the split and the order of the rows.
-        widths: Features of the hidden layers.
+        widths: Features of the hidden layers; the model's own default if None.
     """
 
     data: str = "digits"
@@ -33,12 +32,11 @@ class Job:
     method: str = "dad"
     sites: int = 2
     split: str = "even"
-    reveal: str = "gradient"
     epochs: int = 5
     batch_size: int = 32
     lr: float = 1e-3
     seed: int = 0
-    widths: tuple[int, ...] = (1024, 1024)
+    widths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks every value.
@@ -51,9 +49,8 @@ class Job:
         for name in ("sites", "epochs", "batch_size", "lr"):
             _require(getattr(self, name) > 0, name, "above 0", self)
         _require(self.seed >= 0, "seed", "0 or above", self)
-        _require(all(width > 0 for width in self.widths), "widths", "above 0", self)
-        if self.reveal != "gradient" and self.method != "dad":
-            raise RecipeError(f"--reveal {self.reveal} needs --method dad")
+        _require(all(width > 0 for width in self.widths or ()), "widths", "above 0", self)
+        require_fit(self.model, SOURCES[self.data].format, self.widths)
 
     def first_difference(self, other: "Job") -> str | None:
         """Names the first option in which two jobs differ, if any."""
@@ -66,7 +63,6 @@ _CHOICES: dict[str, Iterable[str]] = {
     "model": MODELS,
     "method": METHODS,
     "split": SPLITS,
-    "reveal": DADS,
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ def class_split(labels: Tensor, sites: int, _seed: int) -> Rows:
     """Gives each site its own classes, neighbouring ones, all their rows.
 
     Raises:
-        RecipeError: There are more sites than classes.
+        RecipeError: There are more sites than classes, or several labels per row.
     """
+    if labels.dim() > 1:
+        raise RecipeError("--split class needs rows of one class each, not texts: use --split even")
     classes = int(labels.max()) + 1
     if sites > classes:
         raise RecipeError(f"--split class: {classes} classes are too few for {sites} sites")
@@ -45,8 +48,8 @@ class Batches:
     see, if the data were pooled.
 
     Attributes:
-        x: All images, (rows, features).
-        y: All classes, (rows,).
+        x: The inputs of all rows, (rows, ...).
+        y: Their labels, (rows,) or (rows, positions).
         rows_by_site: The rows of every site.
         sites: The sites whose rows are wanted.
         batch_size: Rows per site.
@@ -67,6 +70,11 @@ class Batches:
         rows = torch.cat([self._order(site, number) for site in self.sites], dim=1)
         for batch in rows:
             yield self.x[batch], self.y[batch]
+
+    def forever(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields batches without end, epoch after epoch."""
+        for number in count():
+            yield from self.epoch(number)
 
     def _order(self, site: int, epoch: int) -> Tensor:
         """Row numbers of one site, (steps, batch_size)."""

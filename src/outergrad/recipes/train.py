@@ -30,9 +30,9 @@ class Report:
         epoch: Epochs done.
         step: Steps done.
         loss: Mean over the epoch and the sites.
-        test_accuracy: Share of the test images classified right, averaged over sites.
+        test_accuracy: Share of the test labels guessed right, averaged over sites.
         sent_bytes: Gradient bytes per step and site, as the session counts them;
-            for DDP, what a ring all-reduce needs.
+            for DDP, what a ring all-reduce needs; None where nobody counts them.
         seconds: Time spent in steps.
     """
 
@@ -40,7 +40,7 @@ class Report:
     step: int
     loss: float
     test_accuracy: float
-    sent_bytes: int
+    sent_bytes: int | None
     seconds: float
 
 
@@ -109,8 +109,11 @@ def _epochs(job: Job, training: Training, bars: Progress) -> Iterator[Report]:
 
 
 def _summary(job: Job, report: Report) -> str:
+    sent = "bytes not counted"
+    if report.sent_bytes is not None:
+        sent = f"{amount(report.sent_bytes)} per step and site"
     return (
         f"{job.method} on {job.data}, {job.sites} sites, {job.split} split: "
         f"test accuracy {report.test_accuracy:.2%}, "
-        f"{amount(report.sent_bytes)} per step and site, {report.seconds:.1f} s"
+        f"{sent}, {report.seconds:.1f} s"
     )

@@ -1,23 +1,29 @@
 """The training loop that every recipe shares."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
 from outergrad.recipes.data import Dataset
 from outergrad.recipes.job import Job
-from outergrad.recipes.models import MODELS
-from outergrad.recipes.replica import METHODS, Replica
+from outergrad.recipes.methods import METHODS, Replica
+from outergrad.recipes.models import build_model
 from outergrad.recipes.sites import mean_over_sites, smallest_over_sites
 from outergrad.recipes.split import SPLITS, Batches, Rows, full_batches
 
 ADAM_EPS = 1e-6
 """Above the rounding noise of a gradient: Adam makes whole steps of what is larger than eps."""
+
+TEST_ROWS = 100
+"""Rows that are tested at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class Training:
             yield loss.item()
 
     def accuracy(self) -> float:
-        """Share of the test images that are classified right, averaged over sites."""
+        """Share of the test labels that are guessed right, averaged over sites."""
         share = accuracy(self.replica.model, self.data)
         return mean_over_sites(torch.tensor(share)).item()
 
@@ -61,8 +67,8 @@ def start(job: Job, data: Dataset, rows_by_site: Rows) -> Training:
         rows_by_site: The rows of ``data`` that each site holds.
     """
     torch.manual_seed(job.seed)
-    model = MODELS[job.model]((data.features, *job.widths, data.classes))
-    replica = METHODS[job.method](model, job.reveal)
+    model = build_model(job.model, data.format, job.widths)
+    replica = METHODS[job.method](model, None)
     return Training(
         data=data,
         batches=site_batches(job, data, rows_by_site),
@@ -75,7 +81,7 @@ def deal(job: Job, data: Dataset) -> Rows:
     """Gives each site its rows of the training data.
 
     Raises:
-        RecipeError: A site would have too few.
+        RecipeError: A site would have too few, or the data cannot be split so.
     """
     rows_by_site = SPLITS[job.split](data.y_train, job.sites, job.seed)
     full_batches(rows_by_site, job.batch_size)
@@ -96,9 +102,39 @@ def site_batches(job: Job, data: Dataset, rows_by_site: Rows) -> Batches:
     )
 
 
-@torch.no_grad()
 def accuracy(model: nn.Module, data: Dataset) -> float:
-    """Share of the test images that a model classifies right."""
-    model.eval()
-    guesses = model(data.x_test).argmax(dim=1)
-    return (guesses == data.y_test).float().mean().item()
+    """Share of the test labels that a model guesses right, of one per row or per position."""
+
+    def right(logits: Tensor, y: Tensor) -> Tensor:
+        return (logits.argmax(dim=1) == y).sum()
+
+    return _test(model, data, len(data.x_test), right)
+
+
+def test_loss(model: nn.Module, data: Dataset, rows: int) -> float:
+    """Mean cross-entropy of the first ``rows`` test rows, as one site's model has it."""
+    return _test(model, data, rows, partial(cross_entropy, reduction="sum"))
+
+
+def _test(
+    model: nn.Module, data: Dataset, rows: int, score: Callable[[Tensor, Tensor], Tensor]
+) -> float:
+    """Mean over the labels of test rows, taken in batches: all at once may need too much memory."""
+    x, y = data.x_test[:rows], data.y_test[:rows]
+    batches = zip(x.split(TEST_ROWS), y.split(TEST_ROWS), strict=True)
+    with _evaluating(model) as plain:
+        return sum(score(plain(x), y).item() for x, y in batches) / y.numel()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Lends a model to be tested, and puts it back into the mode that it was in."""
+    was_training = model.training
+    # DDP's own forward would wait for the other sites, to send them rank 0's buffers.
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    plain.eval()
+    try:
+        with torch.no_grad():
+            yield plain
+    finally:
+        plain.train(was_training)

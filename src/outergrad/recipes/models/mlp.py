@@ -1,9 +1,12 @@
-"""Models by name."""
+"""Multilayer perceptrons."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import prod
 
 from torch import nn
+
+from outergrad.recipes.data.dataset import Format
 
 
 def mlp(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -19,4 +22,7 @@ def mlp(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU) ->
     return nn.Sequential(*layers[:-1])
 
 
-MODELS: dict[str, Callable[[Sequence[int]], nn.Module]] = {"mlp": mlp}
+def build_mlp(format: Format, widths: tuple[int, ...]) -> nn.Sequential:
+    """Builds one for rows of any shape, flattened; ``widths`` are the hidden layers'."""
+    layers = mlp((prod(format.shape), *widths, format.classes))
+    return layers if len(format.shape) == 1 else nn.Sequential(nn.Flatten(), *layers)

@@ -1,0 +1,68 @@
+"""Reads files that may be damaged."""
+
+import gzip
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class DamagedFileError(ValueError):
+    """A file is not what it should be.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: Path, reason: Exception) -> None:
+        super().__init__(f"{path} is damaged ({' '.join(str(reason).split())})")
+        self.path = path
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns whatever goes wrong while a file is read into `DamagedFileError`."""
+    try:
+        yield
+    except Exception as error:  # gzip, zipfile and NumPy raise nearly everything
+        raise DamagedFileError(path, error) from error
+
+
+@contextmanager
+def reading_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Lends the arrays of an ``.npz`` file, read under the same guard."""
+    with reading(path), path.open("rb") as file, np.load(file) as arrays:
+        yield arrays
+
+
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """Reads a gzipped IDX file of unsigned bytes.
+
+    Raises:
+        DamagedFileError: The file is not such a file, or cut short.
+    """
+    with reading(path):
+        content = gzip.decompress(path.read_bytes())
+        magic, *shape = struct.unpack_from(f">{1 + dimensions}I", content)
+        if magic != 0x0800 + dimensions:
+            raise ValueError(f"magic number {magic:#x}")
+        values = np.frombuffer(content, np.uint8, offset=4 * (1 + dimensions))
+        return values.reshape(shape).copy()
+
+
+def as_labels(values: np.ndarray, rows: int, classes: int) -> Tensor:
+    """Turns numbers into the labels of so many rows, int64, (rows,).
+
+    Raises:
+        ValueError: There are none, more or fewer, or they are no classes.
+    """
+    labels = torch.from_numpy(values.astype(np.int64)).flatten()
+    if not len(labels) == rows > 0:
+        raise ValueError(f"{len(labels)} labels for {rows} rows")
+    if not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(f"labels from {labels.min()} to {labels.max()} for {classes} classes")
+    return labels

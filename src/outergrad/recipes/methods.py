@@ -1,0 +1,117 @@
+"""The ways to make gradients global that can be compared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import outergrad as og
+
+FIRST_COMPRESSED_STEP = 2
+"""PowerSGD all-reduces whole gradients before: DDP still reorders its bucket until then."""
+
+ONE_BUCKET_MB = 1000
+"""Larger than any model here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """This site's copy of the model.
+
+    Attributes:
+        model: What to call and to train.
+        session: Its session, where outergrad exchanges the gradients.
+        start_bytes: What the session had sent before the first step.
+        planned_bytes: Gradient bytes per step where there is no session, if known beforehand.
+    """
+
+    model: nn.Module
+    session: og.Session | None = None
+    start_bytes: int = 0
+    planned_bytes: int | None = None
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Gradient bytes that this site sends per step, on average; None if nobody counts them."""
+        if not self.session:
+            return self.planned_bytes
+        stats = self.session.stats()
+        return round((stats.total_sent_bytes - self.start_bytes) / max(stats.step, 1))
+
+    def close(self) -> None:
+        """Leaves a plain model."""
+        if self.session:
+            self.session.detach()
+
+
+Attach = Callable[[nn.Module, dist.ProcessGroup | None], Replica]
+
+
+def all_reduce_bytes(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Bytes that a site sends to all-reduce every gradient in a ring; DDP's buffers come on top."""
+    sites = dist.get_world_size(group)
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return round(2 * (sites - 1) / sites * size)
+
+
+def _plain(model: nn.Module, _group: dist.ProcessGroup | None) -> Replica:
+    return Replica(model=model, planned_bytes=0)
+
+
+def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+    wrapped = DistributedDataParallel(model, process_group=group)
+    return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group))
+
+
+def _ddp_fp16(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(group, fp16_compress_hook)
+    return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group) // 2)
+
+
+def _powersgd(rank: int) -> Attach:
+    def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+        # The hook chains collectives per bucket: those of two buckets start in an order that
+        # timing decides, and where sites differ in it, gloo ends the process. A cap that the
+        # whole model is below leaves one bucket, in the first step and after DDP rebuilds it.
+        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=ONE_BUCKET_MB)
+        state = PowerSGDState(
+            process_group=group,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=FIRST_COMPRESSED_STEP,
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook)
+        return Replica(model=wrapped)
+
+    return attach
+
+
+def _distributed(method: og.Dense | og.DAD) -> Attach:
+    def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+        session = og.distribute(model, method, group=group)
+        return Replica(model=model, session=session, start_bytes=session.stats().total_sent_bytes)
+
+    return attach
+
+
+METHODS: dict[str, Attach] = {
+    "pooled": _plain,
+    "alone": _plain,
+    "ddp": _ddp,
+    "ddp-fp16": _ddp_fp16,
+    "powersgd-1": _powersgd(rank=1),
+    "powersgd-2": _powersgd(rank=2),
+    "powersgd-4": _powersgd(rank=4),
+    "powersgd-8": _powersgd(rank=8),
+    "dense": _distributed(og.Dense()),
+    "dad": _distributed(og.DAD()),
+    "dad-activations": _distributed(og.DAD(reveal="activations")),
+}
+"""What makes a model ready, in place; each takes the model and its process group.
+
+No group means the default one. Every site of the group must call it at the same point.
+"""

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from functools import wraps
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from outergrad.recipes import methods
+from outergrad.recipes.launch import run_sites
+from outergrad.recipes.methods import METHODS, Replica, all_reduce_bytes
+from outergrad.recipes.models.mlp import mlp
+from ranks import run_ranks
+
+STEPS = 4
+WIDTHS = (40, 50, 30, 3)
+PARAMETERS = sum((inputs + 1) * outputs for inputs, outputs in pairwise(WIDTHS))
+SILENT = {"pooled", "alone"}
+EXCHANGING = [name for name in METHODS if name not in SILENT]
+ROUNDED = [name for name in METHODS if name.startswith(("ddp-fp16", "powersgd"))]
+
+
+def take_steps(replica: Replica, rank: int = 0) -> Tensor:
+    """Trains for some steps on this site's rows; returns all weights in one row."""
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(replica.model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x = torch.randn(8, WIDTHS[0], generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(replica.model(x), torch.arange(8) % WIDTHS[-1]).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(replica.model.parameters()).detach()
+
+
+def attach(method: str, group: dist.ProcessGroup | None = None) -> Replica:
+    """The same small model every time."""
+    torch.manual_seed(0)
+    return METHODS[method](mlp(WIDTHS), group)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_site_takes_its_steps_by_every_method(one_site, method):
+    replica, reference = attach(method), attach("alone")
+    weights, expected = take_steps(replica), take_steps(reference)
+    replica.close()
+    if method.startswith("powersgd"):
+        assert weights.isfinite().all()
+        assert replica.sent_bytes is None
+    else:
+        assert torch.allclose(weights, expected, atol=1e-3 if method in ROUNDED else 1e-6)
+        assert replica.sent_bytes is not None
+
+
+def test_one_site_sends_nothing_by_ddp(one_site):
+    assert attach("ddp").sent_bytes == attach("ddp-fp16").sent_bytes == 0
+    assert all_reduce_bytes(nn.Linear(3, 4)) == 0
+
+
+OURS = [name for name in EXCHANGING if not name.startswith(("ddp", "powersgd"))]
+
+
+@pytest.mark.parametrize("method", sorted(set(EXCHANGING) - set(OURS)))
+def test_ddp_uses_the_group_that_is_passed(one_site, method):
+    """By one site: PyTorch's DDP is not made for ranks in threads."""
+    group = dist.new_group()
+    assert attach(method, group).model.process_group is group
+
+
+@pytest.mark.parametrize("method", OURS)
+def test_ours_use_the_group_that_is_passed(method):
+    def body(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int | None]:
+        replica = METHODS[method](model[rank], group)
+        weights = take_steps(replica, rank)
+        replica.close()
+        return weights, replica.sent_bytes
+
+    model = [mlp(WIDTHS) for _ in range(2)]
+    (first, sent_bytes), (second, _) = run_ranks(2, body)
+    assert first.equal(second)
+    if method == "dense":
+        assert sent_bytes == pytest.approx(4 * PARAMETERS, rel=0.05)
+    else:
+        assert 0 < sent_bytes < 4 * PARAMETERS
+
+
+def spy_on_powersgd() -> list[tuple[int, bool, int]]:
+    """Collects index, whether it is the last, and numbers of each bucket from now on."""
+    buckets, hook = [], methods.powerSGD_hook
+
+    @wraps(hook)  # DDP looks at a hook's name and signature
+    def spying(state, bucket):
+        buckets.append((bucket.index(), bucket.is_last(), bucket.buffer().numel()))
+        return hook(state, bucket)
+
+    methods.powerSGD_hook = spying
+    return buckets
+
+
+def site_of_rounded_methods() -> None:
+    """What one of two sites finds of the methods that lose something; each of them in one go."""
+    buckets, weights = spy_on_powersgd(), {}
+    for method in ("ddp", *ROUNDED):
+        weights[method] = take_steps(attach(method), dist.get_rank())
+        both = [torch.empty_like(weights[method]) for _ in range(2)]
+        dist.all_gather(both, weights[method])
+        assert both[0].equal(both[1]), method
+    powersgd = sum(method.startswith("powersgd") for method in ROUNDED)
+    assert buckets == [(0, True, PARAMETERS)] * STEPS * powersgd
+    assert attach("ddp").sent_bytes == 2 * attach("ddp-fp16").sent_bytes == 4 * PARAMETERS
+    errors = {method: (weights[method] - weights["ddp"]).norm().item() for method in ROUNDED}
+    assert 0 < errors["ddp-fp16"] < 1e-3
+    assert errors["powersgd-1"] > errors["powersgd-4"] > 0
+
+
+@pytest.mark.slow
+def test_two_sites_agree_by_the_methods_that_round():
+    run_sites(site_of_rounded_methods, 2)

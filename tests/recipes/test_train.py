@@ -1,0 +1,59 @@
+"""``train`` from end to end, at two sites."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from small_files import write
+
+from outergrad.recipes.data import missing_files
+from outergrad.recipes.job import Job
+from outergrad.recipes.launch import run_sites
+from outergrad.recipes.train import train
+
+pytestmark = pytest.mark.slow
+
+JOBS = [
+    Job(data="cifar10", model="cnn", method="dad", epochs=2, batch_size=6),
+    Job(data="cifar10", model="cnn", method="ddp", epochs=1, batch_size=6),
+    Job(data="cifar10", model="vit", method="dad", epochs=1, batch_size=6),
+    Job(data="natops", model="lstm", method="powersgd-2", epochs=2, batch_size=4),
+    Job(data="tinyshakespeare", model="gpt", method="dense", epochs=1, batch_size=4),
+]
+
+
+def train_all(data_dir: Path) -> None:
+    """What each site does: one training after another."""
+    for number, job in enumerate(JOBS):
+        train(job, data_dir=data_dir, log=data_dir / f"{number}.log")
+
+
+def events(log: Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_every_kind_of_data_can_be_trained_on(tmp_path, capfd):
+    for name in {job.data for job in JOBS}:
+        write(name, tmp_path)
+    run_sites(partial(train_all, tmp_path), 2)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == [f"{j.method} on {j.data}" for j in JOBS]
+    for number, job in enumerate(JOBS):
+        told, *epochs = events(tmp_path / f"{number}.log")
+        assert told["data"] == job.data
+        assert len(epochs) == job.epochs
+        uncounted = job.method == "powersgd-2"
+        assert (epochs[-1]["sent_bytes"] is None) == uncounted
+        assert ("bytes not counted" in lines[number]) == uncounted
+
+
+def test_a_gru_learns_spoken_digits(data_dir, tmp_path):
+    if missing := missing_files("spoken-digits", data_dir):
+        pytest.skip(f"no {', '.join(missing)} in {data_dir}")
+    job = Job(data="spoken-digits", model="gru", epochs=1, lr=5e-3)
+    run_sites(partial(train, job, data_dir=data_dir, log=tmp_path / "log"), 2)
+    (*_, last) = events(tmp_path / "log")
+    assert last["test_accuracy"] > 0.5
