@@ -32,5 +32,5 @@ $(READY): pyproject.toml constraints.txt
 	echo "installing into .venv: some minutes, once"
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt torch==2.13.0
-	$(PIP) install -c constraints.txt -e '.[cli,dev]'
+	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@

@@ -1,9 +1,9 @@
 """Peak memory of training, compared between methods.
 
-    python benchmarks/memory.py --model vgg --methods ddp,dad
+    python benchmarks/memory.py --workload vgg --methods ddp,dad
 
 Each method trains in processes of its own on loopback. Counted is the peak of resident
-memory above what the process held after its imports, before it built the model. See README.md.
+memory above what the process held after its imports, before it built the model.
 """
 
 from __future__ import annotations
@@ -11,66 +11,71 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import links
-import options as common
-import sites
+import torch
+import torch.distributed as dist
+
+from outergrad.bench.links import Place, parse_link, places
+from outergrad.bench.plan import Plan
+from outergrad.bench.trainer import Trainer, dataset
+from outergrad.recipes.console import errors_in_one_line
+from outergrad.recipes.processes import run_processes
 
 
 def main() -> None:
-    """Runs as one of the sites, or starts them method by method and prints a table."""
+    """Measures method by method, in turns, and prints a table."""
     options = parse()
-    if sites.is_site():
-        print(run_site(options))
-        return
     peaks: dict[str, list[int]] = {method: [] for method in options.methods}
-    for turn in range(options.repeats):
-        for method in options.methods:
-            sites.progress(f"round {turn + 1}/{options.repeats}: {method}")
-            peaks[method].append(run_method(options, method))
-    sites.progress("")
-    rows = summarise(peaks)
-    print_table(rows)
-    common.save(options, rows)
+    with errors_in_one_line():
+        for turn in range(options.repeats):
+            for method in options.methods:
+                print(f"round {turn + 1}/{options.repeats}: {method}", file=sys.stderr)
+                plan = Plan(workload=options.workload, methods=(method,), sites=options.sites)
+                peaks[method].append(largest_peak(plan, options.steps))
+    print_table(peaks)
 
 
 def parse() -> argparse.Namespace:
     """Reads the command line."""
-    parser = common.parser(__doc__)
-    parser.set_defaults(model="vgg")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workload", default="vgg")
+    parser.add_argument(
+        "--methods",
+        type=lambda text: text.split(","),
+        default=["alone", "ddp", "dense", "dad", "dad-activations"],
+    )
+    parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="the first and the later ones count")
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes per method")
     return parser.parse_args()
 
 
-def run_method(options: argparse.Namespace, method: str) -> int:
-    """Trains under one method in fresh processes; returns the largest peak among the sites."""
-    with links.places(options.sites, "none") as places:
-        arguments = [*sys.argv, "--methods", method]
-        return max(sites.run(arguments, places, options.threads))
+def largest_peak(plan: Plan, steps: int) -> int:
+    """Trains in fresh processes; returns the largest peak among the sites, in bytes."""
+    link = parse_link("loopback")
+    with places(plan.sites, link) as sites, tempfile.TemporaryDirectory() as folder:
+        store = (Path(folder) / "store").as_uri()
+        works = [partial(peak, plan, steps, place, store, site) for site, place in enumerate(sites)]
+        return max(run_processes(works))
 
 
-def run_site(options: argparse.Namespace) -> int:
+def peak(plan: Plan, steps: int, place: Place, store: str, site: int) -> int:
     """Returns the bytes by which this process's peak rose while it trained."""
-    from trainer import trainer
-
-    (method,) = options.methods
-    with sites.group(options.timeout) as (rank, _):
-        import_method(method)
-        reset_peak()
-        before = resident_bytes("VmRSS")
-        step = trainer(options.model, method, rank)
-        for _ in range(options.steps):
-            step()
-        return resident_bytes("VmHWM") - before
-
-
-def import_method(method: str) -> None:
-    """Loads what a method is made of, so that its code does not count as its memory."""
-    if method not in ("alone", "ddp"):
-        import outergrad  # noqa: F401
+    place.enter()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=site, world_size=plan.sites)
+    data, _ = dataset(plan)
+    reset_peak()
+    before = resident_bytes("VmRSS")
+    trainer = Trainer(plan, plan.methods[0], data, site)
+    for _ in range(steps):
+        trainer.step()
+    rise = resident_bytes("VmHWM") - before
+    dist.barrier()  # no site may leave while another still waits for its bytes
+    return rise
 
 
 def reset_peak() -> None:
@@ -86,27 +91,14 @@ def resident_bytes(field: str) -> int:
     raise RuntimeError(f"This system does not tell {field}: the benchmark needs Linux.")
 
 
-def summarise(peaks: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """Makes one row per method: the median and the extremes over repeats."""
-    return [
-        {
-            "method": method,
-            "median_bytes": statistics.median(found),
-            "range_bytes": [min(found), max(found)],
-        }
-        for method, found in peaks.items()
-    ]
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Prints one line per method, with ratios to DDP's."""
-    print(f"{'method':<16}{'peak MB':>10}  {'[least, most]':<20}{'/ddp':>8}")
-    for row in rows:
-        least, most = (found / 1e6 for found in row["range_bytes"])
-        print(
-            f"{row['method']:<16}{row['median_bytes'] / 1e6:>10.1f}  "
-            f"{f'[{least:.1f}, {most:.1f}]':<20}{common.ratio(row, rows, 'median_bytes'):>8}"
-        )
+def print_table(peaks: dict[str, list[int]]) -> None:
+    """Prints one line per method: the median and the extremes over repeats."""
+    medians = {method: statistics.median(found) for method, found in peaks.items()}
+    print(f"{'method':<16}{'peak MB':>10}  {'least to most':<20}{'/ddp':>8}")
+    for method, found in peaks.items():
+        ratio = f"{medians[method] / medians['ddp']:.3f}" if "ddp" in medians else "-"
+        spread = f"{min(found) / 1e6:.1f} to {max(found) / 1e6:.1f}"
+        print(f"{method:<16}{medians[method] / 1e6:>10.1f}  {spread:<20}{ratio:>8}")
 
 
 if __name__ == "__main__":

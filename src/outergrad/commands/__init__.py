@@ -2,6 +2,7 @@
 
 import typer
 
+from outergrad.commands.bench import bench
 from outergrad.commands.data import data_app
 from outergrad.commands.train import train
 
@@ -12,4 +13,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(bench)
 app.add_typer(data_app, name="data")

@@ -18,7 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.recipes.errors import CheckError, RecipeError, SiteError
 
 T = TypeVar("T")
 
@@ -67,6 +67,9 @@ def errors_in_one_line() -> Iterator[None]:
         _leave(2)
     except SiteError as error:
         _tell(str(error), below_a_bar=True)
+        _leave(1)
+    except CheckError as error:
+        _tell(str(error))
         _leave(1)
     except KeyboardInterrupt:
         _tell("interrupted", below_a_bar=True)

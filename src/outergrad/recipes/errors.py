@@ -7,3 +7,7 @@ class RecipeError(ValueError):
 
 class SiteError(RuntimeError):
     """A site ended before its work was done."""
+
+
+class CheckError(RuntimeError):
+    """What was measured is not what was promised."""

@@ -1,0 +1,89 @@
+"""Results of `outergrad bench` as Markdown, each table with the command that makes it.
+
+python benchmarks/tables.py benchmarks/results/*.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Prints the tables of every file that is named."""
+    for name in sys.argv[1:]:
+        results = json.loads(Path(name).read_text())
+        arrived = any(link["arrivals"] for link in results["links"])
+        print("\n".join(arrivals(results) if arrived else timings(results)))
+        print(f"\n    {results['about']['command']}\n")
+
+
+def timings(results: dict[str, Any]) -> list[str]:
+    """One row per method; for each link milliseconds and their multiple of DDP's."""
+    links = results["links"]
+    heads = [f"{link_name(link)}, ms [quartiles] | x DDP" for link in links]
+    lines = table_head(["", *heads, "bytes per step", "fewer than DDP"])
+    last = {timing["method"]: timing for timing in links[-1]["timings"]}
+    for method, timing in last.items():
+        cells = [timing_cells(link, method) for link in links]
+        fewer = ratio(last.get("ddp"), timing, "sent_bytes") if method != "alone" else "-"
+        lines.append(f"| {method} | {' | '.join(cells)} | {timing['sent_bytes']:,.0f} | {fewer} |")
+    return lines
+
+
+def timing_cells(link: dict[str, Any], method: str) -> str:
+    """The two cells of a method on a link."""
+    found = next(timing for timing in link["timings"] if timing["method"] == method)
+    low, high = (milliseconds(seconds) for seconds in found["quartiles_s"])
+    times = found["ratio_to_ddp"]
+    relative = "-" if times is None else f"{times:.2f}" if times >= 0.1 else f"{times:.3f}"
+    return f"{milliseconds(found['median_s'])} [{low}, {high}] | {relative}"
+
+
+def arrivals(results: dict[str, Any]) -> list[str]:
+    """One row per method; for each link steps, seconds and bytes to the loss."""
+    links = results["links"]
+    heads = [f"{link_name(link)}: steps | seconds | sent, MB | fewer than DDP" for link in links]
+    lines = table_head(["", *heads])
+    for method in [arrival["method"] for arrival in links[0]["arrivals"]]:
+        cells = [arrival_cells(link, method) for link in links]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
+
+
+def arrival_cells(link: dict[str, Any], method: str) -> str:
+    """The four cells of a method on a link."""
+    all_of = {arrival["method"]: arrival for arrival in link["arrivals"]}
+    found = all_of[method]
+    steps = f"{found['steps']:,}" if found["reached"] else f"not in {found['steps']:,}"
+    fewer = ratio(all_of.get("ddp"), found, "sent_bytes") if method != "alone" else "-"
+    return f"{steps} | {found['seconds']:,.1f} | {found['sent_bytes'] / 1e6:,.1f} | {fewer}"
+
+
+def table_head(cells: list[str]) -> list[str]:
+    """The heading, with as many columns as its cells have between them."""
+    text = f"| {' | '.join(cells)} |"
+    return [text, "|---" * (text.count("|") - 1) + "|"]
+
+
+def link_name(link: dict[str, Any]) -> str:
+    """The link, for a heading."""
+    return (
+        "loopback" if link["loopback"] else "unshaped" if link["link"] == "none" else link["link"]
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits at least."""
+    return f"{1e3 * seconds:,.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+
+
+def ratio(ddp: dict[str, Any] | None, found: dict[str, Any], key: str) -> str:
+    """By how much DDP has more."""
+    return f"{ddp[key] / found[key]:.1f} x" if ddp and found[key] else "-"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What compares the methods: the links, and the sites that they join."""

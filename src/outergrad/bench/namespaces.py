@@ -1,0 +1,235 @@
+"""Network namespaces for the sites of a benchmark, joined by shaped cables.
+
+Needs Linux, root and ``iproute2``. Every name carries the number of the process that made
+it; a janitor removes them all when that process leaves or is gone, however it ended.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from outergrad.bench.relay import relay
+from outergrad.recipes.errors import RecipeError
+
+INTERFACE = "link0"
+MOST_SITES = 64
+
+_End = tuple[str, str]  # a namespace and an interface in it
+
+# Without the word, the program was killed, perhaps while a command of it was adding a
+# namespace: what that command leaves is removed a moment later.
+_JANITOR = """
+trap '' INT TERM HUP
+remove() { for name; do ip netns del "$name"; done; }
+read -r word
+remove "$@"
+[ "$word" = done ] || { sleep 0.5; remove "$@"; }
+"""
+
+
+@contextmanager
+def namespaces(sites: int, rate_bit_per_s: float | None, rtt_s: float) -> Iterator[list[str]]:
+    """Yields the names of one network namespace per site; all can reach one another.
+
+    Site ``s`` has the address ``10.77.0.(s+1)`` on the interface ``link0``.
+
+    Args:
+        sites: Number of sites.
+        rate_bit_per_s: What each end of each cable may send; None for no limit.
+        rtt_s: Time from a site to another and back.
+
+    Raises:
+        RecipeError: A command failed.
+    """
+    _remove_abandoned()
+    prefix = f"outergrad-{os.getpid()}-{secrets.token_hex(2)}"
+    names = [f"{prefix}-{site}" for site in range(sites)]
+    hub = f"{prefix}-hub"
+    with ExitStack() as stack:
+        stack.enter_context(_exit_on_signals())
+        stack.enter_context(_janitor([*names, hub]))
+        for name in [*names, hub]:
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        stack.enter_context(_joined(names, hub, rate_bit_per_s, rtt_s))
+        for site, name in enumerate(names):
+            address = f"10.77.0.{site + 1}/24"
+            _run("ip", "-n", name, "addr", "add", address, "dev", INTERFACE)
+            _up(name, INTERFACE)
+        yield names
+
+
+def has_netem() -> bool:
+    """Whether this kernel can delay packets by itself."""
+    if shutil.which("unshare") is None:
+        return False
+    probe = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    return subprocess.run(probe, capture_output=True).returncode == 0
+
+
+def qdiscs(rate_bit_per_s: float | None, delay_s: float = 0.0) -> list[list[str]]:
+    """What makes an interface send at a rate, after a delay, as arguments of ``tc qdisc add``.
+
+    The burst is what passes at full speed after a pause: two packets, or 0.25 ms worth of
+    the rate, so that a step of a few kilobytes does not slip through unshaped. The queue is
+    long enough that TCP loses nothing; one stream then reaches 95% of the rate as payload.
+    netem's own limit counts packets, and must not be what limits the link.
+    """
+    commands = []
+    if delay_s:
+        delay = f"{delay_s * 1e6:.0f}us"
+        commands.append(["root", "handle", "1:", "netem", "delay", delay, "limit", "1000000"])
+    if rate_bit_per_s is not None:
+        bytes_per_s = rate_bit_per_s / 8
+        tbf = ["tbf", "rate", f"{rate_bit_per_s:.0f}bit"]
+        tbf += ["burst", f"{max(4096, bytes_per_s / 4000):.0f}b"]
+        tbf += ["limit", f"{max(1 << 20, bytes_per_s / 20):.0f}b"]
+        commands.append([*(["parent", "1:"] if delay_s else ["root"]), *tbf])
+    return commands
+
+
+def _remove_abandoned() -> None:
+    """Removes what a run left behind whose janitor was killed too."""
+    listed = _run("ip", "netns", "list")
+    for name in re.findall(r"^outergrad-\d+-\S+", listed, re.MULTILINE):
+        if not Path("/proc", name.split("-")[1]).exists():
+            _run("ip", "netns", "del", name, check=False)
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Turns the signals that would end the process at once into an ordinary exit."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda n, _: sys.exit(128 + n))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _janitor(names: list[str]) -> Iterator[None]:
+    """Removes namespaces on leaving, or when this process is gone.
+
+    Both end a pipe that another process reads, in a session of its own, where no signal
+    for this one reaches it. It knows all names before there is anything to remove.
+    """
+    janitor = subprocess.Popen(
+        ["sh", "-c", _JANITOR, "sh", *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with janitor:
+        try:
+            yield
+        finally:
+            janitor.communicate(b"done\n")
+
+
+@contextmanager
+def _joined(names: list[str], hub: str, rate: float | None, rtt_s: float) -> Iterator[None]:
+    """Joins the sites: two by a cable, more by a bridge, and for latency by the relay.
+
+    Every end of every cable is shaped, so that a site's uplink and downlink are.
+    """
+    with ExitStack() as stack:
+        netem_s = rtt_s / 2 if rtt_s and has_netem() else 0.0
+        if rtt_s and not netem_s:
+            ports = _star(names, hub)
+            stack.enter_context(_relayed(hub, ports, rtt_s / 2))
+        elif len(names) == 2:
+            ports = []
+            _cable((names[0], INTERFACE), (names[1], INTERFACE))
+        else:
+            ports = _star(names, hub)
+            _bridge(hub, "bridge0", ports)
+        for name in names:
+            _shape(name, INTERFACE, qdiscs(rate, netem_s))
+            if rtt_s:
+                _enlarge_buffers(name, rate, rtt_s)
+        for port in ports:
+            _shape(hub, port, qdiscs(rate))
+        yield
+
+
+def _star(names: list[str], hub: str) -> list[str]:
+    """Leads a cable from every site to a port in the hub."""
+    ports = [f"port{site}" for site in range(len(names))]
+    for name, port in zip(names, ports, strict=True):
+        _cable((name, INTERFACE), (hub, port))
+    return ports
+
+
+def _cable(first: _End, second: _End) -> None:
+    _run(
+        *("ip", "link", "add", first[1], "netns", first[0], "type", "veth"),
+        *("peer", "name", second[1], "netns", second[0]),
+    )
+
+
+@contextmanager
+def _relayed(hub: str, ports: list[str], delay_s: float) -> Iterator[None]:
+    """Joins each port to a TAP of its own; the relay copies frames from TAP to TAP.
+
+    A TAP in the place of the cable would do, but for what a site receives: only what an
+    interface sends can be shaped.
+    """
+    taps = [f"tap{site}" for site in range(len(ports))]
+    with relay(hub, taps, delay_s):
+        for site, (port, tap) in enumerate(zip(ports, taps, strict=True)):
+            # As long as a busy processor may keep the relay from reading: 10 ms at 10 Gbit/s.
+            _run("ip", "-n", hub, "link", "set", tap, "txqueuelen", "10000")
+            _bridge(hub, f"bridge{site}", [port, tap])
+        yield
+
+
+def _bridge(hub: str, bridge: str, ports: Sequence[str]) -> None:
+    _run("ip", "-n", hub, "link", "add", bridge, "type", "bridge")
+    _up(hub, bridge)
+    for port in ports:
+        _run("ip", "-n", hub, "link", "set", port, "master", bridge)
+        _up(hub, port)
+
+
+def _up(namespace: str, interface: str) -> None:
+    # Or IPv6 would announce itself, and be counted; without IPv6 this fails, and is not needed.
+    _run("ip", "-n", namespace, "link", "set", interface, "addrgenmode", "none", check=False)
+    _run("ip", "-n", namespace, "link", "set", interface, "up")
+
+
+def _shape(namespace: str, interface: str, disciplines: list[list[str]]) -> None:
+    for discipline in disciplines:
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *discipline)
+
+
+def _enlarge_buffers(namespace: str, rate_bit_per_s: float | None, rtt_s: float) -> None:
+    """Lets TCP keep a long link full, whatever this machine's defaults are.
+
+    The kernel counts a buffer's overhead, and wants twice what is on the way, so four times.
+    """
+    on_the_way = (rate_bit_per_s or 1e10) / 8 * rtt_s
+    most = f"{min(1 << 30, max(1 << 25, 4 * on_the_way)):.0f}"
+    for name, least in (("rmem", "4096 131072"), ("wmem", "4096 16384")):
+        script = f"echo {least} {most} > /proc/sys/net/ipv4/tcp_{name}"
+        _run("ip", "netns", "exec", namespace, "sh", "-c", script)
+
+
+def _run(*command: str, check: bool = True) -> str:
+    # A session of its own: Ctrl-C ends this program, and not a command halfway.
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if check and done.returncode != 0:
+        why = " ".join(done.stderr.split()) or f"code {done.returncode}"
+        raise RecipeError(f"--link: `{' '.join(command)}` failed ({why}): use --link loopback")
+    return done.stdout

@@ -1,0 +1,74 @@
+"""Starts the relay: latency for kernels that cannot delay packets by themselves."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from outergrad.recipes.errors import RecipeError
+
+SOURCE = Path(__file__).with_name("relay.c")
+_REMEDY = "mend it, or leave out --rtt"
+
+
+def can_relay() -> bool:
+    """Whether this machine has what the relay needs, besides root."""
+    return shutil.which("cc") is not None and os.path.exists("/dev/net/tun")
+
+
+@contextmanager
+def relay(namespace: str, taps: Sequence[str], delay_s: float) -> Iterator[None]:
+    """Adds TAP devices to a network namespace and copies Ethernet frames between them.
+
+    Args:
+        namespace: Name of the namespace.
+        taps: Names of the devices, which vanish on leaving.
+        delay_s: How much later a frame leaves than it came.
+
+    Raises:
+        RecipeError: The relay cannot be compiled or started, or ended before its time.
+    """
+    with _started(namespace, taps, delay_s) as process:
+        yield
+        if process.poll() is not None:
+            raise RecipeError(f"--rtt: the relay ended too early ({_said(process)}): try again")
+
+
+def _started(namespace: str, taps: Sequence[str], delay_s: float) -> subprocess.Popen[str]:
+    # Nothing is left on the disk, even if this process is killed later.
+    with TemporaryDirectory(prefix="outergrad-") as folder:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, _compile(folder), f"{delay_s * 1e9:.0f}", *taps],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the relay
+        )
+        return _when_ready(process)
+
+
+def _compile(folder: str) -> str:
+    program = os.path.join(folder, "relay")
+    done = subprocess.run(["cc", "-O2", "-o", program, str(SOURCE)], capture_output=True, text=True)
+    if done.returncode != 0:
+        why = next(iter(done.stderr.splitlines()), f"code {done.returncode}")
+        raise RecipeError(f"--rtt: cannot compile the relay ({why}): {_REMEDY}")
+    return program
+
+
+def _when_ready(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if line != "ready\n":
+        with process:
+            raise RecipeError(f"--rtt: the relay does not start ({line.strip()}): {_REMEDY}")
+    return process
+
+
+def _said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return " ".join(process.stdout.read().split()) or f"code {process.returncode}"

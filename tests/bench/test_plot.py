@@ -1,0 +1,74 @@
+"""Every result can be drawn."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+from made_up import arrival, arrived_links, link, results, timed_links
+
+from outergrad.bench.plan import COMPARED
+
+plt = pytest.importorskip("matplotlib.pyplot")
+
+from outergrad.bench import plot as module  # noqa: E402
+from outergrad.bench.plot import plot, styles  # noqa: E402
+
+DIVERGED = [arrival("ddp", [2.0, inf], reached=False), arrival("dad", [nan], reached=False)]
+CASES = {
+    "one rate": timed_links("100mbit"),
+    "two rates": timed_links("10mbit", "100mbit"),
+    "rates and none": timed_links("10mbit", "100mbit", "1gbit", "none"),
+    "none": timed_links("none"),
+    "loopback": timed_links("loopback"),
+    "one method": timed_links("10mbit", "1gbit", methods=["dad"]),
+    "alone": timed_links("10mbit", "1gbit", methods=["alone"]),
+    "without ddp": timed_links("10mbit", "1gbit", methods=["dense", "dad"]),
+    "to a loss": arrived_links("100mbit"),
+    "to a loss on several links": arrived_links("10mbit", "none", "loopback"),
+    "to a loss alone": arrived_links("100mbit", methods=["alone"]),
+    "to a loss that none reached": [link(arrivals=DIVERGED)],
+}
+
+
+def figure(*names):
+    """The figure of some links, still to be drawn."""
+    made = module._figure(results(*timed_links(*names)))
+    plt.close(made)
+    return made
+
+
+@pytest.mark.parametrize("links", CASES.values(), ids=CASES)
+def test_the_picture_opens_and_is_not_empty(tmp_path, links):
+    plot(results(*links, until_loss=0.6 if links[0].arrivals else None), tmp_path / "found.png")
+    picture = plt.imread(tmp_path / "found.png")
+    assert min(picture.shape[:2]) > 100
+    assert picture.std() > 0.01
+    assert not plt.get_fignums()
+
+
+def test_over_several_rates_each_method_is_a_line():
+    seconds, sent_bytes = figure("10mbit", "100mbit", "none").axes
+    assert [line.get_label() for line in seconds.lines] == list(COMPARED)
+    assert [line.get_label() for line in sent_bytes.lines] == [m for m in COMPARED if m != "alone"]
+    for line in (*seconds.lines, *sent_bytes.lines):
+        assert line.get_xdata().tolist() == [1e7, 1e8]
+    ddp = seconds.lines[COMPARED.index("ddp")]
+    assert ddp.get_ydata().tolist() == [timed_links("none")[0].timings[1].median_s] * 2
+
+
+def test_without_rates_to_compare_each_method_is_a_bar():
+    drawn = figure("none", "100mbit").axes
+    assert len(drawn) == 4
+    for axes in drawn:
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == list(COMPARED)
+
+
+def test_no_two_methods_look_alike():
+    looks = [tuple(sorted(style.items())) for style in styles(COMPARED).values()]
+    assert len(set(looks)) == len(COMPARED)
+
+
+@pytest.mark.parametrize("method", COMPARED)
+def test_a_method_looks_the_same_whatever_is_beside_it(method):
+    assert styles([method])[method] == styles(COMPARED)[method]

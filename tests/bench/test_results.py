@@ -1,0 +1,75 @@
+"""Results are kept whole, in a file that every JSON reader can read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from math import inf, nan
+from pathlib import Path
+
+import pytest
+from made_up import RATES, arrival, arrived_links, link, results, timed_links, timing
+
+from outergrad.bench.results import Arrival, LinkResult, Results, Timing
+from outergrad.bench.until import Mark
+
+
+def saved(found: Results, path: Path):
+    """What a strict reader finds in the file."""
+    found.save(path)
+
+    def refuse(word):
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.mark.parametrize("links", [timed_links(*RATES), arrived_links(*RATES)])
+def test_everything_is_in_the_file(tmp_path, links):
+    found = results(*links, notes=["slow"])
+    read = saved(found, tmp_path / "found.json")
+    assert read == json.loads(json.dumps(asdict(found), default=str))
+    assert set(read) == {field.name for field in fields(Results)}
+    for one in read["links"]:
+        assert set(one) == {field.name for field in fields(LinkResult)}
+        assert all(set(t) == {field.name for field in fields(Timing)} for t in one["timings"])
+        assert all(set(a) == {field.name for field in fields(Arrival)} for a in one["arrivals"])
+        assert all(
+            set(m) == {f.name for f in fields(Mark)} for a in one["arrivals"] for m in a["way"]
+        )
+
+
+@pytest.mark.parametrize("loss", [nan, inf, -inf])
+def test_a_loss_that_is_no_number_is_null(tmp_path, loss):
+    found = results(link(arrivals=[arrival("dad", [2.5, loss], reached=False)]))
+    (one,) = saved(found, tmp_path / "found.json")["links"][0]["arrivals"]
+    assert one["loss"] is None
+    assert [mark["loss"] for mark in one["way"]] == [2.5, None]
+
+
+def test_numbers_are_kept_to_the_last_bit(tmp_path):
+    found = results(link(timings=[timing("dad", median_s=0.1 + 0.2, sent_bytes=2**53 - 1)]))
+    (one,) = saved(found, tmp_path / "found.json")["links"][0]["timings"]
+    assert one["median_s"] == 0.1 + 0.2
+    assert one["sent_bytes"] == 2**53 - 1
+
+
+def test_the_folder_is_made_and_nothing_else_is_left_in_it(tmp_path):
+    path = tmp_path / "new" / "folder" / "found.json"
+    results(link()).save(path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(monkeypatch, tmp_path):
+    path = tmp_path / "found.json"
+    results(link()).save(path)
+    before = path.read_text()
+
+    def full(self, text):
+        self.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        results(link(), link("none")).save(path)
+    assert path.read_text() == before
