@@ -25,8 +25,12 @@ METHODS: dict[str, Any] = {
     "dad raw": og.DAD(reveal="activations"),
     "dad forced": og.DAD(always=True),
     "dad raw forced": og.DAD(always=True, reveal="activations"),
+    "rank-dad, full rank": og.RankDAD(rank=1000),
     "dad forced, small buckets": og.DAD(always=True, bucket_bytes=1),
 }
+
+SHARED_STREAM = {"attention dropout", "attention dropout, no weights", "transformer"}
+"""Cases with dropout: ranks in threads share one random stream and would draw other numbers."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from cases import METHODS, Case, build, pooled, relative_error, run
+from cases import METHODS, SHARED_STREAM, Case, build, pooled, relative_error, run
 from ranks import run_on_lasting_groups
 
 CASES = build()
@@ -49,10 +49,6 @@ def ddp_gradients(case: Case, sites: int):
         return {name: p.grad for name, p in model.named_parameters()}
 
     return run_on_lasting_groups(sites, body)[0]
-
-
-# Ranks are threads and share one random stream: with dropout each would draw other numbers.
-SHARED_STREAM = {"attention dropout", "attention dropout, no weights", "transformer"}
 
 
 @pytest.mark.parametrize("sites", [1, 2, 3, 4])

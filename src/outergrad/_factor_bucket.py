@@ -38,30 +38,30 @@ class FactorBucket:
         self.dense_params: Sequence[str] = tuple(riders)
         self._riders = dict(riders)
         self._index, self._exchange = index, exchange
-        self._start = Preamble.nbytes(len(self._names))
         self._rider_bytes = [aligned(p.numel() * p.element_size()) for p in riders.values()]
         self._slots = tuple(slot for unit in units for slot in unit.slots)
+        self._start = Preamble.nbytes(len(self._names), len(self._slots))
 
     def start(self, sender: Sender) -> Pending:
         """Computes and packs this site's factors and starts the all-gather."""
         comm, header = sender.comm, sender.header
         layouts = [self._layout(sender, site) for site in sender.headers]
-        preamble = self._preamble(sender)
         message = torch.zeros(
             self._nbytes(layouts[comm.rank]), dtype=torch.uint8, device=comm.device
         )
-        preamble.write(message)
         if sender.state == State.GOOD:
             self._pack(sender, layouts[header.rank], message)
+        preamble = self._preamble(sender)
+        preamble.write(message)
         work = comm.all_gather(message, [self._nbytes(layout) for layout in layouts])
         return _FactorPending(work, self, layouts, preamble, sender.params)
 
     def _preamble(self, sender: Sender) -> Preamble:
         header = sender.header
         flags = tuple(name in sender.mixed for name in self._names)
-        return Preamble(
-            header.fingerprint, header.step, self._index, header.rank, sender.state, flags
-        )
+        wanted_rows = tuple(self._exchange.wanted_rows(slot) for slot in self._slots)
+        own = (header.fingerprint, header.step, self._index, header.rank)
+        return Preamble(*own, sender.state, flags, wanted_rows)
 
     def _layout(self, sender: Sender, site: Header) -> list[Piece]:
         """The pieces of one site's message, from the agreed rows and dtypes."""
@@ -70,8 +70,9 @@ class FactorBucket:
             k = sender.slot_index[slot]
             used = [h.uses[k].dtype for h in sender.headers if h.uses[k].rows]
             dtype = used[0] if len(set(used)) == 1 else torch.float32
-            rows = self._exchange.sent_rows(slot, site.uses[k].rows)
-            pieces.append(Piece(slot, rows, dtype, self._exchange.sends_bias(slot)))
+            rows = self._exchange.sent_rows(slot, site.uses[k].rows, site.rank)
+            bias = dtype if self._exchange.sends_bias(slot) else None
+            pieces.append(Piece(slot, rows, self._exchange.wire or dtype, bias))
         return pieces
 
     def _nbytes(self, layout: Iterable[Piece]) -> int:
@@ -104,6 +105,12 @@ class FactorBucket:
                 _fill(views, factors)
             sent = piece.nbytes * (sender.comm.world_size - 1)
             sender.add(slot.layer or slot.weight, "factors", sent, time.perf_counter() - began)
+
+    def agree(self, preambles: Sequence[Preamble]) -> None:
+        """Hands on how many rows every site would send next time."""
+        for site, preamble in enumerate(preambles):
+            for slot, rows in zip(self._slots, preamble.wanted_rows, strict=True):
+                self._exchange.agree(slot, site, rows)
 
     def mixed(self, preambles: Sequence[Preamble]) -> list[str]:
         """Parameters that some site flagged."""
@@ -150,6 +157,7 @@ class _FactorPending:
         state = max(preamble.state for preamble in preambles)
         if state != State.GOOD:
             return Result(state=state)
+        self._bucket.agree(preambles)
         pairs = zip(self._layouts, messages, strict=True)
         parts_SK = [self._bucket.split(layout, message) for layout, message in pairs]
         additions = self._bucket.gradients(parts_SK, self._params)

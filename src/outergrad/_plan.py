@@ -121,6 +121,11 @@ class Planner:
         self.steady = same and all(header.alone for header in headers)
         self._headers = list(headers)
 
+    def settle(self, *, applied: bool) -> None:
+        """Tells the exchange that a step is over, for all sites alike."""
+        if self._exchange is not None:
+            self._exchange.settle(applied=applied)
+
     def captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter."""
         slots = [k for slot, k in self._slot_index.items() if name in slot.params]
@@ -136,7 +141,7 @@ class Planner:
             pays = self._pays(unit, rows_SK)
             wanted.append(pays)
             factors.append(pays and tapped)
-            sizes.append(max(self._size(unit, rows_K) for rows_K in rows_SK))
+            sizes.append(max(self._size(unit, rows_SK[site], site) for site in range(len(rows_SK))))
             words.append(self._why(unit, rows_SK, pays=pays, tapped=tapped))
         return Choice(tuple(factors), tuple(wanted), tuple(sizes), tuple(words))
 
@@ -157,14 +162,14 @@ class Planner:
             return False
         return self._exchange.pays(unit, rows_SK)
 
-    def _size(self, unit: Unit, rows_K: Sequence[int]) -> int:
+    def _size(self, unit: Unit, rows_K: Sequence[int], site: int) -> int:
         exchange = self._exchange
         if exchange is None:
             return 0
         widths = (
             slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs) for slot in unit.slots
         )
-        rows = (exchange.sent_rows(s, n) for s, n in zip(unit.slots, rows_K, strict=True))
+        rows = (exchange.sent_rows(s, n, site) for s, n in zip(unit.slots, rows_K, strict=True))
         return 4 * sum(w * n for w, n in zip(widths, rows, strict=True))
 
     def buckets(self, choice: Choice) -> list[Bucket]:

@@ -205,6 +205,7 @@ class SharedStep:
         if state == State.SURPRISED:  # known from the first message on: nothing was written
             self._start_again()
             state = self._outcome(write=True)
+        self._planner.settle(applied=state == State.GOOD)
         if state == State.FAILED:
             raise StepDiscardedError(
                 f"the backward of another site raised in step {self.sender.header.step}: it must "
@@ -218,6 +219,7 @@ class SharedStep:
         """
         self.sender.state = State.FAILED
         self._outcome(write=False)
+        self._planner.settle(applied=False)
 
     def _outcome(self, *, write: bool) -> State:
         """Starts what is left and takes in all messages; the worst state of any site."""

@@ -179,6 +179,10 @@ class Exchange(Protocol):
 
     bucket_bytes: int
     """Payload of one message before the next layer opens another."""
+    wire: torch.dtype | None
+    """The dtype that factors travel in; None for that of the deltas."""
+    forced: bool
+    """Whether factors are sent even where dense would be fewer bytes."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""
@@ -192,7 +196,7 @@ class Exchange(Protocol):
         """Whether factors are sent, for the rows of every site (S) and slot (K)."""
         ...
 
-    def sent_rows(self, slot: Slot, rows: int) -> int:
+    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """R, the rows on the wire for N rows on a site: agreed before they are computed."""
         ...
 
@@ -202,6 +206,18 @@ class Exchange(Protocol):
 
     def compress(self, slot: Slot, factors: Factors, rows: int) -> Factors:
         """Exactly `rows` rows with, for an exact method, the same outer product."""
+        ...
+
+    def wanted_rows(self, slot: Slot) -> int:
+        """R that this site would like to send in the next step; travels with its factors."""
+        ...
+
+    def agree(self, slot: Slot, site: int, rows: int) -> None:
+        """Takes note of what a site, this one too, said in `wanted_rows`."""
+        ...
+
+    def settle(self, *, applied: bool) -> None:
+        """The step is over: what `compress` left for the next one holds, or is void."""
         ...
 
     def reveals(self, unit: Unit) -> str:

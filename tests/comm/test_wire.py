@@ -51,10 +51,15 @@ def test_headers_of_small_models_have_one_length():
     assert len({len(Header(1, 1, 0, (True,) * n, (use,) * n).words()) for n in range(50)}) == 1
 
 
-@given(st.lists(st.booleans(), max_size=130).map(tuple), st.sampled_from(State))
-def test_preambles_come_back(flags, state):
-    preamble = Preamble(12345, 7, 2, 1, state, flags)
-    message = torch.zeros(Preamble.nbytes(len(flags)) + 16, dtype=torch.uint8)
+@given(
+    st.lists(st.booleans(), max_size=130).map(tuple),
+    st.lists(st.integers(0, 2**40), max_size=9).map(tuple),
+    st.sampled_from(State),
+)
+def test_preambles_come_back(flags, wanted_rows, state):
+    preamble = Preamble(12345, 7, 2, 1, state, flags, wanted_rows)
+    size = Preamble.nbytes(len(flags), len(wanted_rows))
+    message = torch.zeros(size + 16, dtype=torch.uint8)
     preamble.write(message)
     assert Preamble.read(message, preamble, 1) == preamble
     with pytest.raises(ExchangeError, match="not bucket"):
@@ -62,11 +67,11 @@ def test_preambles_come_back(flags, state):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [torch.float64, torch.float32, None])
 @pytest.mark.parametrize("lookup", [True, False])
 def test_pieces_hold_their_tensors_apart(dtype, bias, lookup):
     slot = Slot("l", "l.w", 5, 7, bias="l.b", groups=1 if lookup else 3, lookup=lookup)
-    piece = Piece(slot, 9, dtype, bias and not lookup)
+    piece = Piece(slot, 9, dtype, None if lookup else bias)
     payload = torch.zeros(piece.nbytes, dtype=torch.uint8)
     views = [view for view in piece.views(payload) if view is not None]
     for i, view in enumerate(views):
@@ -74,8 +79,8 @@ def test_pieces_hold_their_tensors_apart(dtype, bias, lookup):
     for i, view in enumerate(piece.views(payload)[: len(views)]):
         assert bool((view == i + 1).all())
     assert views[0].shape == (slot.groups, 9, 5)
-    assert len(views) == 2 + (bias and not lookup)
+    assert len(views) == 2 + (bias is not None and not lookup)
 
 
 def test_no_rows_no_bytes():
-    assert Piece(Slot("l", "l.w", 5, 7, bias="l.b"), 0, torch.float32, True).nbytes == 0
+    assert Piece(Slot("l", "l.w", 5, 7, bias="l.b"), 0, torch.float32, None).nbytes == 0

@@ -117,12 +117,19 @@ def _pack_bits(bits: Sequence[bool]) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """The factors of one slot inside a message: R rows of a dtype, with or without b_GO."""
+    """The factors of one slot inside a message.
+
+    Attributes:
+        slot: the slot.
+        rows: R.
+        dtype: of the rows.
+        bias: dtype of b_GO; None where it does not travel.
+    """
 
     slot: Slot
     rows: int
     dtype: torch.dtype
-    bias: bool
+    bias: torch.dtype | None
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +144,7 @@ class Piece:
         if slot.lookup:
             return [deltas, ((rows,), torch.int64)]
         activations = ((slot.groups, rows, slot.inputs), self.dtype)
-        biases = [((slot.groups, slot.outputs), self.dtype)] if self.bias else []
+        biases = [((slot.groups, slot.outputs), self.bias)] if self.bias else []
         return [deltas, activations, *biases]
 
     def views(self, payload: Tensor) -> Factors:
@@ -161,6 +168,7 @@ class Preamble:
         rank: the sender.
         state: whether the sender could follow the plan.
         flags: per parameter of the bucket, whether it also has a gradient outside its factors.
+        wanted_rows: per slot of the bucket, how many rows the sender would send next time.
     """
 
     fingerprint: int
@@ -169,17 +177,18 @@ class Preamble:
     rank: int
     state: State
     flags: tuple[bool, ...]
+    wanted_rows: tuple[int, ...] = ()
 
     @staticmethod
-    def nbytes(params: int) -> int:
-        """Bytes on the wire for a bucket of that many parameters."""
-        return aligned(8 * (6 + math.ceil(params / 60)))
+    def nbytes(params: int, slots: int) -> int:
+        """Bytes on the wire for a bucket of that many parameters and slots."""
+        return aligned(8 * (6 + math.ceil(params / 60) + slots))
 
     def write(self, message: Tensor) -> None:
         """Puts it at the start of a message."""
         bits = [_pack_bits(self.flags[i : i + 60]) for i in range(0, len(self.flags), 60)]
         fixed = [_MAGIC, self.fingerprint, self.step, self.bucket, self.rank, self.state]
-        words = torch.tensor(fixed + bits, dtype=torch.int64)
+        words = torch.tensor([*fixed, *bits, *self.wanted_rows], dtype=torch.int64)
         message[: words.nbytes].copy_(words.view(torch.uint8))
 
     @staticmethod
@@ -189,7 +198,7 @@ class Preamble:
         Raises:
             ExchangeError: the message belongs elsewhere.
         """
-        size = Preamble.nbytes(len(expected.flags))
+        size = Preamble.nbytes(len(expected.flags), len(expected.wanted_rows))
         words = message[:size].view(torch.int64).tolist()
         ours = [_MAGIC, expected.fingerprint, expected.step, expected.bucket, rank]
         if words[:5] != ours:
@@ -198,8 +207,10 @@ class Preamble:
                 f"{expected.step}; nothing of it was applied"
             )
         flags = [bool(words[6 + i // 60] >> i % 60 & 1) for i in range(len(expected.flags))]
+        start = 6 + math.ceil(len(flags) / 60)
+        wanted_rows = tuple(words[start : start + len(expected.wanted_rows)])
         step, bucket = expected.step, expected.bucket
-        return Preamble(words[1], step, bucket, rank, State(words[5]), tuple(flags))
+        return Preamble(words[1], step, bucket, rank, State(words[5]), tuple(flags), wanted_rows)
 
 
 def aligned(nbytes: int) -> int:

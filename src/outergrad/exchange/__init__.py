@@ -2,5 +2,6 @@
 
 from outergrad.exchange.dad import DAD
 from outergrad.exchange.dense import Dense
+from outergrad.exchange.rank_dad import RankDAD
 
-__all__ = ["DAD", "Dense"]
+__all__ = ["DAD", "Dense", "RankDAD"]

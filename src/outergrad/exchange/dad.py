@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outergrad._types import Factors, Slot, Unit
+from outergrad.exchange._lookup import without_silent_ids
+from outergrad.exchange._stateless import Stateless
 from outergrad.linalg.canonical import canonical
 
 
@@ -42,11 +44,11 @@ class DAD:
         return DADExchange(self)
 
 
-class DADExchange:
+class DADExchange(Stateless):
     """Decides by bytes between factors and dense, and makes the factors."""
 
     def __init__(self, method: DAD) -> None:
-        self._always = method.always
+        self.forced = method.always
         self._canonical = method.reveal == "gradient"
         self.bucket_bytes = method.bucket_bytes
 
@@ -55,11 +57,11 @@ class DADExchange:
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per slot from which on dense is fewer bytes, were all slots used alike."""
-        if self._always:
+        if self.forced:
             return math.inf
         if sites == 1:
             return 0.0
-        per_row = sum(self._row_numel(slot) for slot in unit.slots)
+        per_row = sum(row_numel(slot) for slot in unit.slots)
         biases = sum(s.groups * s.outputs for s in unit.slots if self.sends_bias(s))
         return (2 * unit.dense_numel / sites - biases) / per_row
 
@@ -70,16 +72,16 @@ class DADExchange:
         2 (S - 1) / S times the gradient. Slots of one weight that are used together (tied
         weights) travel dense under reveal="gradient": apart they would show more than their sum.
         """
-        if self._canonical and _tied_in_use(unit, rows_SK):
+        if self._canonical and tied_in_use(unit, rows_SK):
             return False
-        if self._always:
+        if self.forced:
             return True
         if len(rows_SK) == 1:
             return False
         largest = max(self._sent_numel(unit, rows_K) for rows_K in rows_SK)
         return largest * len(rows_SK) < 2 * unit.dense_numel
 
-    def sent_rows(self, slot: Slot, rows: int) -> int:
+    def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
         """N raw rows, or the largest rank that N rows can have."""
         if not self._canonical or slot.lookup:
             return rows
@@ -93,9 +95,8 @@ class DADExchange:
         """The raw rows, or canonical ones."""
         if not self._canonical:
             return factors
-        if slot.lookup:  # an id without a gradient was looked up, but the gradient does not say so
-            silent = (factors.d_GRO[0] == 0).all(dim=1)
-            return factors._replace(a_GRI=factors.a_GRI.masked_fill(silent, 0))
+        if slot.lookup:
+            return without_silent_ids(factors)
         return canonical(factors, rows, bias=slot.bias is not None)
 
     def reveals(self, unit: Unit) -> str:
@@ -104,17 +105,20 @@ class DADExchange:
             return "this site's gradient: the ids it looked up and their rows"
         return "this site's gradient" if self._canonical else "activations and deltas of each row"
 
-    def _row_numel(self, slot: Slot) -> int:
-        if slot.lookup:
-            return slot.outputs + 2  # an int64 id counts as two float32
-        return slot.groups * (slot.inputs + slot.outputs)
-
     def _sent_numel(self, unit: Unit, rows_K: Sequence[int]) -> int:
         used = [(s, rows) for s, rows in zip(unit.slots, rows_K, strict=True) if rows]
         biases = sum(s.groups * s.outputs for s, _ in used if self.sends_bias(s))
-        return biases + sum(self.sent_rows(s, rows) * self._row_numel(s) for s, rows in used)
+        return biases + sum(self.sent_rows(s, rows) * row_numel(s) for s, rows in used)
 
 
-def _tied_in_use(unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+def row_numel(slot: Slot) -> int:
+    """Numbers on the wire for one row."""
+    if slot.lookup:
+        return slot.outputs + 2  # an int64 id counts as two float32
+    return slot.groups * (slot.inputs + slot.outputs)
+
+
+def tied_in_use(unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+    """Whether products that add to the same weight are used in one step."""
     used = [slot for k, slot in enumerate(unit.slots) if any(rows_K[k] for rows_K in rows_SK)]
     return any(a.overlaps(b) for i, a in enumerate(used) for b in used[i + 1 :])

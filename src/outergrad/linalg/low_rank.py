@@ -55,6 +55,30 @@ class LowRank:
         energy = self.energy.sum()
         return (self.discarded_G.sum() / torch.where(energy == 0, 1.0, energy)).sqrt().item()
 
+    def rank_within(self, tolerance: float) -> int:
+        """The smallest rank with a relative error of at most the tolerance, at most R.
+
+        Args:
+            tolerance: in [0, 1); `discarded_G` must be known.
+        """
+        assert self.discarded_G is not None
+        discarded_K = _discarded(self.sigma_GR, self.discarded_G).sum(dim=0)
+        return min(self.rank, _rank_within(tolerance, discarded_K))
+
+    def leading(self, rank: int) -> LowRank:
+        """The first triplets, all of them if there are no more."""
+        rest_GR = self.sigma_GR[:, rank:]
+        discarded_G = self.discarded_G
+        if discarded_G is not None:
+            discarded_G = discarded_G + rest_GR.square().sum(dim=1)
+        kept = self.d_GRO[:, :rank], self.a_GRI[:, :rank], self.sigma_GR[:, :rank]
+        return LowRank(*kept, discarded_G)
+
+    def rest(self, rank: int) -> LowRank:
+        """The triplets after the first ones."""
+        others = self.d_GRO[:, rank:], self.a_GRI[:, rank:], self.sigma_GR[:, rank:]
+        return LowRank(*others, self.discarded_G)
+
     def factors(self, rows: int | None = None, b_GO: Tensor | None = None) -> Factors:
         """The rows for the wire, with rows of zeros up to `rows`.
 

@@ -101,11 +101,9 @@ def _travels(
 def _unit_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tuple[str, str, str]:
     limit = exchange.break_even(unit, sites)
     rows = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"
-    pays = f"factors are fewer bytes for {rows} rows per site"
+    pays = "always=True" if exchange.forced else f"factors are fewer bytes for {rows} rows per site"
     if limit <= 0:
         return "dense", "a single site: nothing travels", "nothing"
-    if math.isinf(limit):
-        pays = "always=True"
     if not chosen:
         return "factors or dense", pays, exchange.reveals(unit)
     if chosen == "factors":

@@ -1,0 +1,255 @@
+"""rank-dAD: what is lost, what is kept for later, and how many bytes travel."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outergrad as og
+from cases import SHARED_STREAM, build
+from outergrad._types import Unit
+from outergrad.linalg.compress import Solver
+from ranks import run_on_lasting_groups
+
+SOLVERS: tuple[Solver, ...] = ("small_core", "subspace_iteration", "power_iteration")
+LINEAR = Unit((og.Slot("l", "l.weight", 60, 50, bias="l.bias"),), ("l.weight", "l.bias"), 60 * 51)
+
+
+def decaying(rows: int, inputs: int, seed: int) -> Tensor:
+    """Rows whose singular values fall, as those of real activations."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, inputs, generator=generator) * torch.arange(1, inputs + 1) ** -0.8
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 80), nn.LayerNorm(80), nn.Tanh(), nn.Linear(80, 60))
+
+
+def backward(replica: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    replica.zero_grad()
+    replica(x).square().mean().backward()
+    return {name: p.grad.clone() for name, p in replica.named_parameters() if p.grad is not None}
+
+
+def mean_gradients(original: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Mean over sites, in float64."""
+    replica = copy.deepcopy(original).double()
+    sites = [backward(replica, x.double()) for x in batches]
+    return {name: sum(g[name] for g in sites) / len(sites) for name in sites[0]}
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def train(method: og.RankDAD, sites: int, steps: int, rows=lambda rank, step: 40):
+    """Per site, the gradients of every step on new batches, and the bytes of the last."""
+    original = model()
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        session = og.distribute(replica, method, group=group)
+        found = [backward(replica, batch(rank, step, rows(rank, step))) for step in range(steps)]
+        return found, session.stats().sent_bytes
+
+    return run_on_lasting_groups(sites, body)
+
+
+def batch(rank: int, step: int, rows: int) -> Tensor:
+    return decaying(rows, 100, seed=100 * step + rank)
+
+
+def expected(sites: int, step: int, rows=lambda rank, step: 40) -> dict[str, Tensor]:
+    return mean_gradients(model(), [batch(r, step, rows(r, step)) for r in range(sites)])
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_weights_lose_little_and_everything_else_nothing(sites, wire):
+    method = og.RankDAD(rank=4, error_feedback=None, wire=wire)
+    found = train(method, sites, steps=3)
+    for step in range(3):
+        mean = expected(sites, step)
+        for name, gradient in found[0][0][step].items():
+            low_rank = name in ("0.weight", "3.weight")
+            assert error(gradient, mean[name]) < (0.5 if low_rank else 5e-6), name
+            assert all(gradient.equal(site[0][step][name]) for site in found)
+
+
+def test_bf16_halves_the_bytes():
+    sent = {wire: train(og.RankDAD(rank=8, wire=wire), 2, 2)[0][1] for wire in ("fp32", "bf16")}
+    weights_bytes = 4 * 8 * (100 + 80 + 80 + 60)
+    assert sent["fp32"] - sent["bf16"] == pytest.approx(weights_bytes / 2, abs=100)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_gradient_of_the_rank_is_reproduced(solver, rank):
+    """Also at rank 1, and as the mean over the sites, not their sum."""
+    torch.manual_seed(1)
+    original = nn.Linear(50, 40)
+    xs = [torch.randn(30, rank) @ torch.randn(rank, 50) for _ in range(2)]
+    weight = mean_gradients(original, xs)["weight"]
+
+    def body(index, group):
+        replica = copy.deepcopy(original)
+        og.distribute(replica, og.RankDAD(rank=rank, solver=solver), group=group)
+        return backward(replica, xs[index])["weight"]
+
+    for gradient in run_on_lasting_groups(2, body):
+        assert error(gradient, weight) < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(set(build()) - SHARED_STREAM))
+def test_every_kind_of_layer_is_no_worse_than_without(name):
+    """With one iteration, too, where the published code is worse than sending zeros."""
+    case = build()[name]()
+
+    def body(rank, group):
+        gradients = {}
+        for method in (og.Dense(), og.RankDAD(rank=1, iterations=1, error_feedback=None)):
+            replica = copy.deepcopy(case.model)
+            og.distribute(replica, method, group=group)
+            torch.manual_seed(7)
+            y = replica(*case.batches[0])
+            case.loss(y[0] if isinstance(y, tuple) else y).backward()
+            gradients[type(method)] = {n: p.grad for n, p in replica.named_parameters()}
+        return gradients
+
+    for gradients in run_on_lasting_groups(2, body):
+        for parameter, dense in gradients[og.Dense].items():
+            found = gradients[og.RankDAD][parameter]
+            if dense is None:
+                assert found is None
+            else:
+                assert (found - dense).norm() <= 1.0001 * dense.norm() + 1e-6, parameter
+
+
+def total(gradients: list[dict[str, Tensor]], name: str) -> Tensor:
+    return sum((step[name].double() for step in gradients), torch.zeros(()).double())
+
+
+ROWS = {"steady": lambda rank, step: 40, "changing": lambda rank, step: 20 + 7 * rank + step % 3}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_error_feedback_sends_later_what_it_did_not_send(rows):
+    steps = 12
+    lost = {}
+    for feedback in (None, "factored"):
+        found = train(og.RankDAD(rank=4, error_feedback=feedback), 2, steps, rows)[0][0]
+        means = [expected(2, step, rows) for step in range(steps)]
+        lost[feedback] = error(total(found, "0.weight"), total(means, "0.weight"))
+    assert lost["factored"] < 0.75 * lost[None]
+
+
+def test_a_discarded_step_is_as_if_it_had_not_been():
+    """What was to be sent later is kept, and nothing of the void step is."""
+    original = model()
+
+    def body(rank, group, *, stumble: bool):
+        replica = copy.deepcopy(original)
+        og.distribute(replica, og.RankDAD(rank=2), group=group)
+        found = []
+        for step in range(4):
+            if stumble and step == 2:
+                with suppress(og.StepDiscardedError, ZeroDivisionError):
+                    broken_backward(replica, batch(rank, 9, 40), broken=rank == 1)
+                replica.zero_grad()
+            found.append(backward(replica, batch(rank, step, 40)))
+        return found
+
+    for stumble in (False, True):
+        result = run_on_lasting_groups(2, lambda r, g, s=stumble: body(r, g, stumble=s))
+        if not stumble:
+            smooth = result
+    for name in ("0.weight", "3.weight"):
+        assert result[0][3][name].equal(smooth[0][3][name])
+
+
+def broken_backward(replica: nn.Module, x: Tensor, *, broken: bool) -> None:
+    hidden = replica[0](x)
+    if broken:
+        hidden.register_hook(raise_in_backward)
+    replica[3](replica[2](replica[1](hidden))).square().mean().backward()
+
+
+def raise_in_backward(_gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 0.3])
+def test_the_rank_follows_the_tolerance(tolerance):
+    """On the same batch again and again the second step knows the rank that suffices."""
+    original = model()
+    x = [decaying(40, 100, seed) for seed in (0, 1)]
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        method = og.RankDAD(rank=30, tolerance=tolerance, error_feedback=None)
+        session = og.distribute(replica, method, group=group)
+        steps = [(backward(replica, x[rank]), session.stats().sent_bytes) for _ in range(3)]
+        return steps
+
+    (first, most), _, (last, fewest) = run_on_lasting_groups(2, body)[0]
+    weight = mean_gradients(original, x)["0.weight"]
+    assert error(first["0.weight"], weight) < 0.5 * error(last["0.weight"], weight)
+    assert error(last["0.weight"], weight) < 1.5 * tolerance, "the sites' errors add up in the mean"
+    assert fewest < 0.7 * most
+
+
+def test_sites_may_send_different_ranks():
+    """One site's gradient has rank one, the other's has many."""
+    original = nn.Linear(60, 50)
+    x = [torch.ones(30, 1) @ torch.randn(1, 60), torch.randn(30, 60)]
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        method = og.RankDAD(rank=16, tolerance=0.2)
+        session = og.distribute(replica, method, group=group)
+        for _ in range(3):
+            backward(replica, x[rank])
+        return session.stats().sent_bytes
+
+    one, many = run_on_lasting_groups(2, body)
+    assert one < 0.3 * many
+
+
+@pytest.mark.parametrize("sites", [2, 4])
+def test_low_rank_is_sent_where_it_is_fewer_bytes(sites):
+    rows_SK = [[10_000]] * sites
+    for rank in range(1, 60):
+        numbers = rank * 110 + 60
+        pays = og.RankDAD(rank=rank).exchange().pays(LINEAR, rows_SK)
+        assert pays == (sites * numbers < 2 * LINEAR.dense_numel)
+        halved = og.RankDAD(rank=rank, min_ratio=2).exchange().pays(LINEAR, rows_SK)
+        assert halved == (2 * sites * numbers < 2 * LINEAR.dense_numel)
+
+
+def test_few_rows_travel_exactly():
+    found = train(og.RankDAD(rank=8), 2, 2, rows=lambda rank, step: 5)
+    for name, gradient in found[0][0][1].items():
+        assert error(gradient, expected(2, 1, lambda rank, step: 5)[name]) < 5e-6, name
+
+
+MISTAKES = {
+    "rank": {"rank": 0},
+    "tolerance": {"tolerance": 1.0},
+    "solver": {"solver": "magic"},
+    "iterations": {"iterations": -1},
+    "error_feedback": {"error_feedback": "full"},
+    "wire": {"wire": "int8"},
+    "min_ratio": {"min_ratio": 0.5},
+    "bucket_bytes": {"bucket_bytes": 0},
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), MISTAKES.items(), ids=MISTAKES)
+def test_a_wrong_setting_is_named(name, settings):
+    with pytest.raises(ValueError, match=rf"RankDAD: {name}="):
+        og.RankDAD(**settings)
