@@ -20,7 +20,7 @@ WIDTHS = (40, 50, 30, 3)
 PARAMETERS = sum((inputs + 1) * outputs for inputs, outputs in pairwise(WIDTHS))
 SILENT = {"pooled", "alone"}
 EXCHANGING = [name for name in METHODS if name not in SILENT]
-ROUNDED = [name for name in METHODS if name.startswith(("ddp-fp16", "powersgd"))]
+ROUNDED = [name for name in METHODS if name.startswith(("ddp-fp16", "powersgd", "rank-dad"))]
 
 
 def take_steps(replica: Replica, rank: int = 0) -> Tensor:

@@ -90,7 +90,7 @@ def _powersgd(rank: int) -> Attach:
     return attach
 
 
-def _distributed(method: og.Dense | og.DAD) -> Attach:
+def _distributed(method: og.Dense | og.DAD | og.RankDAD) -> Attach:
     def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
         session = og.distribute(model, method, group=group)
         return Replica(model=model, session=session, start_bytes=session.stats().total_sent_bytes)
@@ -110,6 +110,10 @@ METHODS: dict[str, Attach] = {
     "dense": _distributed(og.Dense()),
     "dad": _distributed(og.DAD()),
     "dad-activations": _distributed(og.DAD(reveal="activations")),
+    "rank-dad-1": _distributed(og.RankDAD(rank=1)),
+    "rank-dad-2": _distributed(og.RankDAD(rank=2)),
+    "rank-dad-4": _distributed(og.RankDAD(rank=4)),
+    "rank-dad-8": _distributed(og.RankDAD(rank=8)),
 }
 """What makes a model ready, in place; each takes the model and its process group.
 
