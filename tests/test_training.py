@@ -482,6 +482,45 @@ def test_steady_steps_send_no_headers():
     assert third == fourth == first - 512
 
 
+def test_rows_that_change_nothing_surprise_nobody():
+    """A tied embedding travels dense, whatever ids a batch has; low rank has the same length."""
+    embedding, head = nn.Embedding(40, 16), nn.Linear(16, 40, bias=False)
+    head.weight = embedding.weight
+    ids = torch.randint(0, 40, (SITES, 12, 30))
+
+    def body(rank, group):
+        model = copy.deepcopy(nn.Sequential(embedding, head))
+        session = og.distribute(model, og.RankDAD(rank=1), group=group)
+        sent = []
+        for step in range(12):
+            model.zero_grad()
+            model(ids[rank, step, : 10 + step]).square().mean().backward()
+            sent.append(session.stats().sent_bytes)
+        return sent
+
+    first, *_, last = (sent := run_ranks(SITES, body)[0])
+    assert last == first - 512, "no header"
+    assert max(sent) == first, "no step was sent twice"
+
+
+def test_batches_that_differ_now_and_then_are_soon_expected_to():
+    """Each surprise, a step that is sent twice, makes the next less likely."""
+    counts = [4, 4, 4, 9] * 12
+
+    def body(rank, group):
+        model = model_of()
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        twice, x = 0, BATCHES[rank].repeat(3, 1)
+        for step, count in enumerate(counts):
+            model.zero_grad()
+            loss_of(model, x[:count]).backward()
+            usual = sum(layer.sent_bytes for layer in session.stats().layers.values())
+            twice += session.stats().sent_bytes > 1.5 * usual + 1024 and step > 2
+        return twice
+
+    assert 1 <= run_ranks(SITES, body)[0] <= 2
+
+
 @pytest.mark.parametrize("boom", [0, 1])
 def test_surprise_and_exception_in_one_step(method, boom):
     """One site has another batch than expected, and one site's backward raises."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from outergrad._bucket import Bucket
 from outergrad._dense_bucket import DenseBucket
 from outergrad._factor_bucket import FactorBucket
+from outergrad._foresight import Foresight
 from outergrad._types import Exchange, Slot, Unit
 from outergrad.comm.wire import Header
 
@@ -69,14 +70,14 @@ class Choice:
     Attributes:
         factors: per unit, whether it travels as factors in this step.
         wanted: per unit, whether it should be tapped in the next forward.
-        sizes: per unit, bytes of its factors on the site that has most.
+        sizes: per unit, bytes of its factors on the site that has most; 0 if it goes dense.
         words: per unit, how it travels and why, for the coverage table.
     """
 
     factors: tuple[bool, ...]
     wanted: tuple[bool, ...]
     sizes: tuple[int, ...]
-    words: tuple[str, ...]
+    words: tuple[str, ...] = field(compare=False)
 
 
 class Planner:
@@ -88,11 +89,8 @@ class Planner:
         self._mixed: set[Unit] = set()
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._last: tuple[Choice, list[Bucket]] | None = None
-        self._headers: list[Header] = []
         self._order = tuple(model.params)[::-1]
-        self.steady = False
-        """Whether the last two steps had the same headers, of sessions that are alone on their
-        groups: then the next goes without."""
+        self.foresight = Foresight(self.facts)
         self.opening: frozenset[str] = frozenset()
         """Parameters of the first message of the last step: when they are ready, it is time."""
 
@@ -106,20 +104,20 @@ class Planner:
     def mark_mixed(self, names: Sequence[str]) -> None:
         """Sends units of these parameters dense from now on: they also have a dense part."""
         self._mixed |= {u for u in self._model.units if set(u.params) & set(names)}
-        self.steady, self._headers = False, []
+        self.foresight.forget()
 
-    def expected(self, ours: Header) -> list[Header] | None:
-        """The headers that a steady step goes by, as if they had been exchanged; or None."""
-        if not self.steady:
-            return None
-        return [replace(header, step=ours.step) for header in self._headers]
+    def facts(self, headers: Sequence[Header]) -> Hashable:
+        """What the headers decide: the choice, the length of every message, who has gradients."""
+        choice = self.choose(headers)
+        units = (unit for unit, on in zip(self._model.units, choice.factors, strict=True) if on)
+        slots = [slot for unit in units for slot in unit.slots]
+        pieces = tuple(self._piece(slot, header) for slot in slots for header in headers)
+        return choice, pieces, tuple((header.used, header.alone) for header in headers)
 
-    def agreed(self, headers: Sequence[Header]) -> None:
-        """Takes note of headers that were exchanged."""
-        facts = [header.facts for header in headers]
-        same = facts == [header.facts for header in self._headers]
-        self.steady = same and all(header.alone for header in headers)
-        self._headers = list(headers)
+    def _piece(self, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
+        assert self._exchange is not None
+        use = header.uses[self._slot_index[slot]]
+        return self._exchange.sent_rows(slot, use.rows, header.rank), use.dtype
 
     def settle(self, *, applied: bool) -> None:
         """Tells the exchange that a step is over, for all sites alike."""
@@ -141,7 +139,7 @@ class Planner:
             pays = self._pays(unit, rows_SK)
             wanted.append(pays)
             factors.append(pays and tapped)
-            sizes.append(max(self._size(unit, rows_SK[site], site) for site in range(len(rows_SK))))
+            sizes.append(self._largest_size(unit, rows_SK) if factors[-1] else 0)
             words.append(self._why(unit, rows_SK, pays=pays, tapped=tapped))
         return Choice(tuple(factors), tuple(wanted), tuple(sizes), tuple(words))
 
@@ -161,6 +159,9 @@ class Planner:
         if self._exchange is None or unit in self._mixed:
             return False
         return self._exchange.pays(unit, rows_SK)
+
+    def _largest_size(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> int:
+        return max(self._size(unit, rows_K, site) for site, rows_K in enumerate(rows_SK))
 
     def _size(self, unit: Unit, rows_K: Sequence[int], site: int) -> int:
         exchange = self._exchange

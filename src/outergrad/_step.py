@@ -129,13 +129,13 @@ class SharedStep:
         self._pending: list[Pending] = []
         index = {slot: k for k, slot in enumerate(model.slots)}
         self.sender = Sender(comm, model.params, header, [], index, self._calls.rows, set())
-        expected = planner.expected(header)
-        if expected is None:
+        foreseen = planner.foresight.foreseen(header.step)
+        if foreseen is None:
             self._announce(header)
         else:
-            surprised = expected[comm.rank].facts != header.facts
+            surprised = planner.foresight.surprises(header, foreseen)
             self.sender.state = State.SURPRISED if surprised else State.GOOD
-            self._plan(expected)
+            self._plan(foreseen)
 
     def _announce(self, header: Header) -> None:
         """Starts the exchange of headers."""
@@ -181,7 +181,7 @@ class SharedStep:
         ours = self.sender.header
         headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
         self._plan(headers)
-        self._planner.agreed(headers)
+        self._planner.foresight.exchanged(headers)
 
     def _plan(self, headers: list[Header]) -> None:
         self.sender.headers = headers
@@ -262,6 +262,7 @@ class SharedStep:
 
     def _start_again(self) -> None:
         """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
+        self._planner.foresight.was_wrong()
         header, settled = self.sender.header, self._calls.settled
         pairs = zip(self._model.slots, header.uses, strict=True)
         uses = tuple(replace(use, tapped=use.tapped and s not in settled) for s, use in pairs)

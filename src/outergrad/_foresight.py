@@ -1,0 +1,52 @@
+"""Whether a step may go without headers: they would say again what they said before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from outergrad.comm.wire import Header
+
+Facts = Callable[[Sequence[Header]], Hashable]
+"""What the plan of a step and its messages' lengths follow from."""
+
+
+class Foresight:
+    """Foresees the next headers where the last ones made for the same plan; alike on all sites.
+
+    A surprise costs a step that is sent twice, so after each it takes twice as many equal steps
+    to be sure again: batches that differ now and then soon cost no more than their headers.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._headers: list[Header] = []
+        self._equal, self._enough = 0, 1
+
+    def foreseen(self, step: int) -> list[Header] | None:
+        """The headers that this step goes by, as if they had been exchanged; or None."""
+        if self._equal < self._enough or not all(header.alone for header in self._headers):
+            return None
+        return [replace(header, step=step) for header in self._headers]
+
+    def surprises(self, ours: Header, foreseen: Sequence[Header]) -> bool:
+        """Whether this site's header would make for another plan than what was foreseen."""
+        if foreseen[ours.rank].facts == ours.facts:
+            return False
+        truly = [ours if header.rank == ours.rank else header for header in foreseen]
+        return self._facts(truly) != self._facts(foreseen)
+
+    def exchanged(self, headers: Sequence[Header]) -> None:
+        """Takes note of the headers of a step."""
+        same = bool(self._headers) and self._facts(headers) == self._facts(self._headers)
+        self._equal = self._equal + 1 if same else 0
+        self._headers = list(headers)
+
+    def was_wrong(self) -> None:
+        """Some site was surprised."""
+        self._enough *= 2
+        self.forget()
+
+    def forget(self) -> None:
+        """What has been seen so far says nothing any more."""
+        self._headers, self._equal = [], 0
