@@ -10,4 +10,6 @@ def main() -> None:
         from outergrad.commands import app
     except ImportError as error:
         sys.exit(f"outergrad: {error}")
+    except KeyboardInterrupt:  # PyTorch takes seconds to import
+        sys.exit(130)
     app()

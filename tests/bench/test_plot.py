@@ -48,18 +48,21 @@ def test_the_picture_opens_and_is_not_empty(tmp_path, links):
 
 
 def test_over_several_rates_each_method_is_a_line():
-    seconds, sent_bytes = figure("10mbit", "100mbit", "none").axes
+    seconds, sent_bytes = figure("none", "10mbit", "100mbit").axes
+    names = [tick.get_text() for tick in seconds.get_xticklabels()]
+    assert names == ["10mbit", "100mbit", "unshaped"]
     assert [line.get_label() for line in seconds.lines] == list(COMPARED)
     assert [line.get_label() for line in sent_bytes.lines] == [m for m in COMPARED if m != "alone"]
     for line in (*seconds.lines, *sent_bytes.lines):
-        assert line.get_xdata().tolist() == [1e7, 1e8]
+        assert line.get_xdata().tolist() == [0, 1, 2]
     ddp = seconds.lines[COMPARED.index("ddp")]
-    assert ddp.get_ydata().tolist() == [timed_links("none")[0].timings[1].median_s] * 2
+    assert ddp.get_ydata().tolist() == [timed_links("none")[0].timings[1].median_s] * 3
 
 
-def test_without_rates_to_compare_each_method_is_a_bar():
-    drawn = figure("none", "100mbit").axes
-    assert len(drawn) == 4
+@pytest.mark.parametrize("name", ["none", "100mbit", "loopback"])
+def test_on_one_link_each_method_is_a_bar(name):
+    drawn = figure(name).axes
+    assert len(drawn) == 2
     for axes in drawn:
         assert [tick.get_text() for tick in axes.get_yticklabels()] == list(COMPARED)
 

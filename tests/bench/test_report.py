@@ -18,8 +18,9 @@ RIGHT, WRONG = timing("dad", claimed_bytes=950_000.0), timing("dense", claimed_b
 
 def tell(path, *timings, checked=False, verbose=False, notes=()):
     """Reports of one link and ends."""
-    found = results(link(timings=list(timings)), notes=notes)
+    found = results(link(timings=list(timings)))
     report = Report(path, checked=checked, verbose=verbose)
+    report.begin(notes)
     report.link_done(found, found.links[0])
     report.end(found)
 
@@ -27,7 +28,7 @@ def tell(path, *timings, checked=False, verbose=False, notes=()):
 def test_the_last_line_says_where_the_results_are(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     tell(tmp_path / "a.json", timing("ddp"), timing("dad"), notes=["2 cores only"])
-    *_, note, last = capsys.readouterr().out.splitlines()
+    note, *_, last = capsys.readouterr().out.splitlines()
     assert note == "Note: 2 cores only."
     assert last == f"results: {tmp_path / 'a.json'} and {tmp_path / 'a.png'}"
     assert (tmp_path / "a.png").stat().st_size > 1000

@@ -73,3 +73,13 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(monkeypatch, tmp_path
     with pytest.raises(OSError, match="No space"):
         results(link(), link("none")).save(path)
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize("links", [timed_links("none", "10mbit"), arrived_links("loopback")])
+def test_what_was_saved_can_be_read_again(tmp_path, links):
+    found = results(*links)
+    found.save(tmp_path / "found.json")
+    loaded = Results.load(tmp_path / "found.json")
+    loaded.save(tmp_path / "again.json")
+    assert type(loaded.links[0]) is type(links[0])
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "found.json").read_text()

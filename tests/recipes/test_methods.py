@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import outergrad as og
 from outergrad.recipes import methods
+from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.launch import run_sites
-from outergrad.recipes.methods import METHODS, Replica, all_reduce_bytes
+from outergrad.recipes.methods import METHODS, Replica, all_reduce_bytes, attach_of
 from outergrad.recipes.models.mlp import mlp
 from ranks import run_ranks
 
@@ -118,3 +120,34 @@ def site_of_rounded_methods() -> None:
 @pytest.mark.slow
 def test_two_sites_agree_by_the_methods_that_round():
     run_sites(site_of_rounded_methods, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("dad:bucket_bytes=65536", og.DAD(bucket_bytes=65536)),
+        ("rank-dad", og.RankDAD()),
+        ("rank-dad:rank=16:tolerance=0.1", og.RankDAD(rank=16, tolerance=0.1)),
+        ("rank-dad:wire=bf16:error_feedback=None", og.RankDAD(wire="bf16", error_feedback=None)),
+    ],
+)
+def test_a_method_can_be_named_with_settings(monkeypatch, name, method):
+    monkeypatch.setattr(methods, "_distributed", lambda built: built)
+    assert attach_of(name) == method
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("magic", "must be one of pooled"),
+        ("magic:rank=2", "must be one of pooled"),
+        ("ddp:rank=2", "must be one of pooled"),
+        ("rank-dad:rank=0", "rank-dad:rank=0: RankDAD: rank=0; use 1 or more"),
+        ("rank-dad:rank", "rank"),
+        ("dad:colour=red", "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_a_method_that_is_not_there_is_one_line(name, said):
+    with pytest.raises(RecipeError, match=said) as caught:
+        attach_of(name)
+    assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 
 from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.methods import METHODS
+from outergrad.recipes.methods import METHODS, attach_of
 from outergrad.recipes.workloads import WORKLOADS, Workload
 
 COMPARED = tuple(name for name in METHODS if name != "pooled")
@@ -20,7 +20,7 @@ class Plan:
 
     Attributes:
         workload: A key of `WORKLOADS`.
-        methods: What to compare, of `COMPARED`.
+        methods: What to compare: names that `attach_of` knows.
         sites: Number of sites.
         steps: Timed steps in a block.
         rounds: Blocks of each method, at most.
@@ -54,8 +54,9 @@ class Plan:
         """
         _require(self.workload in WORKLOADS, "workload", f"one of {', '.join(WORKLOADS)}", self)
         for method in self.methods:
-            if method not in COMPARED:
-                raise RecipeError(f"--methods knows {', '.join(COMPARED)}, not {method!r}")
+            attach_of(method, "--methods")
+        if "pooled" in self.methods:
+            raise RecipeError("--methods: pooled exchanges nothing and has every site's rows")
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise RecipeError("--methods must name each method once, and at least one")
         _require(self.sites >= 2, "sites", "2 or more", self)

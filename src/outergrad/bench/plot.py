@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import cycle
 from pathlib import Path
@@ -21,13 +22,21 @@ from outergrad.bench.results import LinkResult, Results, Timing
 from outergrad.bench.table import title
 
 Style = dict[str, Any]
-PEERS: dict[str, Style] = {
-    "alone": {"color": "darkgrey"},
-    "ddp": {"color": "black"},
-    "ddp-fp16": {"color": "black", "linestyle": "--"},
+LOOKS: dict[str, Style] = {
+    "alone": {"color": "darkgrey", "marker": "."},
+    "ddp": {"color": "black", "marker": "o", "linewidth": 3},
+    "ddp-fp16": {"color": "black", "marker": "s", "linestyle": "--"},
+    "dense": {"color": "tab:green", "marker": "x", "linestyle": ":"},
+    "dad": {"color": "tab:orange", "marker": "o", "linewidth": 3},
+    "dad-activations": {"color": "gold", "marker": "x", "linestyle": ":"},
 }
-BLUES = ("#9ecae1", "#6baed6", "#3182bd", "#08519c")
-WARM = ("tab:green", "tab:red", "tab:orange", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
+"""Of what often lies on another line, both can be seen."""
+FAMILIES = {
+    "powersgd": [{"color": c, "marker": "v"} for c in ("#9ecae1", "#6baed6", "#3182bd", "#08519c")],
+    "rank-dad": [{"color": c, "marker": "^"} for c in ("#fcae91", "#fb6a4a", "#de2d26", "#a50f15")],
+    "": [{"color": c} for c in ("tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")],
+}
+"""Methods that differ in a number, from light to dark; the last is for all others."""
 
 
 def plot(results: Results, path: Path) -> None:
@@ -39,25 +48,27 @@ def plot(results: Results, path: Path) -> None:
 
 
 def styles(methods: Iterable[str]) -> dict[str, Style]:
-    """How each method is drawn, in every plot alike: peers grey and blue, ours in colours."""
-    blues, warm = cycle(BLUES), cycle(WARM)
-    every = {
-        method: PEERS.get(method)
-        or {"color": next(blues if method.startswith("powersgd") else warm)}
-        for method in COMPARED
-    }
-    return {method: every[method] for method in methods}
+    """How each method is drawn, in every plot alike: peers grey and blue, ours in warm colours."""
+    looks = {family: cycle(members) for family, members in FAMILIES.items()}
+    wanted = list(methods)
+    names = dict.fromkeys([*COMPARED, *wanted])
+    every = {m: LOOKS.get(m) or next(looks[_family(m)]) for m in names}
+    return {method: every[method] for method in wanted}
+
+
+def _family(method: str) -> str:
+    return next(family for family in FAMILIES if method.startswith(family))
 
 
 def _figure(results: Results) -> Figure:
     if results.links[0].arrivals:
         return _ways(results)
-    rated = [link for link in results.links if link.rate_bit_per_s]
-    return _lines(results, rated) if len(rated) > 1 else _bars(results)
+    return _lines(results) if len(results.links) > 1 else _bars(results)
 
 
-def _lines(results: Results, links: list[LinkResult]) -> Figure:
-    """Seconds and bytes against the rate of the link."""
+def _lines(results: Results) -> Figure:
+    """Seconds and bytes against the rate of the link, from the slowest to the unshaped."""
+    links = sorted(results.links, key=lambda link: link.rate_bit_per_s or math.inf)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     methods = [timing.method for timing in links[0].timings]
     _against_rate(left, links, methods, lambda timing: timing.median_s)
@@ -76,19 +87,17 @@ def _lines(results: Results, links: list[LinkResult]) -> Figure:
 def _against_rate(
     axes: Axes, links: list[LinkResult], methods: list[str], value: Callable[[Timing], float]
 ) -> None:
-    style = styles(timing.method for timing in links[0].timings)
+    style = styles(methods)
     for method in methods:
-        points = [
-            (link.rate_bit_per_s, value(timing))
-            for link in links
-            for timing in link.timings
-            if timing.method == method
-        ]
-        axes.plot(*zip(*points, strict=True), marker="o", label=method, **style[method])
-    axes.set(xscale="log", yscale="log", xlabel="rate of the link")
-    axes.set_xticks([link.rate_bit_per_s or 0 for link in links], [link.link for link in links])
-    axes.xaxis.set_minor_formatter(NullFormatter())
+        timings = [timing for link in links for timing in link.timings if timing.method == method]
+        axes.plot(range(len(links)), [value(t) for t in timings], label=method, **style[method])
+    axes.set(yscale="log", xlabel="link")
+    axes.set_xticks(range(len(links)), [_name(link) for link in links])
     axes.grid(alpha=0.3)
+
+
+def _name(link: LinkResult) -> str:
+    return "unshaped" if link.link == "none" else link.link
 
 
 def _bars(results: Results) -> Figure:
@@ -112,7 +121,8 @@ def _ways(results: Results) -> Figure:
     """Test loss against seconds and against bytes, link by link."""
     figure, grid = _grid(results, 3.6)
     for (left, right), link in zip(grid, results.links, strict=True):
-        style = styles(arrival.method for arrival in link.arrivals)
+        looks = styles(arrival.method for arrival in link.arrivals)
+        style = {method: look | {"marker": ""} for method, look in looks.items()}
         for one in link.arrivals:
             loss = [mark.loss for mark in one.way]
             left.plot(

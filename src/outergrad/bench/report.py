@@ -43,6 +43,11 @@ class Report:
         if path.is_dir() or not os.access(path.parent, os.W_OK):
             raise RecipeError(f"--out {path}: cannot be written")
 
+    def begin(self, notes: Sequence[str]) -> None:
+        """Says what a reader must know to believe the figures."""
+        for note in notes:
+            self.console.print(f"Note: {note}.", highlight=False, soft_wrap=True)
+
     def link_done(self, results: Results, link: LinkResult) -> None:
         """Shows the table of a link and saves what there is."""
         self.console.print(table(results, link))
@@ -59,8 +64,6 @@ class Report:
         Raises:
             CheckError: A session's count of bytes is wrong, or there is none.
         """
-        for note in results.notes:
-            self.console.print(f"Note: {note}.", highlight=False, soft_wrap=True)
         for one in self.checks:
             self.console.print(str(one), highlight=False, soft_wrap=True)
         print(f"results: {self.path}{self._plot(results)}")

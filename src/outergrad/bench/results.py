@@ -118,6 +118,25 @@ class Results:
         part.write_text(text + "\n")
         part.replace(path)
 
+    @staticmethod
+    def load(path: Path) -> Results:
+        """Reads what was saved."""
+        found = json.loads(path.read_text())
+        return Results(**found | {"links": [_link(link) for link in found["links"]]})
+
+
+def _link(found: dict[str, Any]) -> LinkResult:
+    parts = {
+        "probe": found["probe"] and Probe(**found["probe"]),
+        "timings": [Timing(**timing) for timing in found["timings"]],
+        "arrivals": [_arrival(arrival) for arrival in found["arrivals"]],
+    }
+    return LinkResult(**found | parts)
+
+
+def _arrival(found: dict[str, Any]) -> Arrival:
+    return Arrival(**found | {"way": [Mark(**mark) for mark in found["way"]]})
+
 
 def _finite(value: Any) -> Any:
     """The same without infinity and NaN, which JSON has no words for."""

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 from outergrad.bench.meeting import PATIENCE
 from outergrad.bench.plan import Plan
 from outergrad.recipes.data import Dataset, load, missing_files, synthetic
-from outergrad.recipes.methods import METHODS
+from outergrad.recipes.methods import attach_of
 from outergrad.recipes.split import Batches, even_split, full_batches
 from outergrad.recipes.training import ADAM_EPS
 
@@ -83,7 +83,7 @@ class Trainer:
         torch.manual_seed(0)
         model = plan.recipe.build()
         self.group = None if method == "alone" else _new_group()
-        self.replica = METHODS[method](model, self.group)
+        self.replica = attach_of(method)(model, self.group)
         self.batches = batches(plan, data, site)
         self.optimizer = _optimizer(plan, model.parameters())
 

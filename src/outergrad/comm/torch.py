@@ -114,7 +114,7 @@ class TorchComm:
             ]
             return list(dist.batch_isend_irecv([*receives, *sends]))
         # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
-        # a time; so do gloo's own all_to_all and, less, its all_gather (docs/performance.md).
+        # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
         group, tag = self.group, _TAG
         works = [dist.irecv(parts[o], group=group, group_src=o, tag=tag) for o in reversed(others)]
         works += [dist.isend(own, group=group, group_dst=o, tag=tag) for o in others]

@@ -14,7 +14,8 @@ from outergrad.bench.links import Link, parse_link, what_is_missing
 from outergrad.bench.plan import COMPARED, Plan
 from outergrad.bench.report import Report, result_file
 from outergrad.bench.run import bench as run_bench
-from outergrad.commands.options import DATA_DIR, DataDir
+from outergrad.bench.run import notes
+from outergrad.commands.options import DATA_DIR, METHOD_HELP, DataDir
 from outergrad.recipes.console import errors_in_one_line
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
@@ -32,7 +33,7 @@ LinkRates = Annotated[
 Rtt = Annotated[str, typer.Option(help="Latency there and back, as 40ms.")]
 Methods = Annotated[
     str,
-    typer.Option(help=f"With commas, of: {', '.join(COMPARED)}.", show_default="all"),
+    typer.Option(help=f"With commas, of: {METHOD_HELP}.", show_default="all"),
 ]
 Sites = Annotated[int, typer.Option(help="Number of sites, each a process.")]
 Steps = Annotated[int, typer.Option(help="Timed steps in a block.")]
@@ -85,7 +86,10 @@ def bench(
     out: Out = RESULTS,
     verbose: Verbose = False,
 ) -> None:
-    """Compare methods on this machine over links of your rate: time and bytes per step."""
+    """Compare methods on this machine over links of your rate: time and bytes per step.
+
+    As root, for shaped links: outergrad bench --workload mlp --link 10mbit,100mbit
+    """
     with errors_in_one_line(), signals_in_one_line():
         plan = Plan(
             workload=workload,
@@ -105,6 +109,7 @@ def bench(
             raise RecipeError("--check compares bytes per step: leave out --until-loss")
         links = choose_links(link, rtt, sites)
         report = Report(result_file(out, plan, links), checked=check, verbose=verbose)
+        report.begin(notes(plan, links))
         command = ["outergrad", *sys.argv[1:]]
         results = run_bench(plan, links, command, report.link_done, verbose=verbose)
         report.end(results)

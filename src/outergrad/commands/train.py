@@ -6,20 +6,19 @@ from typing import Annotated
 
 import typer
 
-from outergrad.commands.options import DATA_DIR, DataDir
+from outergrad.commands.options import DATA_DIR, METHOD_HELP, DataDir
 from outergrad.recipes.console import errors_in_one_line
 from outergrad.recipes.data import SOURCES, require_files
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
-from outergrad.recipes.methods import METHODS
 from outergrad.recipes.models import MODELS
 from outergrad.recipes.split import SPLITS
 from outergrad.recipes.train import train as train_site
 
 Data = Annotated[str, typer.Option(help=f"Data set: {', '.join(SOURCES)}.")]
 Model = Annotated[str, typer.Option(help=f"Model: {', '.join(MODELS)}.")]
-Method = Annotated[str, typer.Option(help=f"What the sites exchange: {', '.join(METHODS)}.")]
+Method = Annotated[str, typer.Option(help=f"What the sites exchange: {METHOD_HELP}.")]
 Sites = Annotated[
     int | None,
     typer.Option(min=1, help="Local processes to start: 2, unless torchrun has started some."),

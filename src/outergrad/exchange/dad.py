@@ -25,7 +25,7 @@ class DAD:
             site's own gradient and nothing else. "activations": the raw rows of activations and
             deltas; less to compute, but the first layer's activations are the data.
         bucket_bytes: payload of one message before the next layer opens another. Smaller ones
-            overlap better with backward, larger ones cost fewer delays (docs/performance.md).
+            overlap better with backward, larger ones cost fewer delays (docs/benchmarks.md).
     """
 
     always: bool = False

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from outergrad.recipes.data import SOURCES
 from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.methods import METHODS
+from outergrad.recipes.methods import attach_of
 from outergrad.recipes.models import MODELS, require_fit
 from outergrad.recipes.split import SPLITS
 
@@ -17,7 +17,7 @@ class Job:
     Attributes:
         data: A key of `SOURCES`.
         model: A key of `MODELS`.
-        method: A key of `METHODS`.
+        method: A name that `attach_of` knows.
         sites: Number of sites that share the data.
         split: A key of `SPLITS`: which rows a site holds.
         epochs: Passes over the data.
@@ -46,6 +46,7 @@ class Job:
         """
         for name, known in _CHOICES.items():
             _require(getattr(self, name) in known, name, f"one of {', '.join(known)}", self)
+        attach_of(self.method)
         for name in ("sites", "epochs", "batch_size", "lr"):
             _require(getattr(self, name) > 0, name, "above 0", self)
         _require(self.seed >= 0, "seed", "0 or above", self)
@@ -61,7 +62,6 @@ class Job:
 _CHOICES: dict[str, Iterable[str]] = {
     "data": SOURCES,
     "model": MODELS,
-    "method": METHODS,
     "split": SPLITS,
 }
 

@@ -1,7 +1,9 @@
 """The ways to make gradients global that can be compared."""
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
+from outergrad.recipes.errors import RecipeError
 
 FIRST_COMPRESSED_STEP = 2
 """PowerSGD all-reduces whole gradients before: DDP still reorders its bucket until then."""
@@ -119,3 +122,42 @@ METHODS: dict[str, Attach] = {
 
 No group means the default one. Every site of the group must call it at the same point.
 """
+
+CONFIGURABLE: dict[str, Callable[..., og.Dense | og.DAD | og.RankDAD]] = {
+    "dad": og.DAD,
+    "rank-dad": og.RankDAD,
+}
+"""Methods that can be named with settings, as ``rank-dad:rank=16:tolerance=0.1``."""
+
+
+def attach_of(name: str, option: str = "--method") -> Attach:
+    """What makes a model ready by a method.
+
+    Args:
+        name: A key of `METHODS`, or one of `CONFIGURABLE` with settings.
+        option: Where it was named, for the error.
+
+    Raises:
+        RecipeError: There is no such method or setting.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    kind, *settings = name.split(":")
+    if kind not in CONFIGURABLE:
+        raise RecipeError(
+            f"{option} must be one of {', '.join(METHODS)}, or {' or '.join(CONFIGURABLE)} with "
+            f"settings, as rank-dad:rank=16, not {name!r}"
+        )
+    try:
+        return _distributed(CONFIGURABLE[kind](**dict(map(_setting, settings))))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{option} {name}: {error}") from error
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Reads ``rank=16``; what is no Python number or the like is a word."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

@@ -14,7 +14,7 @@ from torch.optim import Adam, Optimizer
 
 from outergrad.recipes.data import Dataset
 from outergrad.recipes.job import Job
-from outergrad.recipes.methods import METHODS, Replica
+from outergrad.recipes.methods import Replica, attach_of
 from outergrad.recipes.models import build_model
 from outergrad.recipes.sites import mean_over_sites, smallest_over_sites
 from outergrad.recipes.split import SPLITS, Batches, Rows, full_batches
@@ -68,7 +68,7 @@ def start(job: Job, data: Dataset, rows_by_site: Rows) -> Training:
     """
     torch.manual_seed(job.seed)
     model = build_model(job.model, data.format, job.widths)
-    replica = METHODS[job.method](model, None)
+    replica = attach_of(job.method)(model, None)
     return Training(
         data=data,
         batches=site_batches(job, data, rows_by_site),
