@@ -151,6 +151,7 @@ def _grid(results: Results, height: float) -> tuple[Figure, Any]:
 
 def _readable(axis: Axis, unit: str) -> None:
     """Writes a logarithmic axis as 20 ms, 5 MB and the like."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axis.set_major_formatter(EngFormatter(unit))
     axis.set_minor_formatter(NullFormatter())
