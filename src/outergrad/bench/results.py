@@ -126,7 +126,7 @@ class Results:
 
 
 def _link(found: dict[str, Any]) -> LinkResult:
-    parts = {
+    parts: dict[str, Any] = {
         "probe": found["probe"] and Probe(**found["probe"]),
         "timings": [Timing(**timing) for timing in found["timings"]],
         "arrivals": [_arrival(arrival) for arrival in found["arrivals"]],
@@ -135,7 +135,8 @@ def _link(found: dict[str, Any]) -> LinkResult:
 
 
 def _arrival(found: dict[str, Any]) -> Arrival:
-    return Arrival(**found | {"way": [Mark(**mark) for mark in found["way"]]})
+    way: Any = [Mark(**mark) for mark in found["way"]]
+    return Arrival(**found | {"way": way})
 
 
 def _finite(value: Any) -> Any:
