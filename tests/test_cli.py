@@ -43,7 +43,10 @@ MISTAKES = {
     "model": (["--model", "vit"], "--model vit needs images, but the data has rows of 64 numbers"),
     "epochs": (["--epochs", "0"], "--epochs must be above 0"),
     "data": (["--data", "mnist", "--data-dir", "nowhere"], "outergrad data get mnist"),
-    "manual": (["--data", "cifar10", "--model", "cnn"], "put cifar10_subset.npz into "),
+    "manual": (
+        ["--data", "cifar10", "--model", "cnn", "--data-dir", "nowhere"],
+        "put cifar10_subset.npz into nowhere",
+    ),
 }
 
 

@@ -171,10 +171,14 @@ def raising(error: Exception):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_keeps_what_it_has(tmp_path, benches, main, monkeypatch, capsys, signum):
     _, kernels, _ = benches
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background
     stop = {"stop": lambda _: lambda *_: signal.raise_signal(signum)}
     monkeypatch.setattr(kernels, "METHODS", {"wgrad": kernels.METHODS["wgrad"], **stop})
     file = tmp_path / "figures"
-    assert main(*KERNELS, "--json", str(file)) == 130
+    try:
+        assert main(*KERNELS, "--json", str(file)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     shown, said = capsys.readouterr()
     assert "wgrad" in shown
     assert said == "\ngpu.py: interrupted\n"

@@ -24,8 +24,8 @@ shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 LOOPBACK = ["--link", "loopback"]
 MISTAKES = {
     "workload": (["--workload", "chess"], "--workload must be one of mlp, deep-mlp"),
-    "method": (["--methods", "ddp,magic"], "--methods knows alone, ddp"),
-    "pooled": (["--methods", "pooled"], "not 'pooled'"),
+    "method": (["--methods", "ddp,magic"], "--methods must be one of pooled, alone, ddp"),
+    "pooled": (["--methods", "pooled"], "pooled exchanges nothing"),
     "method twice": (["--methods", "ddp, ddp"], "--methods must name each method once"),
     "one site": (["--sites", "1"], "--sites must be 2 or more, not 1"),
     "no steps": (["--steps", "0"], "--steps must be 1 or more, not 0"),

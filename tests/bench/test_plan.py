@@ -18,7 +18,7 @@ BAD = [
     ("methods", ("ddp", "dad", "ddp"), "each method once"),
     ("methods", ("magic",), "not 'magic'"),
     ("methods", ("",), "not ''"),
-    ("methods", ("ddp", "pooled"), "not 'pooled'"),
+    ("methods", ("ddp", "pooled"), "pooled exchanges nothing"),
     *[(name, value, " or more, not") for name in COUNTS for value in (0, -1)],
     ("sites", 1, "2 or more, not 1"),
     ("warmup", 2, "PowerSGD starts"),

@@ -56,7 +56,7 @@ class Plan:
         for method in self.methods:
             attach_of(method, "--methods")
         if "pooled" in self.methods:
-            raise RecipeError("--methods: pooled exchanges nothing and has every site's rows")
+            raise RecipeError("--methods must not be pooled: pooled exchanges nothing")
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise RecipeError("--methods must name each method once, and at least one")
         _require(self.sites >= 2, "sites", "2 or more", self)
