@@ -1,4 +1,8 @@
-"""A GPT of any size, made of GPT-2's layers."""
+"""A GPT of any size, made of GPT-2's layers.
+
+It repeats that of `outergrad.recipes` on purpose, as the machine with the GPU may lack the extra
+`cli` that recipes need.
+"""
 
 from __future__ import annotations
 

@@ -33,15 +33,17 @@ def test_product_and_bias_are_kept_whatever_the_shape_and_rank(
     groups, rows, outputs, inputs, rank, seed
 ):
     generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(groups, rows, min(rank, rows), generator=generator)
-    d = mix @ torch.randn(groups, min(rank, rows), outputs, generator=generator)
+    # In float64, or rounding gives d a higher rank, of directions so weak that some are dropped.
+    mix = torch.randn(groups, rows, min(rank, rows), generator=generator).double()
+    d = mix @ torch.randn(groups, min(rank, rows), outputs, generator=generator).double()
     a = torch.randn(groups, rows, inputs, generator=generator)
     sent = min(rows, outputs, inputs)
     found = canonical(Factors(d, a), sent, bias=True)
     assert found.d_GRO.shape == (groups, sent, outputs)
     assert found.a_GRI.shape == (groups, sent, inputs)
     expected = d.double().mT @ a.double()
-    assert relative(found.d_GRO.mT @ found.a_GRI, expected) < 1e-8
+    # Small columns of the sketch are lost relative to its norm: 3e-9 at most in 1e8 random cases.
+    assert relative(found.d_GRO.mT @ found.a_GRI, expected) < 6e-9
     torch.testing.assert_close(found.b_GO, d.double().sum(dim=1))
 
 

@@ -33,10 +33,6 @@ class Block:
         return sum(phases.step_s for phases in self.steps)
 
 
-Tally = dict[str, list[Block]]
-"""The blocks of every method, one per round."""
-
-
 def take_block(trainer: Trainer, steps: int, counter: Counter, meeting: Meeting) -> Block:
     """Measures some steps; every site must."""
     meeting.start()

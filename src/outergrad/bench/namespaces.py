@@ -8,15 +8,14 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from outergrad.bench.relay import relay
 from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.processes import exit_on_signals
 
 INTERFACE = "link0"
 MOST_SITES = 64
@@ -53,7 +52,7 @@ def namespaces(sites: int, rate_bit_per_s: float | None, rtt_s: float) -> Iterat
     names = [f"{prefix}-{site}" for site in range(sites)]
     hub = f"{prefix}-hub"
     with ExitStack() as stack:
-        stack.enter_context(_exit_on_signals())
+        stack.enter_context(exit_on_signals())
         stack.enter_context(_janitor([*names, hub]))
         for name in [*names, hub]:
             _run("ip", "netns", "add", name)
@@ -101,20 +100,6 @@ def _remove_abandoned() -> None:
     for name in re.findall(r"^outergrad-\d+-\S+", listed, re.MULTILINE):
         if not Path("/proc", name.split("-")[1]).exists():
             _run("ip", "netns", "del", name, check=False)
-
-
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Turns the signals that would end the process at once into an ordinary exit."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, lambda n, _: sys.exit(128 + n))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from outergrad.bench.run import notes
 from outergrad.commands.options import DATA_DIR, METHOD_HELP, DataDir
 from outergrad.recipes.console import errors_in_one_line
 from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.processes import exit_on_signals
 from outergrad.recipes.workloads import WORKLOADS
 
 Workload = Annotated[str, typer.Option(help=f"What to train: {', '.join(WORKLOADS)}.")]
@@ -64,7 +65,6 @@ Verbose = Annotated[
 ]
 RESULTS = Path("benchmarks/results")
 USUAL = "100mbit"
-ENDING = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP")]
 
 
 def bench(
@@ -135,19 +135,13 @@ def choose_links(rates: str, rtt: str, sites: int) -> list[Link]:
 @contextmanager
 def signals_in_one_line() -> Iterator[None]:
     """Lets SIGTERM and SIGHUP end this process as Ctrl-C does, with nothing left behind."""
-    before = {number: signal.getsignal(number) for number in ENDING}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, lambda n, _: sys.exit(128 + n))
-    try:
-        yield
-    except SystemExit as ended:
-        console = Console(stderr=True)
-        console.show_cursor()  # a bar hides it
-        if console.is_terminal:
-            console.line()
-        console.out(f"outergrad: ended by {signal.Signals(int(ended.code or 0) - 128).name}")
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with exit_on_signals():
+        try:
+            yield
+        except SystemExit as ended:
+            console = Console(stderr=True)
+            console.show_cursor()  # a bar hides it
+            if console.is_terminal:
+                console.line()
+            console.out(f"outergrad: ended by {signal.Signals(int(ended.code or 0) - 128).name}")
+            raise

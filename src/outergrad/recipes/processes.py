@@ -19,6 +19,7 @@ from outergrad.recipes.errors import RecipeError, SiteError
 T = TypeVar("T")
 
 GRACE_S = 2.0
+_ENDING = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP")]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,23 @@ def tell(error: BaseException, verbose: bool) -> str:
     if verbose:
         return "".join(traceback.format_exception(error)).rstrip()
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP, which would end this process at once, into an ordinary exit.
+
+    It raises SystemExit with 128 plus the signal's number, so that what is open is closed.
+    """
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda n, _: sys.exit(128 + n))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
