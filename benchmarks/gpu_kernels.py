@@ -71,7 +71,7 @@ def wgrad(d_NO: Tensor, a_NI: Tensor) -> Tensor:
 def canonical(problem: Problem) -> Work | None:
     """Canonical factors, where DAD would send them."""
     unit = Unit((problem.slot,), ("weight",), problem.size**2)
-    pays = og.DAD().exchange().pays(unit, [[problem.rows]] * problem.sites)
+    pays = og.DAD().exchange().taps(unit, [[problem.rows]] * problem.sites)
     return partial(canonical_factors, problem.slot) if pays else None
 
 

@@ -26,6 +26,7 @@ METHODS: dict[str, Any] = {
     "dad forced": og.DAD(always=True),
     "dad raw forced": og.DAD(always=True, reveal="activations"),
     "rank-dad, full rank": og.RankDAD(rank=1000),
+    "powersgd, full rank": og.PowerSGD(rank=1000),
     "dad forced, small buckets": og.DAD(always=True, bucket_bytes=1),
 }
 

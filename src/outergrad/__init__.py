@@ -9,7 +9,7 @@ from outergrad._session import Session
 from outergrad._step import StepDiscardedError
 from outergrad._types import Call, Event, Factors, Rule, Slot
 from outergrad._version import __version__
-from outergrad.exchange import DAD, Dense, RankDAD
+from outergrad.exchange import DAD, Dense, PowerSGD, RankDAD
 from outergrad.layers import RULES
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Dense",
     "Event",
     "Factors",
+    "PowerSGD",
     "RankDAD",
     "Rule",
     "Session",

@@ -120,7 +120,9 @@ def _inspect(model: nn.Module, method: Method, rules: Rules) -> _View:
         layers = list(_layers(model, rules, names, trained, reasons))
     covered = {name for layer in layers for slot in layer.slots for name in slot.params}
     reasons = {name: why for name, why in reasons.items() if name not in covered}
-    shared = Model.of(trained, [slot for layer in layers for slot in layer.slots], reasons)
+    plain = [n for n in reasons if exchange and exchange.takes_plain and _is_matrix(trained[n])]
+    slots = [slot for layer in layers for slot in layer.slots]
+    shared = Model.of(trained, slots, reasons, plain)
     if exchange is not None:
         exchange.refuse(shared.units)
     return _View(shared, frozen, layers, exchange)
@@ -222,6 +224,10 @@ def _unfit(slots: tuple[Slot, ...], trained: dict[str, nn.Parameter]) -> str:
     if any(p is not None and p.dtype not in DTYPES for p in params):
         return "no rule for its dtype"
     return ""
+
+
+def _is_matrix(p: nn.Parameter) -> bool:
+    return p.dim() >= 2 and p.numel() > 0 and p.dtype in DTYPES
 
 
 def _describe(model: nn.Module, method: Method, view: _View) -> list[str]:

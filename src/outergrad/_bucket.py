@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outergrad._types import Comm, FactorsOf, Slot
+from outergrad._types import Comm, Factors, FactorsOf, Gradient, Slot, Unit
 from outergrad.comm.wire import Header, State
 from outergrad.record.stats import LayerStats
 
@@ -20,11 +20,34 @@ class Bucket(Protocol):
     params: frozenset[str]
     """All of them: when they are ready, the message is."""
     dense_params: Sequence[str]
-    """Those of which `param.grad` itself travels."""
+    """Those of which what is in `param.grad` travels, as it is or compressed."""
 
     def start(self, sender: Sender) -> Pending:
         """Sends this site's part."""
         ...
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a unit puts into a message.
+
+    Attributes:
+        unit: the unit.
+        tapped: whether every site has its factors; otherwise what is in `param.grad` counts.
+    """
+
+    unit: Unit
+    tapped: bool
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What is compressed."""
+        return self.unit.slots if self.tapped else self.unit.matrices
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Parameters whose gradients travel as they are."""
+        return () if self.tapped else self.unit.vectors
 
 
 @dataclass
@@ -47,8 +70,12 @@ class Result:
 class Pending(Protocol):
     """A message under way."""
 
+    def advance(self) -> None:
+        """Starts its second round, if it has one, as soon as the first is there."""
+        ...
+
     def wait(self) -> Result:
-        """Blocks until it is there."""
+        """Blocks until it is there; after `advance`."""
         ...
 
 
@@ -78,6 +105,26 @@ class Sender:
     state: State = State.GOOD
     layers: dict[str, LayerStats] = field(default_factory=dict)
 
+    @property
+    def compress_s(self) -> float:
+        """Seconds spent so far on turning gradients into what is sent."""
+        return sum(layer.compress_s for layer in self.layers.values())
+
+    def used(self) -> set[str]:
+        """Parameters that have a gradient on some site; the others are left alone, as in DDP."""
+        masks = zip(*(header.used for header in self.headers), strict=True)
+        return {name for name, mask in zip(self.params, masks, strict=True) if any(mask)}
+
+    def gradient_of(self, slot: Slot, *, tapped: bool) -> Gradient:
+        """This site's part: its factors, no rows if it did not use the slot, or what is formed."""
+        p = self.params[slot.weight]
+        if not tapped:
+            return formed_gradient(slot, p)
+        if self.header.uses[self.slot_index[slot]].rows:
+            return self.factors_of(slot)
+        empty = p.new_empty(slot.groups, 0, slot.outputs + slot.inputs, requires_grad=False)
+        return Factors(*empty.split([slot.outputs, slot.inputs], dim=2))
+
     def add(self, layer: str, travels: str, nbytes: int, seconds: float = 0.0) -> None:
         """Books bytes and seconds on a layer."""
         before = self.layers.get(layer, LayerStats(travels, 0, 0.0))
@@ -90,7 +137,20 @@ def copy_scaled(name: str, p: nn.Parameter, out: Tensor, scale: float) -> None:
     """`out = scale * p.grad`; no gradient counts as zero, scale 0 gives zeros."""
     if p.grad is None or scale == 0.0:
         out.zero_()
-    elif p.grad.is_sparse:
-        raise RuntimeError(f"{name!r} has a sparse gradient: build its layer with sparse=False")
     else:
-        torch.mul(p.grad, scale, out=out)
+        torch.mul(_dense(name, p.grad), scale, out=out)
+
+
+def formed_gradient(slot: Slot, p: nn.Parameter) -> Tensor:
+    """The slot's part of `p.grad`, (G, O, I); no gradient counts as zero."""
+    shape = slot.groups, slot.outputs, slot.inputs
+    if p.grad is None:
+        return p.new_zeros(shape, requires_grad=False)
+    start, stop = slot.weight_rows or (0, p.shape[0])
+    return _dense(slot.weight, p.grad)[start:stop].reshape(shape)
+
+
+def _dense(name: str, gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        raise RuntimeError(f"{name!r} has a sparse gradient: build its layer with sparse=False")
+    return gradient

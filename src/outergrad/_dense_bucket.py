@@ -52,6 +52,9 @@ class _DensePending:
     def __init__(self, work: Work, views: dict[str, Tensor]) -> None:
         self._work, self._views = work, views
 
+    def advance(self) -> None:
+        """A single round."""
+
     def wait(self) -> Result:
         surprised, failed = self._work.wait()[-2:].tolist()
         state = State.FAILED if failed else State.SURPRISED if surprised else State.GOOD

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Pending, Result, Sender, copy_scaled
-from outergrad._types import Exchange, Factors, Unit, Work
+from outergrad._bucket import Load, Pending, Result, Sender, copy_scaled
+from outergrad._types import Exchange, Factors, Work
 from outergrad.comm.wire import Header, Piece, Preamble, State, aligned
 from outergrad.linalg.gradients import add_gradients
 
 
 class FactorBucket:
-    """Units whose factors travel in one all-gather, straight from each site to all others.
+    """Units whose factors, or triplets, travel in one all-gather, straight from site to site.
 
     Small gradients may ride along: one message less, and one delay instead of a ring's 2 (S - 1).
 
     Args:
         index: place of the message in the step.
-        units: what travels as factors.
+        loads: what travels as factors.
         exchange: makes the factors.
         riders: parameters whose `grad` travels as it is.
     """
@@ -29,17 +29,19 @@ class FactorBucket:
     def __init__(
         self,
         index: int,
-        units: Sequence[Unit],
+        loads: Sequence[Load],
         exchange: Exchange,
         riders: Mapping[str, nn.Parameter],
     ) -> None:
-        self._names = tuple(name for unit in units for name in unit.params)
+        self._names = tuple(name for load in loads for name in load.unit.params)
+        formed = [name for load in loads if not load.tapped for name in load.unit.params]
         self.params = frozenset([*self._names, *riders])
-        self.dense_params: Sequence[str] = tuple(riders)
+        self.dense_params: Sequence[str] = tuple(dict.fromkeys([*formed, *riders]))
         self._riders = dict(riders)
         self._index, self._exchange = index, exchange
         self._rider_bytes = [aligned(p.numel() * p.element_size()) for p in riders.values()]
-        self._slots = tuple(slot for unit in units for slot in unit.slots)
+        self._tapped = {slot: load.tapped for load in loads for slot in load.slots}
+        self._slots = tuple(self._tapped)
         self._start = Preamble.nbytes(len(self._names), len(self._slots))
 
     def start(self, sender: Sender) -> Pending:
@@ -65,12 +67,15 @@ class FactorBucket:
 
     def _layout(self, sender: Sender, site: Header) -> list[Piece]:
         """The pieces of one site's message, from the agreed rows and dtypes."""
-        pieces = []
-        for slot in self._slots:
-            k = sender.slot_index[slot]
-            used = [h.uses[k].dtype for h in sender.headers if h.uses[k].rows]
-            dtype = used[0] if len(set(used)) == 1 else torch.float32
-            rows = self._exchange.sent_rows(slot, site.uses[k].rows, site.rank)
+        used, pieces = sender.used(), []
+        for slot, tapped in self._tapped.items():
+            if tapped:
+                k = sender.slot_index[slot]
+                rows, dtype = site.uses[k].rows, _delta_dtype(k, sender.headers)
+            else:
+                rows = slot.outputs if slot.weight in used else 0
+                dtype = sender.params[slot.weight].dtype
+            rows = self._exchange.sent_rows(slot, rows, site.rank) if rows else 0
             bias = dtype if self._exchange.sends_bias(slot) else None
             pieces.append(Piece(slot, rows, self._exchange.wire or dtype, bias))
         return pieces
@@ -100,9 +105,8 @@ class FactorBucket:
         for piece, views in zip(layout, self.split(layout, message), strict=True):
             slot, began = piece.slot, time.perf_counter()
             if views is not None:
-                raw = sender.factors_of(slot)
-                factors = self._exchange.compress(slot, raw, piece.rows)
-                _fill(views, factors)
+                gradient = sender.gradient_of(slot, tapped=self._tapped[slot])
+                _fill(views, self._exchange.compress(slot, gradient, piece.rows))
             sent = piece.nbytes * (sender.comm.world_size - 1)
             sender.add(slot.layer or slot.weight, "factors", sent, time.perf_counter() - began)
 
@@ -118,7 +122,7 @@ class FactorBucket:
         return [name for name, flag in zip(self._names, flags, strict=True) if any(flag)]
 
     def means(self, messages: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Sums of the riders, which every site has scaled."""
+        """Means of the riders, which every site has scaled."""
         first, *others = (self._rider_views(message) for message in messages)
         sums = {name: view.clone() for name, view in first.items()}
         for other in others:
@@ -127,14 +131,24 @@ class FactorBucket:
         return sums
 
     def gradients(
-        self, parts_SK: Sequence[Sequence[Factors | None]], params: Mapping[str, nn.Parameter]
+        self,
+        parts_SK: Sequence[Sequence[Factors | None]],
+        params: Mapping[str, nn.Parameter],
+        *,
+        tapped: bool,
     ) -> dict[str, Tensor]:
-        """Mean gradients over the sites from every site's (S) factors of every slot (K)."""
+        """Mean gradients over the sites from every site's (S) factors of every slot (K).
+
+        Args:
+            parts_SK: the factors, None where a site has no rows.
+            params: by name.
+            tapped: of the slots that were tapped, or of the formed gradients.
+        """
         gradients: dict[str, Tensor] = {}
         scale = 1.0 / len(parts_SK)
         for k, slot in enumerate(self._slots):
             parts = [part for part in (parts_K[k] for parts_K in parts_SK) if part is not None]
-            if parts:
+            if parts and self._tapped[slot] == tapped:
                 add_gradients(gradients, slot, parts, params, scale)
         return gradients
 
@@ -151,6 +165,9 @@ class _FactorPending:
         self._work, self._bucket, self._layouts = work, bucket, layouts
         self._expected, self._params = expected, params
 
+    def advance(self) -> None:
+        """A single round."""
+
     def wait(self) -> Result:
         messages = self._work.wait()
         preambles = [Preamble.read(m, self._expected, rank) for rank, m in enumerate(messages)]
@@ -160,8 +177,16 @@ class _FactorPending:
         self._bucket.agree(preambles)
         pairs = zip(self._layouts, messages, strict=True)
         parts_SK = [self._bucket.split(layout, message) for layout, message in pairs]
-        additions = self._bucket.gradients(parts_SK, self._params)
-        return Result(self._bucket.means(messages), additions, state, self._bucket.mixed(preambles))
+        additions = self._bucket.gradients(parts_SK, self._params, tapped=True)
+        means = self._bucket.gradients(parts_SK, self._params, tapped=False)
+        means.update(self._bucket.means(messages))
+        return Result(means, additions, state, self._bucket.mixed(preambles))
+
+
+def _delta_dtype(k: int, headers: Sequence[Header]) -> torch.dtype:
+    """What the deltas of a slot have in common on the sites that have some."""
+    used = {header.uses[k].dtype for header in headers if header.uses[k].rows}
+    return used.pop() if len(used) == 1 else torch.float32
 
 
 def _fill(views: Factors, factors: Factors) -> None:

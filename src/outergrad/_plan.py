@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from outergrad._bucket import Bucket
+from outergrad._bucket import Bucket, Load
 from outergrad._dense_bucket import DenseBucket
 from outergrad._factor_bucket import FactorBucket
 from outergrad._foresight import Foresight
-from outergrad._types import Exchange, Slot, Unit
+from outergrad._sketch_bucket import SketchBucket
+from outergrad._types import Exchange, Route, Slot, Unit
 from outergrad.comm.wire import Header
 
 _FIRST_DENSE_BYTES = 1 << 20
@@ -40,17 +42,44 @@ class Model:
 
     @staticmethod
     def of(
-        params: Mapping[str, nn.Parameter], slots: Sequence[Slot], reasons: Mapping[str, str]
+        params: Mapping[str, nn.Parameter],
+        slots: Sequence[Slot],
+        reasons: Mapping[str, str],
+        plain: Sequence[str] = (),
     ) -> Model:
-        """Groups the slots into units."""
-        numel = {name: p.numel() for name, p in params.items()}
-        units = tuple(_unit(group, numel) for group in _connected(slots))
-        return Model(params, tuple(slots), units, reasons)
+        """Groups the slots into units.
+
+        Args:
+            params: as above.
+            slots: as above.
+            reasons: as above.
+            plain: weights without slots that are units, too, of their formed gradients.
+        """
+        units = [_unit(group, params) for group in _connected(slots)]
+        units += [Unit((), (n,), params[n].numel(), (_matrix(n, params[n]),)) for n in plain]
+        return Model(params, tuple(slots), tuple(units), reasons)
 
 
-def _unit(slots: Sequence[Slot], numel: Mapping[str, int]) -> Unit:
+def _unit(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> Unit:
     names = tuple(dict.fromkeys(name for slot in slots for name in slot.params))
-    return Unit(tuple(slots), names, sum(numel[name] for name in names))
+    dense_numel = sum(params[name].numel() for name in names)
+    return Unit(tuple(slots), names, dense_numel, _matrices(slots, params))
+
+
+def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot, ...]:
+    """See `Unit.matrices`."""
+    weights = {slot.weight: params[slot.weight] for slot in slots}
+    overlap = any(a.overlaps(b) for i, a in enumerate(slots) for b in slots[i + 1 :])
+    if overlap or any(slot.lookup for slot in slots):
+        return tuple(_matrix(name, p, slots[0].layer) for name, p in weights.items())
+    parts = tuple(replace(slot, bias=None, bias_rows=None) for slot in slots)
+    covered = sum(part.groups * part.outputs * part.inputs for part in parts)
+    return parts if covered == sum(p.numel() for p in weights.values()) else ()
+
+
+def _matrix(name: str, p: Tensor, layer: str = "") -> Slot:
+    """The first dimension by all others."""
+    return Slot(layer, name, p.shape[0], p.numel() // p.shape[0])
 
 
 def _connected(slots: Sequence[Slot]) -> list[list[Slot]]:
@@ -68,13 +97,15 @@ class Choice:
     """What the headers of a step decide.
 
     Attributes:
-        factors: per unit, whether it travels as factors in this step.
+        routes: per unit, how it travels in this step.
+        tapped: per unit, whether all sites have its factors.
         wanted: per unit, whether it should be tapped in the next forward.
-        sizes: per unit, bytes of its factors on the site that has most; 0 if it goes dense.
+        sizes: per unit, bytes of its part in a message on the site that has most; 0 if dense.
         words: per unit, how it travels and why, for the coverage table.
     """
 
-    factors: tuple[bool, ...]
+    routes: tuple[Route, ...]
+    tapped: tuple[bool, ...]
     wanted: tuple[bool, ...]
     sizes: tuple[int, ...]
     words: tuple[str, ...] = field(compare=False)
@@ -86,6 +117,7 @@ class Planner:
     def __init__(self, model: Model, exchange: Exchange | None, sites: int) -> None:
         self._model, self._exchange, self._sites = model, exchange, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
+        self._sketches = None if exchange is None else exchange.sketches
         self._mixed: set[Unit] = set()
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._last: tuple[Choice, list[Bucket]] | None = None
@@ -99,7 +131,10 @@ class Planner:
         exchange = self._exchange
         if exchange is None:
             return tuple(False for _ in self._model.units)
-        return tuple(exchange.break_even(unit, self._sites) > 1 for unit in self._model.units)
+        return tuple(
+            bool(unit.slots) and exchange.break_even(unit, self._sites) > 1
+            for unit in self._model.units
+        )
 
     def mark_mixed(self, names: Sequence[str]) -> None:
         """Sends units of these parameters dense from now on: they also have a dense part."""
@@ -109,8 +144,8 @@ class Planner:
     def facts(self, headers: Sequence[Header]) -> Hashable:
         """What the headers decide: the choice, the length of every message, who has gradients."""
         choice = self.choose(headers)
-        units = (unit for unit, on in zip(self._model.units, choice.factors, strict=True) if on)
-        slots = [slot for unit in units for slot in unit.slots]
+        loads = [load for load, route in self._loads(choice) if route == Route.GATHER]
+        slots = [slot for load in loads if load.tapped for slot in load.slots]
         pieces = tuple(self._piece(slot, header) for slot in slots for header in headers)
         return choice, pieces, tuple((header.used, header.alone) for header in headers)
 
@@ -131,47 +166,59 @@ class Planner:
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced."""
-        factors, wanted, sizes, words = [], [], [], []
-        for unit in self._model.units:
+        exchange, units = self._exchange, self._model.units
+        if exchange is None:
+            return Choice((), (), (), (), ())
+        routes, all_tapped, wanted, sizes, words = [], [], [], [], []
+        for unit in units:
             index = [self._slot_index[slot] for slot in unit.slots]
             rows_SK = [[header.uses[k].rows for k in index] for header in headers]
-            tapped = all(header.uses[k].tapped for header in headers for k in index)
-            pays = self._pays(unit, rows_SK)
-            wanted.append(pays)
-            factors.append(pays and tapped)
-            sizes.append(self._largest_size(unit, rows_SK) if factors[-1] else 0)
-            words.append(self._why(unit, rows_SK, pays=pays, tapped=tapped))
-        return Choice(tuple(factors), tuple(wanted), tuple(sizes), tuple(words))
+            taps = bool(index) and unit not in self._mixed and exchange.taps(unit, rows_SK)
+            tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
+            route = exchange.route(unit, rows_SK, tapped=tapped)
+            load = Load(unit, tapped)
+            routes.append(route)
+            all_tapped.append(tapped)
+            wanted.append(taps)
+            sizes.append(self._largest_size(load, rows_SK) if route != Route.DENSE else 0)
+            words.append(self._why(load, route, rows_SK, wanted=taps))
+        return Choice(tuple(routes), tuple(all_tapped), tuple(wanted), tuple(sizes), tuple(words))
 
     def _why(
-        self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, pays: bool, tapped: bool
+        self, load: Load, route: Route, rows_SK: Sequence[Sequence[int]], *, wanted: bool
     ) -> str:
-        """The word "factors" or why dense; "{pays}" stands for when factors would pay."""
-        if pays:
-            return "factors" if tapped else "accumulated, or not tapped in the last step; {pays}"
+        """In words: "factors", "low rank: " how, or why dense; "{pays}" is when factors pay."""
+        unit = load.unit
+        if route == Route.GATHER and load.tapped:
+            return "factors"
+        if route != Route.DENSE:
+            source = "factors" if load.tapped else "the formed gradient"
+            way = "triplets" if route == Route.GATHER else "sketches"
+            return f"low rank: {way} of {source}"
+        if wanted:
+            return "accumulated, or not tapped in the last step; {pays}"
         if unit in self._mixed:
             return "the weight is also used outside its layer"
         if any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :]):
             return "shared by several products; {pays}"
         return f"{max(map(sum, rows_SK))} rows; {{pays}}"
 
-    def _pays(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        if self._exchange is None or unit in self._mixed:
-            return False
-        return self._exchange.pays(unit, rows_SK)
+    def _loads(self, choice: Choice) -> list[tuple[Load, Route]]:
+        """What the units put into messages, and how."""
+        triples = zip(self._model.units, choice.routes, choice.tapped, strict=True)
+        return [(Load(unit, tapped), route) for unit, route, tapped in triples]
 
-    def _largest_size(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> int:
-        return max(self._size(unit, rows_K, site) for site, rows_K in enumerate(rows_SK))
+    def _largest_size(self, load: Load, rows_SK: Sequence[Sequence[int]]) -> int:
+        return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
 
-    def _size(self, unit: Unit, rows_K: Sequence[int], site: int) -> int:
-        exchange = self._exchange
-        if exchange is None:
-            return 0
-        widths = (
-            slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs) for slot in unit.slots
-        )
-        rows = (exchange.sent_rows(s, n, site) for s, n in zip(unit.slots, rows_K, strict=True))
-        return 4 * sum(w * n for w, n in zip(widths, rows, strict=True))
+    def _size(self, load: Load, rows_K: Sequence[int], site: int) -> int:
+        exchange, numel = self._exchange, 0
+        assert exchange is not None
+        rows = rows_K if load.tapped else [matrix.outputs for matrix in load.slots]
+        for slot, n in zip(load.slots, rows, strict=True):
+            width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
+            numel += width * (exchange.sent_rows(slot, n, site) if n else 0)
+        return 4 * (numel + sum(self._model.params[name].numel() for name in load.vectors))
 
     def buckets(self, choice: Choice) -> list[Bucket]:
         """The messages of a step in the order in which every site starts them.
@@ -191,11 +238,16 @@ class Planner:
         return self._dense.get(tuple(names)) or DenseBucket(members)
 
     def _fill(self, choice: Choice) -> list[Bucket]:
-        chosen = zip(self._model.units, choice.factors, choice.sizes, strict=True)
-        units = {self._last_param(unit): (unit, size) for unit, on, size in chosen if on}
-        inside = {name for unit, _ in units.values() for name in unit.params}
+        pairs = zip(self._loads(choice), choice.sizes, strict=True)
+        units = {
+            self._last_param(load.unit): (load, route, size)
+            for (load, route), size in pairs
+            if route != Route.DENSE
+        }
+        inside = {name for load, _, _ in units.values() for name in load.unit.params}
         dense = [name for name in self._order if name not in inside]
-        riders = dense if self._may_ride(dense, sum(size for _, size in units.values())) else []
+        ordered = [units[name] for name in self._order if name in units]
+        riders = dense if self._may_ride(dense, ordered) else []
         shelf = _Shelf(self, self._exchange, riders)
         for name in self._order:
             if name in units:
@@ -205,20 +257,42 @@ class Planner:
         return shelf.close()
 
     def factor_bucket(
-        self, index: int, units: Sequence[Unit], riders: Sequence[str]
+        self, index: int, loads: Sequence[Load], riders: Sequence[str]
     ) -> FactorBucket:
-        """The message of these units, with these parameters riding along."""
+        """The message of these units, with these parameters and their own vectors along."""
         assert self._exchange is not None
-        along = {name: self._model.params[name] for name in riders}
-        return FactorBucket(index, units, self._exchange, along)
+        return FactorBucket(index, loads, self._exchange, self._along(loads, riders))
 
-    def _may_ride(self, dense: Sequence[str], factor_bytes: int) -> bool:
-        """Whether the dense gradients are so small that they go along with the factors.
+    def sketch_bucket(self, loads: Sequence[Load], riders: Sequence[str]) -> SketchBucket:
+        """The two messages of these units, with these parameters and their own vectors along."""
+        assert self._exchange is not None
+        assert self._sketches is not None
+        along = self._along(loads, riders)
+        dtype = self.sketched_in(loads[0])
+        return SketchBucket(loads, self._sketches, dtype, self._exchange.wire, along)
+
+    def sketched_in(self, load: Load) -> torch.dtype:
+        """What the sketches of a unit are computed in."""
+        return self._computed_in(load.unit.params)
+
+    def _along(self, loads: Sequence[Load], riders: Sequence[str]) -> dict[str, nn.Parameter]:
+        names = [*(name for load in loads for name in load.vectors), *riders]
+        return {name: self._model.params[name] for name in names}
+
+    def _may_ride(self, dense: Sequence[str], units: Sequence[tuple[Load, Route, int]]) -> bool:
+        """Whether the dense gradients are so small that they go along with the last unit.
 
         An all-gather sends S / 2 times what an all-reduce would: nothing more at two sites, and
         never more in sum than if the whole model travelled dense.
         """
+        if not units:
+            return False
         params, sites = self._model.params, self._sites
+        factor_bytes, (last, route, _) = sum(size for _, _, size in units), units[-1]
+        if route == Route.REDUCE and self._computed_in(dense) != self._computed_in(
+            last.unit.params
+        ):
+            return False
         nbytes = sum(params[name].nbytes for name in dense)
         extra = nbytes * (sites - 1) * (sites - 2) // sites
         total = sum(p.nbytes for p in params.values())
@@ -226,55 +300,66 @@ class Planner:
         small = nbytes <= _RIDERS_BYTES and extra <= _RIDERS_EXTRA_BYTES
         return bool(factor_bytes) and small and fits
 
+    def _computed_in(self, names: Sequence[str]) -> torch.dtype:
+        dtypes = {self._model.params[name].dtype for name in names}
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
     def _last_param(self, unit: Unit) -> str:
         return max(unit.params, key=self._order.index)
 
 
+_Shelved = tuple[Route, torch.dtype]
+"""What shares a message: rows of any dtype, sketches or gradients of one."""
+
+
 class _Shelf:
-    """Buckets being filled: one of factors and one per dtype at a time.
+    """Buckets being filled: one of factors, and one of sketches and one of gradients per dtype.
 
     Args:
         planner: makes the buckets.
         exchange: says how large a bucket of factors becomes.
-        riders: parameters that go along with the last bucket of factors.
+        riders: parameters that go along with the last unit's bucket.
     """
 
     def __init__(self, planner: Planner, exchange: Exchange | None, riders: Sequence[str]) -> None:
         self._planner, self._riders = planner, riders
-        self._factor_bytes = exchange.bucket_bytes if exchange else 0
-        self._open: dict[torch.dtype | str, list[tuple[Any, int]]] = {}
-        self._limits: dict[torch.dtype, int] = {}
+        self._bucket_bytes = exchange.bucket_bytes if exchange else 0
+        self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
+        self._limits: dict[_Shelved, int] = {}
         self._closed: list[Bucket] = []
 
-    def add_unit(self, unit: Unit, nbytes: int, *, last: bool) -> None:
-        """Adds a unit that travels as factors; the last one waits for the riders."""
-        if self._add("factors", unit, nbytes) >= self._factor_bytes and not (last and self._riders):
-            self._close_factors([])
+    def add_unit(self, load: Load, route: Route, nbytes: int, *, last: bool) -> None:
+        """Adds a unit that travels as factors or sketches; the last one takes the riders."""
+        key = route, torch.float32 if route == Route.GATHER else self._planner.sketched_in(load)
+        full = self._add(key, load, nbytes) >= self._bucket_bytes
+        if full or (last and self._riders):
+            self._close(key, self._riders if last else ())
 
     def add_param(self, name: str, p: nn.Parameter) -> None:
         """Adds a parameter that travels dense; the first bucket is small, to start early."""
-        if self._add(p.dtype, name, p.nbytes) >= self._limits.get(p.dtype, _FIRST_DENSE_BYTES):
-            self._close_dense(p.dtype)
-            self._limits[p.dtype] = _DENSE_BYTES
+        key = Route.DENSE, p.dtype
+        if self._add(key, name, p.nbytes) >= self._limits.get(key, _FIRST_DENSE_BYTES):
+            self._close(key)
+            self._limits[key] = _DENSE_BYTES
 
     def close(self) -> list[Bucket]:
         """All buckets, the open ones last."""
         for key in list(self._open):
-            if isinstance(key, torch.dtype):
-                self._close_dense(key)
-            else:
-                self._close_factors(self._riders)
+            self._close(key)
         return self._closed
 
-    def _add(self, key: torch.dtype | str, member: str | Unit, nbytes: int) -> int:
+    def _add(self, key: _Shelved, member: str | Load, nbytes: int) -> int:
         members = self._open.setdefault(key, [])
         members.append((member, nbytes))
         return sum(size for _, size in members)
 
-    def _close_factors(self, riders: Sequence[str]) -> None:
-        units = [unit for unit, _ in self._open.pop("factors")]
-        self._closed.append(self._planner.factor_bucket(len(self._closed), units, riders))
-
-    def _close_dense(self, dtype: torch.dtype) -> None:
-        names = [name for name, _ in self._open.pop(dtype)]
-        self._closed.append(self._planner.dense_bucket(names))
+    def _close(self, key: _Shelved, riders: Sequence[str] = ()) -> None:
+        members = [member for member, _ in self._open.pop(key)]
+        planner, route = self._planner, key[0]
+        if route == Route.DENSE:
+            bucket = planner.dense_bucket(members)
+        elif route == Route.GATHER:
+            bucket = planner.factor_bucket(len(self._closed), members, riders)
+        else:
+            bucket = planner.sketch_bucket(members, riders)
+        self._closed.append(bucket)

@@ -194,7 +194,7 @@ class Session:
             step=self._stats.step + 1,
             sent_bytes=sent - step.sent_before,
             total_sent_bytes=sent,
-            compress_s=sum(layer.compress_s for layer in sender.layers.values()),
+            compress_s=sender.compress_s,
             wait_s=step.wait_s,
             layers=sender.layers,
         )
@@ -217,13 +217,13 @@ class Session:
         header = step.sender.header
         places = zip(self._model.slots, header.uses, strict=True)
         rows = sum(use.rows for slot, use in places if (slot.layer or slot.weight) == name)
-        factors = layer.travels == "factors"
+        by_rows = layer.travels != "dense"
         return Event(
             header.step,
             header.rank,
             name,
             layer.travels,
-            rows if factors else 0,
+            rows if by_rows else 0,
             layer.sent_bytes,
             layer.compress_s,
         )

@@ -224,7 +224,8 @@ class SharedStep:
     def _outcome(self, *, write: bool) -> State:
         """Starts what is left and takes in all messages; the worst state of any site."""
         self._advance(block=True)
-        used, state = self._used(), State.GOOD
+        self._start_second_rounds()
+        used, state = self.sender.used(), State.GOOD
         mixed: dict[str, Tensor] = {}
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
             began = time.perf_counter()
@@ -237,6 +238,15 @@ class SharedStep:
         if write and state == State.GOOD:
             self._share(mixed)
         return state
+
+    def _start_second_rounds(self) -> None:
+        """In the order of the messages; those of one round have none."""
+        for pending in self._pending:
+            began, compress_s = time.perf_counter(), self.sender.compress_s
+            with torch.no_grad():
+                pending.advance()
+            compress_s = self.sender.compress_s - compress_s
+            self.wait_s += time.perf_counter() - began - compress_s
 
     def _write(
         self, bucket: Bucket, result: Result, used: set[str], mixed: dict[str, Tensor]
@@ -257,23 +267,20 @@ class SharedStep:
         self._planner.mark_mixed([n for n in mixed if self._planner.captures(n, headers)])
         for name in mixed:
             bucket = self._planner.dense_bucket([name])
-            overwrite(self._model, bucket.start(self.sender).wait().means)
+            pending = bucket.start(self.sender)
+            overwrite(self._model, pending.wait().means)
         accumulate(self._model, mixed)
 
     def _start_again(self) -> None:
         """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
         self._planner.foresight.was_wrong()
+        self._planner.settle(applied=False)
         header, settled = self.sender.header, self._calls.settled
         pairs = zip(self._model.slots, header.uses, strict=True)
         uses = tuple(replace(use, tapped=use.tapped and s not in settled) for s, use in pairs)
         self.choice, self._pending, self.sender.state = None, [], State.GOOD
         self.sender.layers.clear()
         self._announce(replace(header, uses=uses))
-
-    def _used(self) -> set[str]:
-        """Parameters that have a gradient on some site; the others are left alone, as in DDP."""
-        masks = zip(*(header.used for header in self.sender.headers), strict=True)
-        return {name for name, mask in zip(self._model.params, masks, strict=True) if any(mask)}
 
     def _zeros(self, names: Collection[str]) -> dict[str, Tensor]:
         params = self._model.params

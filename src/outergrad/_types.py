@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,8 @@ class Slot:
         weight_rows: the part of the weight's first dimension, None for all of it.
         bias_rows: the part of the bias, None for all of it.
         lookup: the activations are one-hot (an embedding): ids travel in their place.
+        patches: the activations are cut from the layer's input, overlapping (a convolution): the
+            rows cost more to make than their product.
     """
 
     layer: str
@@ -45,6 +48,12 @@ class Slot:
     weight_rows: Rows | None = None
     bias_rows: Rows | None = None
     lookup: bool = False
+    patches: bool = False
+
+    @property
+    def place(self) -> tuple[str, Rows | None]:
+        """The weight and the part of it: what the gradient belongs to, however it is made."""
+        return self.weight, self.weight_rows
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -69,11 +78,31 @@ class Unit:
         slots: the slots, in the order of the model.
         params: full names of all their parameters.
         dense_numel: number of elements of these parameters.
+        matrices: the parts of the weights as slots that do not overlap, for when the gradient is
+            formed: a table of an embedding, a tied weight are one each. None where the slots
+            leave some part of a weight out.
     """
 
     slots: tuple[Slot, ...]
     params: tuple[str, ...]
     dense_numel: int
+    matrices: tuple[Slot, ...] = ()
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Parameters that are no matrices, for when the gradient is formed."""
+        weights = {matrix.weight for matrix in self.matrices}
+        return tuple(name for name in self.params if name not in weights)
+
+
+class Route(Enum):
+    """How a unit travels in one step."""
+
+    DENSE = "dense"
+    GATHER = "gather"
+    """Rows of every site go to every site."""
+    REDUCE = "all_reduce"
+    """Thin sketches of the gradient are summed over the sites, in two rounds."""
 
 
 class Factors(NamedTuple):
@@ -88,6 +117,10 @@ class Factors(NamedTuple):
     d_GRO: Tensor
     a_GRI: Tensor
     b_GO: Tensor | None = None
+
+
+Gradient = Factors | Tensor
+"""A weight gradient as its factors or, where it was formed, itself: (G, O, I)."""
 
 
 class Call(NamedTuple):
@@ -110,7 +143,7 @@ class Event:
         step: synchronised steps before this one.
         rank: this site.
         layer: full name of the layer, or of the parameter that travelled dense.
-        travels: "factors" or "dense".
+        travels: "factors", "low rank" (sketches) or "dense".
         rows: rows of activations and deltas on this site; 0 for dense.
         sent_bytes: payload bytes that this site sent for it.
         compress_s: seconds spent on turning rows into factors.
@@ -183,6 +216,10 @@ class Exchange(Protocol):
     """The dtype that factors travel in; None for that of the deltas."""
     forced: bool
     """Whether factors are sent even where dense would be fewer bytes."""
+    takes_plain: bool
+    """Whether weights without a rule are its business, too: their formed gradients."""
+    sketches: Sketches | None
+    """The state of what takes `Route.REDUCE`."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""
@@ -192,19 +229,32 @@ class Exchange(Protocol):
         """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
         ...
 
-    def pays(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Whether factors are sent, for the rows of every site (S) and slot (K)."""
+    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
+        """How the unit travels, for the rows of every site (S) and slot (K).
+
+        Args:
+            unit: the unit.
+            rows_SK: as agreed.
+            tapped: whether every site has the factors; otherwise they have formed gradients.
+        """
+        ...
+
+    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """Whether its products should be tapped in a forward with so many rows."""
         ...
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """R, the rows on the wire for N rows on a site: agreed before they are computed."""
+        """R, the rows on the wire for N rows on a site: agreed before they are computed.
+
+        A formed gradient counts as O rows.
+        """
         ...
 
     def sends_bias(self, slot: Slot) -> bool:
         """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
         ...
 
-    def compress(self, slot: Slot, factors: Factors, rows: int) -> Factors:
+    def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
         """Exactly `rows` rows with, for an exact method, the same outer product."""
         ...
 
@@ -222,6 +272,29 @@ class Exchange(Protocol):
 
     def reveals(self, unit: Unit) -> str:
         """What the other sites can learn from the unit's factors."""
+        ...
+
+
+class Sketches(Protocol):
+    """Low rank of a gradient that no site has: sums over the sites of thin matrices.
+
+    A step of a slot is `begin`, `turn`, `end`, with an all-reduce after each of the first two.
+    """
+
+    def columns(self, slot: Slot) -> int:
+        """K, the width of the sketches in this step; the same on all sites."""
+        ...
+
+    def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
+        """This site's part `dW Q` of the first sketch, (G, O, K)."""
+        ...
+
+    def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
+        """This site's part `dWᵀ P` of the second sketch, (G, I, K), from the sum of the first."""
+        ...
+
+    def end(self, slot: Slot, z_GIK: Tensor, sites: int) -> Factors:
+        """The mean gradient, from the sum of the second sketch."""
         ...
 
 

@@ -24,28 +24,28 @@ def test_break_even_is_where_the_choice_turns(method, sites):
     limit = exchange.break_even(LINEAR, sites)
     for rows in range(1, 80):
         if min(rows, 50) == rows:
-            assert exchange.pays(LINEAR, [[rows]] * sites) == (rows < limit)
+            assert exchange.taps(LINEAR, [[rows]] * sites) == (rows < limit)
 
 
 def test_the_site_with_most_rows_decides():
     exchange = og.DAD().exchange()
-    assert exchange.pays(LINEAR, [[10], [10]])
-    assert not exchange.pays(LINEAR, [[10], [40]])
-    assert exchange.pays(LINEAR, [[0], [20]])
+    assert exchange.taps(LINEAR, [[10], [10]])
+    assert not exchange.taps(LINEAR, [[10], [40]])
+    assert exchange.taps(LINEAR, [[0], [20]])
 
 
 def test_one_site_sends_nothing():
-    assert not og.DAD().exchange().pays(LINEAR, [[1]])
-    assert og.DAD(always=True).exchange().pays(LINEAR, [[1]])
+    assert not og.DAD().exchange().taps(LINEAR, [[1]])
+    assert og.DAD(always=True).exchange().taps(LINEAR, [[1]])
 
 
 def test_tied_weights_show_their_sum_alone():
     embed = og.Slot("e", "e.weight", 6, 2000, lookup=True)
     head = og.Slot("h", "e.weight", 2000, 6)
     tied = Unit((embed, head), ("e.weight",), 12_000)
-    assert not og.DAD(always=True).exchange().pays(tied, [[2, 2]] * 2)
-    assert og.DAD(always=True).exchange().pays(tied, [[2, 0]] * 2), "only one of both is used"
-    assert og.DAD(reveal="activations").exchange().pays(tied, [[2, 2]] * 2)
+    assert not og.DAD(always=True).exchange().taps(tied, [[2, 2]] * 2)
+    assert og.DAD(always=True).exchange().taps(tied, [[2, 0]] * 2), "only one of both is used"
+    assert og.DAD(reveal="activations").exchange().taps(tied, [[2, 2]] * 2)
 
 
 def test_always_has_no_break_even():

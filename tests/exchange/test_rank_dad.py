@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import SHARED_STREAM, build
-from outergrad._types import Unit
+from outergrad._types import Route, Unit
 from outergrad.linalg.compress import Solver
 from ranks import run_on_lasting_groups
 
 SOLVERS: tuple[Solver, ...] = ("small_core", "subspace_iteration", "power_iteration")
-LINEAR = Unit((og.Slot("l", "l.weight", 60, 50, bias="l.bias"),), ("l.weight", "l.bias"), 60 * 51)
+LINEAR = Unit(
+    (og.Slot("l", "l.weight", 60, 50, bias="l.bias"),),
+    ("l.weight", "l.bias"),
+    60 * 51,
+    (og.Slot("l", "l.weight", 60, 50),),
+)
 
 
 def decaying(rows: int, inputs: int, seed: int) -> Tensor:
@@ -225,10 +230,11 @@ def test_low_rank_is_sent_where_it_is_fewer_bytes(sites):
     rows_SK = [[10_000]] * sites
     for rank in range(1, 60):
         numbers = rank * 110 + 60
-        pays = og.RankDAD(rank=rank).exchange().pays(LINEAR, rows_SK)
-        assert pays == (sites * numbers < 2 * LINEAR.dense_numel)
-        halved = og.RankDAD(rank=rank, min_ratio=2).exchange().pays(LINEAR, rows_SK)
-        assert halved == (2 * sites * numbers < 2 * LINEAR.dense_numel)
+        for min_ratio in (1, 2):
+            gathers = og.RankDAD(rank=rank, min_ratio=min_ratio, reduce="gather").exchange()
+            pays = min_ratio * sites * numbers < 2 * LINEAR.dense_numel
+            expected = Route.GATHER if pays else Route.DENSE
+            assert gathers.route(LINEAR, rows_SK, tapped=False) == expected
 
 
 def test_few_rows_travel_exactly():
@@ -243,6 +249,8 @@ MISTAKES = {
     "solver": {"solver": "magic"},
     "iterations": {"iterations": -1},
     "error_feedback": {"error_feedback": "full"},
+    "feedback_rank": {"feedback_rank": 0},
+    "reduce": {"reduce": "sum"},
     "wire": {"wire": "int8"},
     "min_ratio": {"min_ratio": 0.5},
     "bucket_bytes": {"bucket_bytes": 0},

@@ -2,6 +2,7 @@
 
 from outergrad.exchange.dad import DAD
 from outergrad.exchange.dense import Dense
+from outergrad.exchange.powersgd import PowerSGD
 from outergrad.exchange.rank_dad import RankDAD
 
-__all__ = ["DAD", "Dense", "RankDAD"]
+__all__ = ["DAD", "Dense", "PowerSGD", "RankDAD"]

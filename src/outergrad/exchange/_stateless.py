@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from outergrad._types import Slot
+from outergrad._types import Sketches, Slot
 
 
 class Stateless:
-    """An exchange in which every step stands by itself."""
+    """An exchange of factors in which every step stands by itself."""
 
     wire: torch.dtype | None = None
     forced = False
+    takes_plain = False
+    sketches: Sketches | None = None
 
     def wanted_rows(self, slot: Slot) -> int:
         """Nothing: rows follow from the header."""

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from outergrad._types import Factors, Slot, Unit
-from outergrad.exchange._lookup import without_silent_ids
+from outergrad._types import Factors, Gradient, Route, Slot, Unit
+from outergrad.exchange._common import (
+    bias_numel,
+    row_numel,
+    tied_in_use,
+    used_slots,
+    without_silent_ids,
+)
 from outergrad.exchange._stateless import Stateless
 from outergrad.linalg.canonical import canonical
 
@@ -62,10 +68,14 @@ class DADExchange(Stateless):
         if sites == 1:
             return 0.0
         per_row = sum(row_numel(slot) for slot in unit.slots)
-        biases = sum(s.groups * s.outputs for s in unit.slots if self.sends_bias(s))
+        biases = bias_numel(slot for slot in unit.slots if self.sends_bias(slot))
         return (2 * unit.dense_numel / sites - biases) / per_row
 
-    def pays(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
+        """Factors where they pay and are there."""
+        return Route.GATHER if tapped and self.taps(unit, rows_SK) else Route.DENSE
+
+    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         """Whether no site sends more than its share of the dense all-reduce would be.
 
         All-gathered factors cost a site (S - 1) times their size, the ring all-reduce
@@ -91,13 +101,14 @@ class DADExchange(Stateless):
         """Canonical factors have no row sums to take it from."""
         return self._canonical and slot.bias is not None
 
-    def compress(self, slot: Slot, factors: Factors, rows: int) -> Factors:
+    def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
         """The raw rows, or canonical ones."""
+        assert isinstance(gradient, Factors)
         if not self._canonical:
-            return factors
+            return gradient
         if slot.lookup:
-            return without_silent_ids(factors)
-        return canonical(factors, rows, bias=slot.bias is not None)
+            return without_silent_ids(gradient)
+        return canonical(gradient, rows, bias=slot.bias is not None)
 
     def reveals(self, unit: Unit) -> str:
         """What the coverage table says."""
@@ -106,19 +117,6 @@ class DADExchange(Stateless):
         return "this site's gradient" if self._canonical else "activations and deltas of each row"
 
     def _sent_numel(self, unit: Unit, rows_K: Sequence[int]) -> int:
-        used = [(s, rows) for s, rows in zip(unit.slots, rows_K, strict=True) if rows]
-        biases = sum(s.groups * s.outputs for s, _ in used if self.sends_bias(s))
+        used = used_slots(unit, rows_K)
+        biases = bias_numel(slot for slot, _ in used if self.sends_bias(slot))
         return biases + sum(self.sent_rows(s, rows) * row_numel(s) for s, rows in used)
-
-
-def row_numel(slot: Slot) -> int:
-    """Numbers on the wire for one row."""
-    if slot.lookup:
-        return slot.outputs + 2  # an int64 id counts as two float32
-    return slot.groups * (slot.inputs + slot.outputs)
-
-
-def tied_in_use(unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-    """Whether products that add to the same weight are used in one step."""
-    used = [slot for k, slot in enumerate(unit.slots) if any(rows_K[k] for rows_K in rows_SK)]
-    return any(a.overlaps(b) for i, a in enumerate(used) for b in used[i + 1 :])

@@ -30,7 +30,8 @@ class ConvRule:
         outputs = module.out_channels // module.groups
         inputs = math.prod(module.weight.shape[1:])
         weight = join(name, "weight")
-        return [Slot(name, weight, outputs, inputs, bias=bias, groups=module.groups)]
+        groups, cut = module.groups, math.prod(module.kernel_size) > 1
+        return [Slot(name, weight, outputs, inputs, bias=bias, groups=groups, patches=cut)]
 
     def forward(self, module: Conv, tap: TapFn, input: Tensor) -> Tensor:
         """As the module's own; only the input is kept, patches are cut in backward."""

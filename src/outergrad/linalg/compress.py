@@ -6,8 +6,9 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from outergrad._types import Factors
+from outergrad._types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.outer import added
 from outergrad.linalg.power import POWER_ITERATIONS, power_iteration
 from outergrad.linalg.small_core import small_core
 from outergrad.linalg.subspace import OVERSAMPLING, SUBSPACE_ITERATIONS, subspace_iteration
@@ -23,13 +24,14 @@ CORE_PER_COLUMN = 1.0
 
 
 def compress(
-    factors: Factors,
+    gradient: Gradient,
     rank: int,
     tolerance: float = 0.0,
     *,
     solver: Solver = "auto",
     iterations: int | None = None,
     q_GIR: Tensor | None = None,
+    plus: Factors | None = None,
 ) -> LowRank:
     """The leading singular triplets of a weight gradient, from its factors.
 
@@ -38,27 +40,31 @@ def compress(
     theirs together. A factor that is not finite makes its group's gradient NaN throughout.
 
     Args:
-        factors: d_GNO and a_GNI, any floating dtype; N may be zero. b_GO does not matter.
+        gradient: d_GNO and a_GNI, any floating dtype; N may be zero. b_GO does not matter. Or
+            the gradient itself, (G, O, I).
         rank: largest R, at least 1.
         tolerance: largest relative Frobenius error, in [0, 1); 0 keeps `rank` triplets.
         solver: the name of a function of this package, or "auto" for `choose_solver`'s.
         iterations: of the iterative solvers, at least 1; None for their own defaults.
         q_GIR: warm start, `a_GRI.mT` of an earlier result; only `subspace_iteration` needs one.
+        plus: few more rows, whose outer product is added to the gradient.
 
     Raises:
         ValueError: an argument out of its range.
     """
     _check(rank, tolerance, iterations)
     if solver == "auto":
-        (_, rows, outputs), inputs = factors.d_GRO.shape, factors.a_GRI.shape[2]
-        solver = choose_solver(rows, inputs, outputs, rank, iterations or SUBSPACE_ITERATIONS)
-    if solver == "small_core":
-        return small_core(factors, rank, tolerance)
-    if solver == "power_iteration":
-        return power_iteration(factors, rank, tolerance, iterations=iterations or POWER_ITERATIONS)
+        solver = choose_solver(*_shape(gradient), rank, iterations or SUBSPACE_ITERATIONS)
     if solver == "subspace_iteration":
         sweeps = iterations or SUBSPACE_ITERATIONS
-        return subspace_iteration(factors, rank, tolerance, iterations=sweeps, q_GIR=q_GIR)
+        return subspace_iteration(
+            gradient, rank, tolerance, iterations=sweeps, q_GIR=q_GIR, plus=plus
+        )
+    whole = gradient if plus is None else added(gradient, plus)
+    if solver == "small_core":
+        return small_core(whole, rank, tolerance)
+    if solver == "power_iteration":
+        return power_iteration(whole, rank, tolerance, iterations=iterations or POWER_ITERATIONS)
     raise ValueError(f"solver must be one of {get_args(Solver)}, not {solver!r}")
 
 
@@ -74,6 +80,13 @@ def choose_solver(rows: int, inputs: int, outputs: int, rank: int, iterations: i
     if core <= max(SMALL_CORE, CORE_PER_COLUMN * columns * iterations):
         return "small_core"
     return "subspace_iteration"
+
+
+def _shape(gradient: Gradient) -> tuple[int, int, int]:
+    """N, I and O; a formed gradient has O rows."""
+    if isinstance(gradient, Tensor):
+        return gradient.shape[1], gradient.shape[2], gradient.shape[1]
+    return gradient.d_GRO.shape[1], gradient.a_GRI.shape[2], gradient.d_GRO.shape[2]
 
 
 def _check(rank: int, tolerance: float, iterations: int | None) -> None:

@@ -23,13 +23,13 @@ def add_gradients(
     cast = [_cast(part, weight.dtype) for part in parts]
     if slot.lookup:
         value = lookup_gradient(cast, slot.inputs, scale)
-        _add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
+        add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
         return
     value = weight_gradient(stack(cast), scale)
-    _add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
+    add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
     if slot.bias is not None:
         value = bias_gradient(cast, scale)
-        _add_rows(gradients, slot.bias, slot.bias_rows, value, params[slot.bias])
+        add_rows(gradients, slot.bias, slot.bias_rows, value, params[slot.bias])
 
 
 def _cast(factors: Factors, dtype: torch.dtype) -> Factors:
@@ -41,14 +41,14 @@ def _cast(factors: Factors, dtype: torch.dtype) -> Factors:
     )
 
 
-def _add_rows(
+def add_rows(
     gradients: dict[str, Tensor],
     name: str,
     rows: tuple[int, int] | None,
     value: Tensor,
     p: Tensor,
 ) -> None:
-    """Adds to a part of a parameter's gradient, avoiding a copy where it is the whole."""
+    """Adds to a part of a parameter's gradient, None for all of it, without a copy if it can."""
     whole = rows is None or rows == (0, p.shape[0])
     if whole and name not in gradients:
         gradients[name] = value.view(p.shape)

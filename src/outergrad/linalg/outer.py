@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors
+from outergrad._types import Factors, Gradient
 
 _SMALL = 1 << 14
 """Products of at most this many elements are summed in float64, which costs them nothing: a
@@ -23,6 +23,17 @@ def stack(parts: Sequence[Factors]) -> Factors:
         ids_R, d_RO = coalesce(torch.cat([part.a_GRI for part in parts]), d_GRO[0])
         return Factors(d_RO.unsqueeze(0), ids_R)
     return Factors(d_GRO, torch.cat([part.a_GRI for part in parts], dim=1))
+
+
+def added(gradient: Gradient, plus: Factors) -> Gradient:
+    """The sum of a gradient and of an outer product, in float32 at least."""
+    if isinstance(gradient, Tensor):
+        return torch.baddbmm(_single(gradient), _single(plus.d_GRO).mT, _single(plus.a_GRI))
+    return stack([Factors(_single(d), _single(a)) for d, a, _ in (gradient, plus)])
+
+
+def _single(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def weight_gradient(factors: Factors, scale: float = 1.0) -> Tensor:

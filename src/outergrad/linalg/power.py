@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from outergrad._types import Factors
+from outergrad._types import Gradient
 from outergrad.linalg.low_rank import LowRank, is_noise
 from outergrad.linalg.probe import gaussian_probe
 from outergrad.linalg.product import Product, cheapest, product
@@ -19,7 +19,7 @@ _CONVERGED = 1e-4
 
 
 def power_iteration(
-    factors: Factors, rank: int, tolerance: float = 0.0, *, iterations: int = POWER_ITERATIONS
+    gradient: Gradient, rank: int, tolerance: float = 0.0, *, iterations: int = POWER_ITERATIONS
 ) -> LowRank:
     """The leading singular triplets of `dᵀ a`, each by power iterations through the factors.
 
@@ -29,26 +29,25 @@ def power_iteration(
     2008, compares them). And a Rayleigh-Ritz step sets the basis found right at the end.
 
     Args:
-        factors: d_GNO and a_GNI, any floating dtype.
+        gradient: d_GNO and a_GNI, or the gradient itself, any floating dtype.
         rank: largest R.
         tolerance: largest relative Frobenius error, if R suffices for it.
         iterations: power iterations per triplet, at most.
     """
-    gradient = product(factors)
-    gradient = cheapest(gradient, rank, iterations, with_energy=tolerance > 0)
-    p_GOK = gradient.a_GNI.new_zeros(len(gradient.scale_G), gradient.outputs, 0)
-    enough = tolerance**2 * gradient.energy().sum() if tolerance > 0 else None
+    matrix = cheapest(product(gradient), rank, iterations, with_energy=tolerance > 0)
+    p_GOK = matrix.a_GNI.new_zeros(len(matrix.scale_G), matrix.outputs, 0)
+    enough = tolerance**2 * matrix.energy().sum() if tolerance > 0 else None
     largest_G = None
-    for _ in range(min(rank, gradient.largest_rank)):
-        p_GO1 = _leading_direction(gradient, p_GOK, iterations)
-        sigma_G = gradient.transposed_times(p_GO1).norm(dim=(1, 2))
+    for _ in range(min(rank, matrix.largest_rank)):
+        p_GO1 = _leading_direction(matrix, p_GOK, iterations)
+        sigma_G = matrix.transposed_times(p_GO1).norm(dim=(1, 2))
         largest_G = sigma_G if largest_G is None else largest_G
         p_GOK = torch.cat([p_GOK, p_GO1], dim=2)
         if is_noise(sigma_G, largest_G).all():
             break  # the effective rank is reached; this last one will be cut off
-        if enough is not None and gradient.without(p_GOK).energy().sum() <= enough:
+        if enough is not None and matrix.without(p_GOK).energy().sum() <= enough:
             break
-    return rayleigh_ritz(gradient, p_GOK, rank, tolerance)
+    return rayleigh_ritz(matrix, p_GOK, rank, tolerance)
 
 
 def _leading_direction(gradient: Product, p_GOK: Tensor, iterations: int) -> Tensor:

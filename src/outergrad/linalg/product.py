@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors
+from outergrad._types import Gradient
 
 _SAFE = (2.0**-24, 2.0**16)
 """A largest entry within this range needs no scaling: not even the squares of products of a
@@ -39,6 +39,11 @@ class Product:
     def outputs(self) -> int:
         """O."""
         return self.a_GNI.shape[1] if self.d_GNO is None else self.d_GNO.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is computed in."""
+        return self.a_GNI.dtype
 
     @property
     def largest_rank(self) -> int:
@@ -86,13 +91,17 @@ class Product:
         return Product(self.a_GNI, self.d_GNO - (self.d_GNO @ p_GOK) @ p_GOK.mT, self.scale_G)
 
 
-def product(factors: Factors) -> Product:
-    """The gradient of factors, d_GNO and a_GNI of any floating dtype; b_GO does not matter.
+def product(gradient: Gradient) -> Product:
+    """The gradient of factors, d_GNO and a_GNI of any floating dtype, or a formed one.
 
-    Half precision is computed in float32. No rows at all are one row of zeros.
+    b_GO does not matter. Half precision is computed in float32. No rows at all are one row of
+    zeros.
     """
-    a_GNI, d_GNO = factors.a_GRI, factors.d_GRO
-    dtype = torch.promote_types(torch.promote_types(a_GNI.dtype, d_GNO.dtype), torch.float32)
+    if isinstance(gradient, Tensor):
+        formed_GOI, scale_G = _scaled(gradient.to(_computed_in(gradient.dtype)))
+        return Product(formed_GOI, None, scale_G)
+    a_GNI, d_GNO = gradient.a_GRI, gradient.d_GRO
+    dtype = _computed_in(torch.promote_types(a_GNI.dtype, d_GNO.dtype))
     a_GNI, scale_a_G = _scaled(a_GNI.to(dtype))
     d_GNO, scale_d_G = _scaled(d_GNO.to(dtype))
     return Product(a_GNI, d_GNO, scale_a_G * scale_d_G)
@@ -105,16 +114,22 @@ def cheapest(gradient: Product, columns: int, sweeps: int, *, with_energy: bool)
     formed gradient I O; forming it costs N I O, and the Gram matrices for the energy N² (I + O).
 
     Args:
-        gradient: not formed yet.
+        gradient: left as it is if it is formed already.
         columns: K, vectors that are multiplied at a time.
         sweeps: multiplications by the gradient and back.
         with_energy: whether `energy` of what is left will be asked for.
     """
+    if gradient.d_GNO is None:
+        return gradient
     rows, inputs, outputs = gradient.a_GNI.shape[1], gradient.inputs, gradient.outputs
     vectors = 2 * columns * sweeps
     through_factors = (vectors + (rows if with_energy else 0)) * rows * (inputs + outputs)
     through_formed = (vectors + rows) * inputs * outputs
     return gradient.formed() if through_formed < through_factors else gradient
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _transposed_times(x_GNW: Tensor, y_GNK: Tensor) -> Tensor:

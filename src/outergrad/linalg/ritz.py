@@ -7,9 +7,10 @@ from torch import Tensor
 
 from outergrad.linalg.low_rank import LowRank, truncate
 from outergrad.linalg.product import Product
+from outergrad.linalg.total import Total
 
 
-def rayleigh_ritz(gradient: Product, p_GOK: Tensor, rank: int, tolerance: float) -> LowRank:
+def rayleigh_ritz(gradient: Product | Total, p_GOK: Tensor, rank: int, tolerance: float) -> LowRank:
     """The truncated singular value decomposition of `p pᵀ dW`, a projection of the gradient.
 
     A projection never exceeds its original, so the result is no worse than nothing, however

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors
+from outergrad._types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.probe import gaussian_probe
 from outergrad.linalg.product import cheapest, product
 from outergrad.linalg.ritz import rayleigh_ritz
+from outergrad.linalg.total import total
 
 SUBSPACE_ITERATIONS = 3
 OVERSAMPLING = 4
@@ -19,13 +20,14 @@ values; two iterations, within 5 %. From a warm start one iteration does."""
 
 
 def subspace_iteration(
-    factors: Factors,
+    gradient: Gradient,
     rank: int,
     tolerance: float = 0.0,
     *,
     iterations: int = SUBSPACE_ITERATIONS,
     oversampling: int = OVERSAMPLING,
     q_GIR: Tensor | None = None,
+    plus: Factors | None = None,
 ) -> LowRank:
     """The leading singular triplets of `dᵀ a`, nearly, from a few products with the factors.
 
@@ -33,27 +35,36 @@ def subspace_iteration(
     start and no oversampling is PowerSGD's (Vogels, Karimireddy and Jaggi, 2019, algorithm 1).
 
     Args:
-        factors: d_GNO and a_GNI, any floating dtype.
+        gradient: d_GNO and a_GNI, or the gradient itself, any floating dtype.
         rank: largest R.
         tolerance: largest relative Frobenius error, if R suffices for it.
         iterations: multiplications by the gradient and by its transpose.
         oversampling: columns more than R to iterate on: each makes a near miss less likely.
         q_GIR: right singular vectors that were leading before, a warm start; columns that are
             zero or not finite are ignored.
+        plus: few more rows, whose outer product is added to the gradient.
     """
-    gradient = product(factors)
-    columns = min(rank + oversampling, gradient.largest_rank)
-    gradient = cheapest(gradient, columns, iterations, with_energy=tolerance > 0)
-    x_GIK = _start(gradient.a_GNI, columns, q_GIR)
-    p_GOK = orthonormal(gradient.times(x_GIK))
+    whole = product(gradient)
+    extra = () if plus is None else (product(plus),)
+    columns = min(rank + oversampling, total(whole, *extra).largest_rank)
+    whole = cheapest(whole, columns, iterations, with_energy=tolerance > 0)
+    matrix = total(whole, *extra)
+    x_GIK = start(whole.a_GNI, columns, q_GIR)
+    p_GOK = orthonormal(matrix.times(x_GIK))
     for _ in range(iterations - 1):
-        x_GIK = orthonormal(gradient.transposed_times(p_GOK))
-        p_GOK = orthonormal(gradient.times(x_GIK))
-    return rayleigh_ritz(gradient, p_GOK, rank, tolerance)
+        x_GIK = orthonormal(matrix.transposed_times(p_GOK))
+        p_GOK = orthonormal(matrix.times(x_GIK))
+    return rayleigh_ritz(matrix, p_GOK, rank, tolerance)
 
 
-def _start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
-    """The usable columns of a warm start, and fixed random ones in the place of all others."""
+def start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
+    """The usable columns of a warm start, and fixed random ones in the place of all others.
+
+    Args:
+        like_GNI: gives G, I, dtype and device.
+        columns: K.
+        q_GIR: directions that were good before; columns that are zero or not finite are not used.
+    """
     groups, _, inputs = like_GNI.shape
     x_GIK = gaussian_probe(inputs, columns, like_GNI.device).to(like_GNI).expand(groups, -1, -1)
     if q_GIR is None:

@@ -22,7 +22,8 @@ class Travel:
     Attributes:
         parameter: full name.
         shape: of the parameter.
-        travels: "factors", "dense", "not trained", or "factors or dense" before the first step.
+        travels: "factors", "low rank", "dense", "not trained", or, before the first step,
+            "factors or dense".
         why: the reason, in words.
         reveals: what the other sites can learn from this site's messages.
     """
@@ -108,6 +109,8 @@ def _unit_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tupl
         return "factors or dense", pays, exchange.reveals(unit)
     if chosen == "factors":
         return chosen, pays, exchange.reveals(unit)
+    if chosen.startswith("low rank: "):
+        return "low rank", chosen.removeprefix("low rank: "), exchange.reveals(unit)
     return "dense", chosen.format(pays=pays), _dense_reveals(sites)
 
 

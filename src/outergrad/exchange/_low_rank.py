@@ -1,0 +1,164 @@
+"""What travels at low rank, and how: decided by bytes; what is computed from factors: by time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from outergrad._types import Factors, Gradient, Route, Sketches, Slot, Unit
+from outergrad.exchange._common import bias_numel, row_numel, tied_in_use, used_slots
+from outergrad.exchange._gathered import Gathered
+from outergrad.exchange._memory import Memories
+from outergrad.exchange._settings import WIRES, LowRankSettings
+from outergrad.exchange._sketches import GlobalSketches
+
+_THIN = 4
+"""A multiplication in a product with a thin matrix costs as much as so many in one of full
+matrices (`benchmarks/solvers.py`)."""
+
+_GATHER_SITES = 2
+"""Up to so many sites "auto" gathers: it is no more bytes than to reduce, and one round less."""
+
+
+class LowRankExchange:
+    """The exchange of `RankDAD` and of `PowerSGD`."""
+
+    forced = False
+    takes_plain = True
+
+    def __init__(self, settings: LowRankSettings) -> None:
+        self._settings = settings
+        self.bucket_bytes = settings.bucket_bytes
+        self.wire = WIRES[settings.wire]
+        self._memories = Memories()
+        self._gathered = Gathered(settings, self._memories)
+        self._sketches = GlobalSketches(settings, self._memories)
+        self.sketches: Sketches | None = self._sketches
+
+    def refuse(self, units: Sequence[Unit]) -> None:
+        """Low rank can do every rule."""
+
+    # -- how a unit travels ---------------------------------------------------------------------
+
+    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
+        """Exact factors if nothing is smaller, then low rank if that is small enough, or dense."""
+        sites = len(rows_SK)
+        if sites == 1:
+            return Route.DENSE
+        dense = 2 * unit.dense_numel / sites
+        low_rank = self._low_rank_numel(unit, sites)
+        if tapped and self._exact_numel(unit, rows_SK) <= min(low_rank, dense):
+            return Route.GATHER
+        if low_rank * self._settings.min_ratio >= dense:
+            return Route.DENSE
+        return self._low_rank_route(sites)
+
+    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """Whether factors are all that is sent, or what triplets are found from in less time."""
+        if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
+            return False
+        if self._exact_numel(unit, rows_SK) <= self._low_rank_numel(unit, len(rows_SK)):
+            return self.route(unit, rows_SK, tapped=True) == Route.GATHER
+        if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
+            return False
+        if self._settings.error_feedback == "dense" or any(slot.lookup for slot in unit.slots):
+            return False
+        return all(
+            self._cheaper_from_factors(slot, max(rows_S))
+            for slot, rows_S in zip(unit.slots, zip(*rows_SK, strict=True), strict=True)
+        )
+
+    def break_even(self, unit: Unit, sites: int) -> float:
+        """Rows per slot from which on dense is fewer bytes: none, where low rank pays."""
+        dense = 2 * unit.dense_numel / sites
+        if sites == 1:
+            return 0.0
+        if self._low_rank_numel(unit, sites) * self._settings.min_ratio < dense:
+            return math.inf
+        if not self._settings.taps or not unit.slots:
+            return 0.0
+        return (dense - bias_numel(unit.slots)) / sum(row_numel(slot) for slot in unit.slots)
+
+    def _low_rank_route(self, sites: int) -> Route:
+        if self._settings.reduce == "auto":
+            return Route.GATHER if sites <= _GATHER_SITES else Route.REDUCE
+        return Route.GATHER if self._settings.reduce == "gather" else Route.REDUCE
+
+    def _low_rank_numel(self, unit: Unit, sites: int) -> float:
+        """Numbers on the wire, so that all ways compare: what a site sends to one other.
+
+        All-gathered factors cost a site (S - 1) times their size, a ring all-reduce 2 (S - 1) / S
+        times it. The full rank counts, so that a layer whose rank adapts does not change its way.
+        """
+        if not unit.matrices:
+            return math.inf
+        triplets = sum(
+            min(self._settings.rank, m.outputs, m.inputs) * row_numel(m) for m in unit.matrices
+        )
+        vectors = unit.dense_numel - sum(m.groups * m.outputs * m.inputs for m in unit.matrices)
+        gathers = self._low_rank_route(sites) == Route.GATHER
+        return (triplets + vectors) * (1.0 if gathers else 2 / sites)
+
+    def _exact_numel(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
+        if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
+            return math.inf
+        if self._settings.tolerance and not any(slot.lookup for slot in unit.slots):
+            return math.inf
+        return max(self._exact_numel_of_site(unit, rows_K) for rows_K in rows_SK)
+
+    def _exact_numel_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
+        used = used_slots(unit, rows_K)
+        factors = sum(_exact_rows(slot, rows) * row_numel(slot) for slot, rows in used)
+        return factors + bias_numel(slot for slot, _ in used)
+
+    def _cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
+        """Whether two thin products with the factors cost less than the gradient and two with it.
+
+        Patches of a convolution would have to be cut out first, which costs more than all that.
+        """
+        if slot.patches:
+            return False
+        width = slot.outputs + slot.inputs
+        thin = 2 * _THIN * (self._settings.rank + self._settings.feedback_rank)
+        size = slot.outputs * slot.inputs
+        return thin * rows * width < rows * size + thin * size
+
+    # -- gathered -------------------------------------------------------------------------------
+
+    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
+        """All rows of an exact layer; else as many triplets as the site wanted, or as there are."""
+        exact = _exact_rows(slot, rows)
+        if slot.lookup:
+            return exact
+        return self._gathered.sent_rows(slot, min(exact, self._settings.rank), site)
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """Triplets have no row sums to take it from."""
+        return slot.bias is not None
+
+    def wanted_rows(self, slot: Slot) -> int:
+        """The rank that the tolerance asks for."""
+        return self._gathered.wanted_rows(slot)
+
+    def agree(self, slot: Slot, site: int, rows: int) -> None:
+        """What the site will send in the next step."""
+        self._gathered.agree(slot, site, rows)
+
+    def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
+        """The leading triplets of the gradient and of what was not sent before."""
+        return self._gathered.compress(slot, gradient, rows)
+
+    def settle(self, *, applied: bool) -> None:
+        """Keeps what the step left, or, if the step is void, what there was before it."""
+        self._memories.settle(applied=applied)
+        self._sketches.forget()
+
+    def reveals(self, unit: Unit) -> str:
+        """What the coverage table says."""
+        if unit.slots and all(slot.lookup for slot in unit.slots):
+            return "this site's gradient: the ids it looked up and their rows"
+        return "this site's gradient, its largest parts"
+
+
+def _exact_rows(slot: Slot, rows: int) -> int:
+    return rows if slot.lookup else min(rows, slot.outputs, slot.inputs)

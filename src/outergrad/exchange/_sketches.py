@@ -1,0 +1,131 @@
+"""Subspace iteration on the mean gradient, which no site has: two sums of thin matrices a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outergrad._types import Factors, Gradient, Slot
+from outergrad.exchange._memory import Memories, Memory, finite_or_none, formed, unsent_of
+from outergrad.exchange._settings import LowRankSettings
+from outergrad.linalg.orthonormal import orthonormal
+from outergrad.linalg.product import Product, cheapest, product
+from outergrad.linalg.subspace import start
+from outergrad.linalg.total import Total, total
+
+
+@dataclass
+class _Turn:
+    """A slot in the middle of a step.
+
+    Attributes:
+        matrix: this site's gradient and what it has not sent.
+        whole_GOI: the same, where it had to be formed.
+        y_GOL: its image of the directions that only the memory needs.
+        unsent: what is left of it.
+    """
+
+    matrix: Product | Total
+    whole_GOI: Tensor | None
+    y_GOL: Tensor
+    p_GOK: Tensor | None = None
+    unsent: Gradient | None = None
+
+
+class GlobalSketches:
+    """One step of block subspace iteration per step of training, each from where the last ended.
+
+    With `M = mean_s M_s`, `P = orth(M Q)` and `Z = Mᵀ P` the estimate is `P Zᵀ`, and Z is the
+    next Q. Sums over the sites are all that travels: its bytes do not depend on how many there
+    are. Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019, algorithm 1, here on the factors.
+    What a site could not send is `(1 - P Pᵀ) M_s`, of which the memory keeps the leading triplets,
+    found in the same two products.
+    """
+
+    def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
+        self._settings, self._memories = settings, memories
+        self._turns: dict[Slot, _Turn] = {}
+
+    def columns(self, slot: Slot) -> int:
+        """K: the rank, or what the tolerance asked for after the last step."""
+        memory = self._memories[slot]
+        wanted = memory.columns if memory and memory.columns else self._settings.rank
+        return min(wanted, slot.outputs, slot.inputs)
+
+    def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
+        """`M_s Q`, (G, O, K)."""
+        memory, columns = self._memories[slot], self.columns(slot)
+        unsent = unsent_of(memory)
+        whole_GOI = None
+        if self._settings.error_feedback == "dense" or isinstance(unsent, Tensor):
+            whole_GOI = formed(gradient, unsent)
+            main, others = product(whole_GOI), ()
+        else:
+            more = columns + self._memory_rows(slot, columns)
+            main = cheapest(product(gradient), more, 1, with_energy=False)
+            others = () if unsent is None else (product(unsent),)
+        matrix = total(main, *others)
+        x_GIL = self._start(slot, main, memory, columns)
+        y_GOL = _scaled(matrix, matrix.times(x_GIL))
+        self._turns[slot] = _Turn(matrix, whole_GOI, y_GOL[..., columns:])
+        return y_GOL[..., :columns]
+
+    def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
+        """`M_sᵀ P`, (G, I, K)."""
+        turn, columns = self._turns[slot], y_GOK.shape[2]
+        # by itself, so that it is the same to the last bit on all sites
+        turn.p_GOK = orthonormal(y_GOK.to(turn.y_GOL.dtype))
+        basis_GOL = turn.p_GOK
+        if turn.y_GOL.shape[2]:
+            others_GOL = orthonormal(torch.cat([turn.p_GOK, turn.y_GOL], dim=2))[..., columns:]
+            basis_GOL = torch.cat([turn.p_GOK, others_GOL], dim=2)
+        z_GIL = _scaled(turn.matrix, turn.matrix.transposed_times(basis_GOL))
+        z_GIK = z_GIL[..., :columns]
+        if self._settings.error_feedback == "dense":
+            assert turn.whole_GOI is not None
+            rest_GOI = turn.whole_GOI.baddbmm(turn.p_GOK, z_GIK.mT, alpha=-1)
+            turn.unsent = rest_GOI if bool(rest_GOI.isfinite().all()) else None
+        elif self._settings.error_feedback and z_GIL.shape[2] > columns:
+            rest = Factors(basis_GOL[..., columns:].mT, z_GIL[..., columns:].mT)
+            turn.unsent = finite_or_none(rest)
+        return z_GIK
+
+    def end(self, slot: Slot, z_GIK: Tensor, sites: int) -> Factors:
+        """`P Zᵀ / S` as factors of K rows."""
+        turn = self._turns.pop(slot)
+        assert turn.p_GOK is not None
+        z_GIK = z_GIK.to(turn.p_GOK.dtype)
+        self._memories[slot] = Memory(z_GIK, turn.unsent)
+        return Factors(turn.p_GOK.mT, (z_GIK / sites).mT)
+
+    def forget(self) -> None:
+        """Drops what a step that came to nothing left half done."""
+        self._turns.clear()
+
+    def _memory_rows(self, slot: Slot, columns: int) -> int:
+        if self._settings.error_feedback != "factored":
+            return 0
+        return min(self._settings.feedback_rank, slot.outputs - columns, slot.inputs - columns)
+
+    def _start(self, slot: Slot, main: Product, memory: Memory | None, columns: int) -> Tensor:
+        """Directions for the sum, then for the memory; fixed random ones where there are none."""
+        rows = self._memory_rows(slot, columns)
+        warm = []
+        if memory is not None:
+            warm.append(_of_width(memory.q_GIR.to(main.dtype), columns))
+            if rows and isinstance(memory.unsent, Factors):
+                warm.append(memory.unsent.a_GRI.mT.to(main.dtype))
+        return start(main.a_GNI, columns + rows, torch.cat(warm, dim=2) if warm else None)
+
+
+def _scaled(matrix: Product | Total, x_GWK: Tensor) -> Tensor:
+    """With the scale that the map leaves out; NaN where the gradient is not finite."""
+    return x_GWK * matrix.scale_G[:, None, None].to(x_GWK.dtype)
+
+
+def _of_width(x_GWK: Tensor, columns: int) -> Tensor:
+    """Cut, or filled with columns of zeros."""
+    missing = columns - x_GWK.shape[2]
+    return torch.nn.functional.pad(x_GWK, (0, missing)) if missing > 0 else x_GWK[..., :columns]

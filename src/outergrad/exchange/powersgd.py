@@ -1,0 +1,55 @@
+"""PowerSGD: the method that low rank is compared with, in the same frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from outergrad.exchange._low_rank import LowRankExchange
+from outergrad.exchange._settings import WIRES, LowRankSettings, Wire
+from outergrad.exchange.rank_dad import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """Low rank of gradients that are formed first, with a memory of the size of the model.
+
+    A baseline: what the `powerSGD_hook` of DistributedDataParallel does, in outergrad's messages.
+    Every gradient is a matrix of its first dimension by all others; one step of subspace iteration
+    on the mean over the sites per step of training, from where the last one ended. Source: Vogels,
+    Karimireddy and Jaggi, 2019, algorithms 1 and 2.
+
+    Attributes:
+        rank: of what is sent per layer.
+        error_feedback: whether what was not sent in one step is added to the next gradient.
+        wire: "bf16" rounds what is sent to half the bytes.
+        min_ratio: send a layer at low rank only where that is so many times fewer bytes than
+            dense, as the hook's `min_compression_rate`.
+        bucket_bytes: payload of one message before the next layer opens another.
+    """
+
+    rank: int = 1
+    error_feedback: bool = True
+    wire: Wire = "fp32"
+    min_ratio: float = 2.0
+    bucket_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        require(self.rank >= 1, self, "rank", "1 or more")
+        require(self.wire in get_args(Wire), self, "wire", f"one of {tuple(WIRES)}")
+        require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
+        require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
+
+    def exchange(self) -> LowRankExchange:
+        """A new exchange with these settings."""
+        settings = LowRankSettings(
+            rank=self.rank,
+            reduce="all_reduce",
+            error_feedback="dense" if self.error_feedback else None,
+            wire=self.wire,
+            min_ratio=self.min_ratio,
+            bucket_bytes=self.bucket_bytes,
+            taps=False,
+        )
+        return LowRankExchange(settings)

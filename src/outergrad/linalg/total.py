@@ -1,0 +1,89 @@
+"""A sum of gradients as one linear map: what a step brings and what earlier ones left unsent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from outergrad.linalg.product import Product
+
+
+@dataclass(frozen=True)
+class Total:
+    """The gradient `scale_G * sum(weight_G * part)`, without copying the parts side by side.
+
+    Attributes:
+        parts: all of one shape.
+        weights: of each part, (G,), at most 1.
+        scale_G: as in `Product`, of the largest part; NaN where a part is not finite.
+    """
+
+    parts: tuple[Product, ...]
+    weights: tuple[Tensor, ...]
+    scale_G: Tensor
+
+    @property
+    def inputs(self) -> int:
+        """I."""
+        return self.parts[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return self.parts[0].outputs
+
+    @property
+    def largest_rank(self) -> int:
+        """The rank that the gradient can have at most."""
+        return min(sum(part.largest_rank for part in self.parts), self.inputs, self.outputs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is computed in."""
+        return reduce(torch.promote_types, (part.dtype for part in self.parts))
+
+    def times(self, q_GIK: Tensor) -> Tensor:
+        """`dW q`, (G, O, K), without the scale."""
+        return self._sum([part.times(q_GIK.to(part.dtype)) for part in self.parts])
+
+    def transposed_times(self, p_GOK: Tensor) -> Tensor:
+        """`dWᵀ p`, (G, I, K), without the scale."""
+        return self._sum([part.transposed_times(p_GOK.to(part.dtype)) for part in self.parts])
+
+    def without(self, p_GOK: Tensor) -> Total:
+        """The rest `(1 - p pᵀ) dW`; see `Product.without`."""
+        parts = tuple(part.without(p_GOK.to(part.dtype)) for part in self.parts)
+        return Total(parts, self.weights, self.scale_G)
+
+    def energy(self) -> Tensor:
+        """The squared Frobenius norm, (G,), float64."""
+        if all(part.d_GNO is not None for part in self.parts):
+            return self._stacked().energy()
+        return Product(self.formed(), None, self.scale_G).energy()
+
+    def formed(self) -> Tensor:
+        """The gradient itself, (G, O, I), without the scale."""
+        return self._sum([part.formed().a_GNI for part in self.parts])
+
+    def _stacked(self) -> Product:
+        rows = [part.d_GNO for part in self.parts if part.d_GNO is not None]
+        pairs = zip(rows, self.weights, strict=True)
+        d_GNO = torch.cat([d * weight[:, None, None].to(d.dtype) for d, weight in pairs], dim=1)
+        return Product(torch.cat([part.a_GNI for part in self.parts], dim=1), d_GNO, self.scale_G)
+
+    def _sum(self, terms: list[Tensor]) -> Tensor:
+        pairs = zip(terms, self.weights, strict=True)
+        first, *others = (term * weight[:, None, None].to(term.dtype) for term, weight in pairs)
+        return sum(others, first)
+
+
+def total(*parts: Product) -> Product | Total:
+    """The sum of gradients of one shape; a single one is its own sum."""
+    if len(parts) == 1:
+        return parts[0]
+    scale_G = torch.stack([part.scale_G for part in parts]).amax(dim=0)
+    weights = tuple((part.scale_G / scale_G).nan_to_num(0.0) for part in parts)
+    return Total(parts, weights, scale_G)
