@@ -16,6 +16,7 @@ from outergrad._tap import TappedLayer, is_watched
 from outergrad._types import Exchange, Method, Recorder, Rule, Rules, Slot
 from outergrad._version import __version__
 from outergrad.comm.agree import agree, broadcast_all
+from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.wire import DTYPES
 from outergrad.exchange import DAD
@@ -47,7 +48,8 @@ def distribute(
         rules: what is known about layer types; extend by `{**og.RULES, MyLayer: MyRule()}`.
 
     Returns:
-        The session: `no_sync()`, `coverage()`, `stats()`, `detach()`.
+        The session: `no_sync()`, `coverage()`, `stats()`, `state_dict()`, `load_state_dict()`,
+        `detach()`.
 
     Raises:
         ValueError: the model or the method cannot be used, or the sites differ: the same message
@@ -67,7 +69,8 @@ def distribute(
     fingerprint = agree(comm, lines, error)
     assert view is not None
     broadcast_all(comm, [*model.parameters(), *model.buffers()])
-    return _attach(view, comm, fingerprint, recorder)
+    _settle_reduce(view, comm)
+    return _attach(view, comm, fingerprint, recorder, repr(method))
 
 
 @dataclass(frozen=True)
@@ -247,8 +250,17 @@ def _describe(model: nn.Module, method: Method, view: _View) -> list[str]:
     return lines + [str(slot) for slot in view.model.slots]
 
 
-def _attach(view: _View, comm: TorchComm, fingerprint: int, recorder: Recorder | None) -> Session:
-    session = Session(view.model, view.frozen, comm, view.exchange, fingerprint, recorder)
+def _settle_reduce(view: _View, comm: TorchComm) -> None:
+    """Measures the link where the method goes by it."""
+    exchange, sites = view.exchange, comm.world_size
+    if exchange is not None and exchange.wants_link(sites):
+        exchange.settle_reduce(view.model.units, sites, measured_link(comm))
+
+
+def _attach(
+    view: _View, comm: TorchComm, fingerprint: int, recorder: Recorder | None, method: str
+) -> Session:
+    session = Session(view.model, view.frozen, comm, view.exchange, fingerprint, recorder, method)
     for layer in view.layers:
         watched = [session.watched(slot) for slot in layer.slots]
         session.attach(TappedLayer(layer.module, layer.rule, layer.slots, watched, session))

@@ -14,9 +14,12 @@ from outergrad._bucket import Bucket, Load
 from outergrad._dense_bucket import DenseBucket
 from outergrad._factor_bucket import FactorBucket
 from outergrad._foresight import Foresight
+from outergrad._message import Cargo
 from outergrad._sketch_bucket import SketchBucket
+from outergrad._two_way_bucket import TwoWayBucket
 from outergrad._types import Exchange, Route, Slot, Unit
 from outergrad.comm.wire import Header
+from outergrad.exchange._owners import owners
 
 _FIRST_DENSE_BYTES = 1 << 20
 _DENSE_BYTES = 25 << 20
@@ -118,8 +121,10 @@ class Planner:
         self._model, self._exchange, self._sites = model, exchange, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._sketches = None if exchange is None else exchange.sketches
+        self._merger = None if exchange is None else exchange.merger
         self._mixed: set[Unit] = set()
         self._dense: dict[Sequence[str], DenseBucket] = {}
+        self._owners: dict[Slot | str, int] = {}
         self._last: tuple[Choice, list[Bucket]] | None = None
         self._order = tuple(model.params)[::-1]
         self.foresight = Foresight(self.facts)
@@ -141,10 +146,20 @@ class Planner:
         self._mixed |= {u for u in self._model.units if set(u.params) & set(names)}
         self.foresight.forget()
 
+    @property
+    def mixed(self) -> list[str]:
+        """Parameters that travel dense because they have a dense part, too."""
+        return [name for unit in self._model.units if unit in self._mixed for name in unit.params]
+
+    def resume(self, mixed: Sequence[str]) -> None:
+        """Goes on from a saved step, with the `mixed` of then."""
+        self._mixed.clear()
+        self.mark_mixed(mixed)
+
     def facts(self, headers: Sequence[Header]) -> Hashable:
         """What the headers decide: the choice, the length of every message, who has gradients."""
         choice = self.choose(headers)
-        loads = [load for load, route in self._loads(choice) if route == Route.GATHER]
+        loads = [load for load, route in self._loads(choice) if route in _OF_ROWS]
         slots = [slot for load in loads if load.tapped for slot in load.slots]
         pieces = tuple(self._piece(slot, header) for slot in slots for header in headers)
         return choice, pieces, tuple((header.used, header.alone) for header in headers)
@@ -173,7 +188,7 @@ class Planner:
         for unit in units:
             index = [self._slot_index[slot] for slot in unit.slots]
             rows_SK = [[header.uses[k].rows for k in index] for header in headers]
-            taps = bool(index) and unit not in self._mixed and exchange.taps(unit, rows_SK)
+            taps = self._taps(unit, rows_SK)
             tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
             route = exchange.route(unit, rows_SK, tapped=tapped)
             load = Load(unit, tapped)
@@ -184,17 +199,27 @@ class Planner:
             words.append(self._why(load, route, rows_SK, wanted=taps))
         return Choice(tuple(routes), tuple(all_tapped), tuple(wanted), tuple(sizes), tuple(words))
 
+    def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
+        """Whether a unit would be tapped if every site had so many rows per slot (K)."""
+        return self._taps(unit, [rows_K] * self._sites)
+
+    def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        exchange = self._exchange
+        if exchange is None or not unit.slots or unit in self._mixed:
+            return False
+        return exchange.taps(unit, rows_SK)
+
     def _why(
         self, load: Load, route: Route, rows_SK: Sequence[Sequence[int]], *, wanted: bool
     ) -> str:
         """In words: "factors", "low rank: " how, or why dense; "{pays}" is when factors pay."""
-        unit = load.unit
+        unit, exchange = load.unit, self._exchange
+        note = f"; {exchange.way_note}" if exchange and exchange.way_note else ""
         if route == Route.GATHER and load.tapped:
-            return "factors"
+            return f"factors{note}"
         if route != Route.DENSE:
             source = "factors" if load.tapped else "the formed gradient"
-            way = "triplets" if route == Route.GATHER else "sketches"
-            return f"low rank: {way} of {source}"
+            return f"low rank: {_WAYS[route]} of {source}{note}"
         if wanted:
             return "accumulated, or not tapped in the last step; {pays}"
         if unit in self._mixed:
@@ -248,6 +273,7 @@ class Planner:
         dense = [name for name in self._order if name not in inside]
         ordered = [units[name] for name in self._order if name in units]
         riders = dense if self._may_ride(dense, ordered) else []
+        self._owners = self._share_out(ordered, riders)
         shelf = _Shelf(self, self._exchange, riders)
         for name in self._order:
             if name in units:
@@ -261,7 +287,30 @@ class Planner:
     ) -> FactorBucket:
         """The message of these units, with these parameters and their own vectors along."""
         assert self._exchange is not None
-        return FactorBucket(index, loads, self._exchange, self._along(loads, riders))
+        return FactorBucket(Cargo(index, loads, self._exchange, self._along(loads, riders)))
+
+    def two_way_bucket(
+        self, index: int, loads: Sequence[Load], riders: Sequence[str]
+    ) -> TwoWayBucket:
+        """The two messages of these units, with these parameters and their own vectors along."""
+        assert self._exchange is not None
+        assert self._merger is not None
+        cargo = Cargo(index, loads, self._exchange, self._along(loads, riders))
+        return TwoWayBucket(cargo, self._merger, self._owners)
+
+    def _share_out(
+        self, ordered: Sequence[tuple[Load, Route, int]], riders: Sequence[str]
+    ) -> dict[Slot | str, int]:
+        """Who merges what, so that all sites send about the same in a step."""
+        loads = [load for load, route, _ in ordered if route == Route.TWO_WAY]
+        if not loads or self._merger is None:
+            return {}
+        names = [*(name for load in loads for name in load.vectors), *riders]
+        sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
+        for slot in (slot for load in loads for slot in load.slots):
+            rows = self._merger.merged_rows(slot, [slot.outputs])
+            sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
+        return owners(sizes, self._sites)
 
     def sketch_bucket(self, loads: Sequence[Load], riders: Sequence[str]) -> SketchBucket:
         """The two messages of these units, with these parameters and their own vectors along."""
@@ -283,7 +332,7 @@ class Planner:
         """Whether the dense gradients are so small that they go along with the last unit.
 
         An all-gather sends S / 2 times what an all-reduce would: nothing more at two sites, and
-        never more in sum than if the whole model travelled dense.
+        never more in sum than if the whole model travelled dense. Two ways send as much.
         """
         if not units:
             return False
@@ -297,6 +346,8 @@ class Planner:
         extra = nbytes * (sites - 1) * (sites - 2) // sites
         total = sum(p.nbytes for p in params.values())
         fits = (nbytes + factor_bytes) * sites <= 2 * total
+        if route == Route.TWO_WAY:
+            return nbytes <= _RIDERS_BYTES
         small = nbytes <= _RIDERS_BYTES and extra <= _RIDERS_EXTRA_BYTES
         return bool(factor_bytes) and small and fits
 
@@ -307,6 +358,15 @@ class Planner:
     def _last_param(self, unit: Unit) -> str:
         return max(unit.params, key=self._order.index)
 
+
+_OF_ROWS = (Route.GATHER, Route.TWO_WAY)
+"""Ways of which the messages' lengths follow from the rows of the sites."""
+
+_WAYS = {
+    Route.GATHER: "triplets",
+    Route.TWO_WAY: "merged triplets",
+    Route.REDUCE: "sketches",
+}
 
 _Shelved = tuple[Route, torch.dtype]
 """What shares a message: rows of any dtype, sketches or gradients of one."""
@@ -330,7 +390,7 @@ class _Shelf:
 
     def add_unit(self, load: Load, route: Route, nbytes: int, *, last: bool) -> None:
         """Adds a unit that travels as factors or sketches; the last one takes the riders."""
-        key = route, torch.float32 if route == Route.GATHER else self._planner.sketched_in(load)
+        key = route, torch.float32 if route in _OF_ROWS else self._planner.sketched_in(load)
         full = self._add(key, load, nbytes) >= self._bucket_bytes
         if full or (last and self._riders):
             self._close(key, self._riders if last else ())
@@ -360,6 +420,8 @@ class _Shelf:
             bucket = planner.dense_bucket(members)
         elif route == Route.GATHER:
             bucket = planner.factor_bucket(len(self._closed), members, riders)
+        elif route == Route.TWO_WAY:
+            bucket = planner.two_way_bucket(len(self._closed), members, riders)
         else:
             bucket = planner.sketch_bucket(members, riders)
         self._closed.append(bucket)

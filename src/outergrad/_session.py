@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
+from outergrad._accumulated import Accumulated, Earlier
 from outergrad._groups import end_unfinished, on_group
 from outergrad._plan import Model, Planner
+from outergrad._state import Owner, Progress, resumed, saved
 from outergrad._step import LocalStep, SharedStep
 from outergrad._tap import (
+    NO_TASK,
     TappedLayer,
     WatchedParameter,
     at_end_of_backward,
     current_task,
     refuse_nested_backward,
 )
-from outergrad._types import Comm, Event, Exchange, ExchangeError, Factors, Recorder, Slot
+from outergrad._types import (
+    Comm,
+    Event,
+    Exchange,
+    ExchangeError,
+    Factors,
+    Recorder,
+    Slot,
+    State,
+)
 from outergrad.comm.wire import Header, Use
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import LayerStats, Stats
@@ -35,9 +47,11 @@ class Session:
         exchange: Exchange | None,
         fingerprint: int,
         recorder: Recorder | None,
+        method: str,
     ) -> None:
         self._model, self._frozen, self._comm, self._exchange = model, frozen, comm, exchange
         self._fingerprint, self._recorder = fingerprint, recorder
+        self._owner = Owner(method, model, comm.rank, comm.world_size)
         self._planner = Planner(model, exchange, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
         self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
@@ -47,6 +61,7 @@ class Session:
         self._step: LocalStep | SharedStep | None = None
         self._synchronise, self._attached = True, True
         self._unshared: set[str] = set()
+        self._accumulated = Accumulated(model, self._planner.pays)
         self._lost: Exception | None = None
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: tuple[str, ...] = ()
@@ -58,7 +73,8 @@ class Session:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside leave this site's gradients in `param.grad`, unshared.
 
-        The first backward outside shares all that has been accumulated, as with DDP.
+        The first backward outside shares all that has been accumulated, as with DDP: as factors
+        while all their rows pay and nobody else wrote to `param.grad` since it was None.
         """
         before, self._synchronise = self._synchronise, False
         try:
@@ -77,6 +93,48 @@ class Session:
         """Bytes and seconds of the last synchronised step, per layer and in total."""
         return self._stats
 
+    def state_dict(self) -> State:
+        """What the session remembers, to be saved beside the model and the optimizer.
+
+        Every site saves its own, after the same step: what it has not sent yet is known to no
+        other. Plain tensors, numbers, strings, lists and dicts: `torch.load(weights_only=True)`
+        reads it. A step whose backward raised is first ended with the other sites.
+
+        Raises:
+            RuntimeError: this site lost the others in the middle of a step.
+        """
+        end_unfinished(self._comm.group)
+        self._refuse_lost()
+        progress = Progress(self._stats.step, self._wanted, self._planner.mixed)
+        return saved(self._owner, progress, self._exchange)
+
+    def load_state_dict(self, state: State | Sequence[State]) -> None:
+        """Goes on from what the sites saved. Call it on every site: they check it together.
+
+        At the same number of sites training goes on to the bit as if it had not been interrupted.
+        At another, what the sites have not sent yet is shared out so that none of it is lost.
+        Load the model after `distribute`, which makes its buffers equal to rank 0's.
+
+        Args:
+            state: what this site's `state_dict()` returned, or a list of what it returned on all
+                sites, in the order of their ranks: that is needed if their number has changed.
+
+        Raises:
+            ValueError: on all sites, and nothing is changed: a state is of another version,
+                method, model, site or number of sites, or the states are of different steps.
+            RuntimeError: the session is detached, or lost the other sites, or is in backward.
+        """
+        if not self._attached or current_task() != NO_TASK:
+            raise RuntimeError("load a state into an attached session, and not during backward")
+        end_unfinished(self._comm.group)
+        self._refuse_lost()
+        progress, inheritance = resumed(state, self._owner, self._comm)
+        if self._exchange is not None:
+            self._exchange.load(inheritance)
+        self._planner.resume(progress.mixed)
+        self._wanted = dict(progress.wanted)
+        self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
+
     def detach(self) -> None:
         """Ends the session: the model is plain again and keeps its parameters and gradients.
 
@@ -91,6 +149,7 @@ class Session:
             layer.restore()
         for watched in self._watched.values():
             watched.remove()
+        self._accumulated.clear()
 
     # -- what distribute() calls ----------------------------------------------------------------
 
@@ -142,29 +201,34 @@ class Session:
         used = {name for name, watched in self._watched.items() if watched.accumulates()}
         alone = self._comm.world_size == 1 and not any(self._wanted.values())
         if alone or not self._synchronise:
-            step = LocalStep(task, self._model, used)
-            self._unshared |= used if self._comm.world_size > 1 else set()
+            several = self._comm.world_size > 1
+            step = LocalStep(task, self._model, used, self._accumulated if several else None)
+            self._unshared |= used if several else set()
         else:
-            header = self._header(used)
-            step = SharedStep(task, self._model, self._planner, self._comm, header, used)
+            earlier = self._accumulated.take(used)
+            header = self._header(used, earlier)
+            step = SharedStep(task, self._model, self._planner, self._comm, header, used, earlier)
             on_group(self._comm.group).running.append(self)
         self._step = step
         at_end_of_backward(lambda: self._finish(step))
 
-    def _header(self, used: set[str]) -> Header:
+    def _header(self, used: set[str], earlier: Earlier) -> Header:
         """What this site announces; accumulated gradients count as used."""
         waiting = {n for n in self._unshared if self._model.params[n].grad is not None}
         has_gradient = tuple(name in used or name in waiting for name in self._model.params)
-        uses = tuple(self._use(slot, waiting) for slot in self._model.slots)
+        formed = waiting - earlier.params
+        uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
         step, rank = self._stats.step, self._comm.rank
         alone = len(on_group(self._comm.group).attached) == 1
         return Header(self._fingerprint, step, rank, has_gradient, uses, alone)
 
-    def _use(self, slot: Slot, unshared: set[str]) -> Use:
+    def _use(self, slot: Slot, formed: set[str], earlier: Earlier) -> Use:
         layer, k = self._place[slot]
         tapped, untapped, dtype = layer.announced(k)
-        suffices = untapped == 0 and unshared.isdisjoint(self._unit_of[slot].params)
-        return Use(tapped + _coarse(slot, untapped), suffices, dtype)
+        rows, dtype = earlier.announced(slot, tapped, dtype)
+        suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
+        unseen = untapped + (earlier.formed.get(slot, 0) if slot.weight in formed else 0)
+        return Use(rows + _coarse(slot, unseen), suffices, dtype)
 
     def _finish(self, step: LocalStep | SharedStep) -> None:
         if step is not self._step:  # left over from a backward that raised
@@ -181,8 +245,9 @@ class Session:
         self._step = None
         if isinstance(step, SharedStep):
             on_group(self._comm.group).running.remove(self)
-        for layer in self._layers:
-            layer.forget_untapped()
+        if isinstance(step, SharedStep) or self._comm.world_size == 1:  # else they add up
+            for layer in self._layers:
+                layer.forget_untapped()
         if isinstance(step, SharedStep) and step.choice is not None:
             self._wanted = dict(zip(self._model.units, step.choice.wanted, strict=True))
             self._chosen = step.choice.words

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outergrad._accumulated import Accumulated, Earlier
 from outergrad._bucket import Bucket, Pending, Result, Sender
 from outergrad._plan import Choice, Model, Planner
 from outergrad._types import Comm, Factors, Slot
@@ -27,10 +28,13 @@ class Calls:
     Args:
         model: what they belong to.
         used: parameters that this backward leaves a gradient in.
+        accumulated: keeps the rows of what is settled, if they may be shared later.
     """
 
-    def __init__(self, model: Model, used: set[str]) -> None:
-        self._model, self._used = model, used
+    def __init__(
+        self, model: Model, used: set[str], accumulated: Accumulated | None = None
+    ) -> None:
+        self._model, self._used, self._accumulated = model, used, accumulated
         self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
         self.settled: set[Slot] = set()
         self._touching: dict[str, list[Slot]] = {}
@@ -50,12 +54,19 @@ class Calls:
         """Adds what was captured for a parameter to its `grad`, as autograd would have."""
         for slot in self._touching.get(name, ()):
             if slot in self._of_slot:
-                gradients: dict[str, Tensor] = {}
-                add_gradients(gradients, slot, [self.rows(slot)], self._model.params, 1.0)
-                wanted = {n: gradient for n, gradient in gradients.items() if n in self._used}
-                accumulate(self._model, wanted)
+                self._write(slot, self.rows(slot))
                 del self._of_slot[slot]
                 self.settled.add(slot)
+
+    def _write(self, slot: Slot, factors: Factors) -> None:
+        gradients: dict[str, Tensor] = {}
+        add_gradients(gradients, slot, [factors], self._model.params, 1.0)
+        wanted = {n: gradient for n, gradient in gradients.items() if n in self._used}
+        if self._accumulated is not None:
+            self._accumulated.before_write(slot, wanted)
+        accumulate(self._model, wanted)
+        if self._accumulated is not None:
+            self._accumulated.after_write(slot, factors)
 
 
 @torch.no_grad()
@@ -81,11 +92,20 @@ def overwrite(model: Model, gradients: Mapping[str, Tensor]) -> None:
 
 
 class LocalStep:
-    """A backward whose gradients stay on this site (`no_sync`, or a single site)."""
+    """A backward whose gradients stay on this site (`no_sync`, or a single site).
 
-    def __init__(self, task: int, model: Model, used: set[str]) -> None:
+    Args:
+        task: of the backward.
+        model: what it runs through.
+        used: parameters that it leaves a gradient in.
+        accumulated: keeps its rows for the next shared step; None if there will be none.
+    """
+
+    def __init__(
+        self, task: int, model: Model, used: set[str], accumulated: Accumulated | None
+    ) -> None:
         self.task = task
-        self._calls = Calls(model, used)
+        self._calls = Calls(model, used, accumulated)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its parameters are ready."""
@@ -118,12 +138,16 @@ class SharedStep:
         comm: Comm,
         header: Header,
         used: set[str],
+        earlier: Earlier,
     ) -> None:
         self.task = task
         self.wait_s, self.sent_before = 0.0, comm.sent_bytes
         self.choice: Choice | None = None
         self._model, self._planner, self._comm = model, planner, comm
-        self._calls = Calls(model, used)
+        self._calls = Calls(model, used | earlier.params)
+        for slot, parts in earlier.stacked.items():
+            for part in parts:
+                self._calls.add(slot, lambda part=part: part)
         self._waiting = set(used)
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 Rows = tuple[int, int]
+Place = tuple[str, Rows | None]
+"""A weight and the part of its first dimension: what a gradient belongs to."""
 
 
 class ExchangeError(RuntimeError):
@@ -51,7 +53,7 @@ class Slot:
     patches: bool = False
 
     @property
-    def place(self) -> tuple[str, Rows | None]:
+    def place(self) -> Place:
         """The weight and the part of it: what the gradient belongs to, however it is made."""
         return self.weight, self.weight_rows
 
@@ -103,6 +105,8 @@ class Route(Enum):
     """Rows of every site go to every site."""
     REDUCE = "all_reduce"
     """Thin sketches of the gradient are summed over the sites, in two rounds."""
+    TWO_WAY = "two_way"
+    """Rows of every site go to the one that owns the slot, which sends the merged ones to all."""
 
 
 class Factors(NamedTuple):
@@ -143,7 +147,7 @@ class Event:
         step: synchronised steps before this one.
         rank: this site.
         layer: full name of the layer, or of the parameter that travelled dense.
-        travels: "factors", "low rank" (sketches) or "dense".
+        travels: "factors", "low rank" (sketches, merged triplets) or "dense".
         rows: rows of activations and deltas on this site; 0 for dense.
         sent_bytes: payload bytes that this site sent for it.
         compress_s: seconds spent on turning rows into factors.
@@ -156,6 +160,12 @@ class Event:
     rows: int
     sent_bytes: int
     compress_s: float
+
+
+def place_name(place: Place) -> str:
+    """As text: the name of the weight, with the rows of a part of it behind."""
+    weight, rows = place
+    return weight if rows is None else f"{weight}[{rows[0]}:{rows[1]}]"
 
 
 class TapFn(Protocol):
@@ -207,6 +217,40 @@ class Rule(Protocol):
 Rules = Mapping[type[nn.Module], Rule]
 
 
+State = dict[str, Any]
+"""What is saved of a session: names, numbers, lists and tensors, nothing else."""
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """Which saved states of an exchange a site goes on from.
+
+    The sites may be more or fewer than there were. What they still owe the mean gradient is the
+    mean of what is unsent, so a site that takes over from some old ones counts what they had
+    unsent S' / S times, S' sites after S.
+
+    Attributes:
+        place_of: every place of the model, by its name in the states.
+        first: the state that all sites have in common.
+        like: the state of the site that this one goes on from.
+        unsent: states of the sites whose unsent parts it takes over, if any.
+        weight: how many times these count.
+        predecessors: per site, this one too, the old site that it goes on from.
+    """
+
+    place_of: Mapping[str, Place]
+    first: State
+    like: State
+    unsent: Sequence[State]
+    weight: float
+    predecessors: Sequence[int]
+
+    @property
+    def same_sites(self) -> bool:
+        """Whether there are as many sites as there were."""
+        return self.weight == 1
+
+
 class Exchange(Protocol):
     """How the factors of a unit travel: one per method; owns the method's state."""
 
@@ -220,9 +264,21 @@ class Exchange(Protocol):
     """Whether weights without a rule are its business, too: their formed gradients."""
     sketches: Sketches | None
     """The state of what takes `Route.REDUCE`."""
+    merger: Merger | None
+    """What the owner of a slot does on `Route.TWO_WAY`."""
+    way_note: str
+    """Why low rank travels as it does, for the coverage table; empty where it is plain."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""
+        ...
+
+    def wants_link(self, sites: int) -> bool:
+        """Whether the way of low rank depends on the link."""
+        ...
+
+    def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
+        """Decides for good how low rank travels; the same figures on every site."""
         ...
 
     def break_even(self, unit: Unit, sites: int) -> float:
@@ -270,6 +326,14 @@ class Exchange(Protocol):
         """The step is over: what `compress` left for the next one holds, or is void."""
         ...
 
+    def state(self) -> State:
+        """What it remembers between two steps; `load` takes it back."""
+        ...
+
+    def load(self, inheritance: Inheritance) -> None:
+        """Goes on from what was saved, and forgets what it remembers now."""
+        ...
+
     def reveals(self, unit: Unit) -> str:
         """What the other sites can learn from the unit's factors."""
         ...
@@ -290,11 +354,26 @@ class Sketches(Protocol):
         ...
 
     def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
-        """This site's part `dWᵀ P` of the second sketch, (G, I, K), from the sum of the first."""
+        """This site's part `dWᵀ P` of the second sketch, of any shape, from the first's sum."""
         ...
 
-    def end(self, slot: Slot, z_GIK: Tensor, sites: int) -> Factors:
+    def end(self, slot: Slot, z: Tensor, sites: int) -> Factors:
         """The mean gradient, from the sum of the second sketch."""
+        ...
+
+
+class Merger(Protocol):
+    """Rows of several sites into as few as one site sends."""
+
+    def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
+        """R of the merged rows, from what every site sends; none from none."""
+        ...
+
+    def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
+        """The mean over the sites, of which those without rows are not among the parts.
+
+        What does not go into so many rows is kept for the next step.
+        """
         ...
 
 
@@ -304,6 +383,19 @@ class Method(Protocol):
     def exchange(self) -> Exchange | None:
         """A new exchange, or None where every parameter travels dense."""
         ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the slowest site of a group has to the others.
+
+    Attributes:
+        delay_s: until a short message has arrived, seconds.
+        bytes_per_s: that a site can send to all others together.
+    """
+
+    delay_s: float
+    bytes_per_s: float
 
 
 class Work(Protocol):
@@ -334,6 +426,15 @@ class Comm(Protocol):
         Args:
             t: this site's, of length `sizes[rank]`.
             sizes: the agreed length on every site.
+        """
+        ...
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
+        """Sends every site a 1-D tensor of its own; `wait` returns what each had for this one.
+
+        Args:
+            parts: in the order of sites; what is for this one stays here.
+            sizes: the agreed length of what each site has for this one.
         """
         ...
 

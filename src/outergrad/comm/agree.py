@@ -13,6 +13,7 @@ from torch import Tensor
 from outergrad._types import Comm
 
 _CHUNK_BYTES = 1 << 26
+_SAME = "build the same model and method with the same versions everywhere"
 
 
 def fingerprint(lines: Sequence[str]) -> int:
@@ -20,13 +21,16 @@ def fingerprint(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
 
 
-def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None) -> int:
+def agree(
+    comm: Comm, lines: Sequence[str], error: Exception | None = None, remedy: str = _SAME
+) -> int:
     """Compares a description over the sites, line by line.
 
     Args:
         comm: the transport.
         lines: this site's description, of the form "what: value".
         error: what went wrong on this site before it could describe itself, if anything.
+        remedy: what the user should do if two sites differ.
 
     Returns:
         The common fingerprint.
@@ -44,7 +48,7 @@ def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None) -> i
     texts = _exchange_texts(comm, mine, [size for _, size in theirs])
     if error is not None:
         raise error
-    raise ValueError(_first_difference(texts))
+    raise ValueError(_first_difference(texts, remedy))
 
 
 def _exchange_texts(comm: Comm, mine: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
@@ -53,7 +57,7 @@ def _exchange_texts(comm: Comm, mine: Sequence[str], sizes: Sequence[int]) -> li
     return [bytes(part.tolist()).decode().split("\n") for part in parts]
 
 
-def _first_difference(texts: Sequence[Sequence[str]]) -> str:
+def _first_difference(texts: Sequence[Sequence[str]], remedy: str) -> str:
     """Where the first site that is unlike most of them departs from those."""
     for rank, text in enumerate(texts):
         if text[0].startswith("error: "):
@@ -65,7 +69,7 @@ def _first_difference(texts: Sequence[Sequence[str]]) -> str:
         if expected != found:
             return (
                 f"the sites do not agree: site {odd} has {found!r} where site {normal} has "
-                f"{expected!r}; build the same model and method with the same versions everywhere"
+                f"{expected!r}; {remedy}"
             )
     raise AssertionError("equal descriptions with different fingerprints")
 

@@ -74,7 +74,7 @@ class TorchComm:
         if self.world_size == 1:
             return Ready(t)
         self.sent_bytes += ring_bytes(t.nbytes, self.world_size)
-        staged = t if t.device in (self._wire, self._host) else t.to(self._wire)
+        staged = self._staged(t)
         with _transport():
             work = dist.all_reduce(staged, group=self.group, async_op=True)
         assert work is not None
@@ -91,23 +91,47 @@ class TorchComm:
         """
         if self.world_size == 1:
             return Ready([t])
-        self.sent_bytes += t.nbytes * (self.world_size - 1)
-        staged = t if t.device in (self._wire, self._host) else t.to(self._wire)
-        parts = [staged.new_empty(size) for size in sizes]
+        staged = self._staged(t)
+        return self._exchanged([staged] * self.world_size, sizes, t.device)
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
+        """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
+
+        Args:
+            parts: for each site what it gets; what is for this one stays here.
+            sizes: the length of what each site has for this one, at least 1.
+        """
+        if self.world_size == 1:
+            return Ready([parts[0]])
+        return self._exchanged([self._staged(t) for t in parts], sizes, parts[0].device)
+
+    def _staged(self, t: Tensor) -> Tensor:
+        """Where the group can send it from."""
+        return t if t.device in (self._wire, self._host) else t.to(self._wire)
+
+    def _exchanged(
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int], device: torch.device
+    ) -> TorchWork:
+        """What every site has for this one, on the device."""
+        own = outgoing[self.rank]
+        self.sent_bytes += sum(t.nbytes for t in outgoing) - own.nbytes
+        parts = [own.new_empty(size) for size in sizes]
         with _transport():
-            works = self._exchange(staged, parts)
+            works = self._exchange(outgoing, parts)
 
         def result() -> list[Tensor]:
-            parts[self.rank] = staged
-            return [part.to(t.device) for part in parts]
+            parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
+            return [part.to(device) for part in parts]
 
         return TorchWork(works, result)
 
-    def _exchange(self, own: Tensor, parts: list[Tensor]) -> list[dist.Work]:
-        """Starts to send own to everybody and to receive the other parts."""
+    def _exchange(self, outgoing: Sequence[Tensor], parts: list[Tensor]) -> list[dist.Work]:
+        """Starts to send every other site its tensor and to receive the other parts."""
         others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
-        if own.device.type == "cuda":
-            sends = [dist.P2POp(dist.isend, own, group=self.group, group_peer=o) for o in others]
+        if parts[0].device.type == "cuda":
+            sends = [
+                dist.P2POp(dist.isend, outgoing[o], group=self.group, group_peer=o) for o in others
+            ]
             receive = [(parts[o], o) for o in others]
             receives = [
                 dist.P2POp(dist.irecv, part, group=self.group, group_peer=o) for part, o in receive
@@ -117,7 +141,7 @@ class TorchComm:
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
         group, tag = self.group, _TAG
         works = [dist.irecv(parts[o], group=group, group_src=o, tag=tag) for o in reversed(others)]
-        works += [dist.isend(own, group=group, group_dst=o, tag=tag) for o in others]
+        works += [dist.isend(outgoing[o], group=group, group_dst=o, tag=tag) for o in others]
         return [work for work in works if work is not None]
 
     def broadcast(self, t: Tensor) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Slot
+from outergrad._types import Factors, Gradient, Inheritance, Place, Slot, State, place_name
 from outergrad.exchange._common import without_silent_ids
 from outergrad.exchange._memory import (
     Memories,
     Memory,
-    Place,
     finite_or_none,
     formed,
     unsent_of,
+    warm_start,
 )
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.subspace import OVERSAMPLING
+
+_SPARE_PER_ROW = 2
+"""A spare direction per so many triplets keeps the error of one iteration within 2 % of the best
+(`benchmarks/errors.py`)."""
 
 _ANY_ERROR = 1e-9
 """Small enough to cut nothing off; above zero, so that the error is computed."""
@@ -42,6 +48,28 @@ class Gathered:
     def agree(self, slot: Slot, site: int, rows: int) -> None:
         """What the site will send in the next step."""
         self._rows[slot.place, site] = max(1, min(rows, self._settings.rank))
+
+    def common_state(self) -> State:
+        """Per place, the rows that every site will send: what all sites know."""
+        sent_rows: dict[str, list[int]] = {}
+        for (place, _), rows in sorted(self._rows.items(), key=lambda item: item[0][1]):
+            sent_rows.setdefault(place_name(place), []).append(rows)
+        return {"sent_rows": sent_rows}
+
+    def own_state(self) -> State:
+        """Per place, the rows that this site would send."""
+        return {"wanted_rows": {place_name(p): rows for p, rows in self._wanted.items()}}
+
+    def load(self, inheritance: Inheritance) -> None:
+        """Goes on with the ranks of the sites that this site and the others go on from."""
+        place_of, wanted = inheritance.place_of, inheritance.like["own"]["wanted_rows"]
+        sent_rows = inheritance.first["common"]["sent_rows"]
+        self._wanted = {place_of[name]: rows for name, rows in wanted.items()}
+        self._rows = {
+            (place_of[name], site): rows[old]
+            for name, rows in sent_rows.items()
+            for site, old in enumerate(inheritance.predecessors)
+        }
 
     def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
         """The leading triplets of the gradient and of what was not sent before."""
@@ -69,7 +97,7 @@ class Gathered:
     def _with_dense_memory(self, slot: Slot, whole_GOI: Tensor, rows: int) -> LowRank:
         found = self._found(slot, whole_GOI, rows, 0)
         kept = found.leading(rows)
-        rest_GOI = whole_GOI.baddbmm(kept.d_GRO.mT, kept.a_GRI, alpha=-1)
+        rest_GOI = whole_GOI.baddbmm_(kept.d_GRO.mT, kept.a_GRI, alpha=-1)
         keep = rest_GOI if bool(rest_GOI.isfinite().all()) else None
         self._memories[slot] = Memory(found.a_GRI.mT, keep)
         return kept
@@ -81,9 +109,11 @@ class Gathered:
         found = self._found(slot, gradient, rows, extra, unsent)
         rest = None
         if extra and found.rank > rows:
-            rest = finite_or_none(found.rest(rows).factors())
-        self._memories[slot] = Memory(found.a_GRI.mT, rest)
-        return found.leading(rows)
+            rest = finite_or_none(found.rest(rows).leading(extra).factors())
+        kept, spare = found.leading(rows), found.rest(rows + extra)
+        directions = torch.cat([kept.a_GRI, spare.a_GRI], dim=1)
+        self._memories[slot] = Memory(directions.mT, rest)
+        return kept
 
     def _found(
         self, slot: Slot, gradient: Gradient, rows: int, extra: int, unsent: Factors | None = None
@@ -93,11 +123,11 @@ class Gathered:
         needed = max(rows, settings.rank) if settings.tolerance else rows
         found = compress(
             gradient,
-            needed + extra,
+            needed + extra + max(OVERSAMPLING, needed // _SPARE_PER_ROW),
             _ANY_ERROR if settings.tolerance else 0.0,
             solver=settings.solver,
             iterations=settings.iterations,
-            q_GIR=memory.q_GIR if memory else None,
+            q_GIR=warm_start(memory),
             plus=unsent,
         )
         if settings.tolerance:

@@ -5,10 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outergrad._types import Factors, Gradient, Route, Sketches, Slot, Unit
+from outergrad._types import (
+    Factors,
+    Gradient,
+    Inheritance,
+    Link,
+    Merger,
+    Route,
+    Sketches,
+    Slot,
+    State,
+    Unit,
+)
 from outergrad.exchange._common import bias_numel, row_numel, tied_in_use, used_slots
 from outergrad.exchange._gathered import Gathered
+from outergrad.exchange._inherit import common_state, inherited, own_state
 from outergrad.exchange._memory import Memories
+from outergrad.exchange._merging import Merging
+from outergrad.exchange._owners import heaviest_share
+from outergrad.exchange._reduce import WAYS, best_way, explained, times
 from outergrad.exchange._settings import WIRES, LowRankSettings
 from outergrad.exchange._sketches import GlobalSketches
 
@@ -34,9 +49,38 @@ class LowRankExchange:
         self._gathered = Gathered(settings, self._memories)
         self._sketches = GlobalSketches(settings, self._memories)
         self.sketches: Sketches | None = self._sketches
+        self.merger: Merger | None = Merging(settings, self._memories)
+        self.way_note = ""
+        self._auto: Route | None = None
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Low rank can do every rule."""
+
+    # -- which way low rank travels, for good -----------------------------------------------------
+
+    def wants_link(self, sites: int) -> bool:
+        """Between two sites gathering is never worse."""
+        return self._settings.reduce == "auto" and sites > _GATHER_SITES
+
+    def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
+        """Takes the way that is fastest for the whole model."""
+        itemsize = self.wire.itemsize if self.wire else 4
+        numel = {way: self._sent_numel(units, sites, way) for way in WAYS}
+        seconds = times(numel, sites, itemsize, link)
+        self._auto, self.way_note = best_way(seconds), explained(seconds, link)
+
+    def _sent_numel(self, units: Sequence[Unit], sites: int, way: Route) -> float:
+        """Numbers that the busiest site sends in a step, also for units that travel dense."""
+        numel, merged = 0.0, dict[Slot, float]()
+        for unit in units:
+            low_rank, dense = self._low_rank_numel(unit, sites, way), 2 * unit.dense_numel / sites
+            pays = low_rank * self._settings.min_ratio < dense
+            numel += (sites - 1) * (low_rank if pays else dense)
+            merged.update({m: self._triplets_numel(m) for m in unit.matrices if pays})
+        if way == Route.TWO_WAY:  # an owner sends (S - 2) times more of its share than the others
+            unevenness = heaviest_share(merged, sites) - sum(merged.values()) / sites
+            numel += (sites - 2) * unevenness
+        return numel
 
     # -- how a unit travels ---------------------------------------------------------------------
 
@@ -80,24 +124,28 @@ class LowRankExchange:
         return (dense - bias_numel(unit.slots)) / sum(row_numel(slot) for slot in unit.slots)
 
     def _low_rank_route(self, sites: int) -> Route:
-        if self._settings.reduce == "auto":
-            return Route.GATHER if sites <= _GATHER_SITES else Route.REDUCE
-        return Route.GATHER if self._settings.reduce == "gather" else Route.REDUCE
+        if self._settings.reduce != "auto":
+            return Route(self._settings.reduce)
+        if self._auto is not None:
+            return self._auto
+        return Route.GATHER if sites <= _GATHER_SITES else Route.REDUCE
 
-    def _low_rank_numel(self, unit: Unit, sites: int) -> float:
+    def _low_rank_numel(self, unit: Unit, sites: int, way: Route | None = None) -> float:
         """Numbers on the wire, so that all ways compare: what a site sends to one other.
 
-        All-gathered factors cost a site (S - 1) times their size, a ring all-reduce 2 (S - 1) / S
-        times it. The full rank counts, so that a layer whose rank adapts does not change its way.
+        All-gathered factors cost a site (S - 1) times their size, a ring all-reduce and two ways
+        through the owners 2 (S - 1) / S times it. The full rank counts, so that a layer whose rank
+        adapts does not change its way.
         """
         if not unit.matrices:
             return math.inf
-        triplets = sum(
-            min(self._settings.rank, m.outputs, m.inputs) * row_numel(m) for m in unit.matrices
-        )
+        triplets = sum(self._triplets_numel(matrix) for matrix in unit.matrices)
         vectors = unit.dense_numel - sum(m.groups * m.outputs * m.inputs for m in unit.matrices)
-        gathers = self._low_rank_route(sites) == Route.GATHER
+        gathers = (way or self._low_rank_route(sites)) == Route.GATHER
         return (triplets + vectors) * (1.0 if gathers else 2 / sites)
+
+    def _triplets_numel(self, matrix: Slot) -> int:
+        return min(self._settings.rank, matrix.outputs, matrix.inputs) * row_numel(matrix)
 
     def _exact_numel(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
         if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
@@ -151,6 +199,31 @@ class LowRankExchange:
     def settle(self, *, applied: bool) -> None:
         """Keeps what the step left, or, if the step is void, what there was before it."""
         self._memories.settle(applied=applied)
+        self._sketches.forget()
+
+    # -- saved and loaded -----------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Under "common" what all sites know, under "own" what differs between them."""
+        held, gathered = self._memories.held(), self._gathered
+        way = {} if self._auto is None else {"low rank": self._auto.value}
+        return {
+            "common": {"way": way, **gathered.common_state(), **common_state(held)},
+            "own": {**gathered.own_state(), **own_state(held)},
+        }
+
+    def load(self, inheritance: Inheritance) -> None:
+        """Sketches have to begin with the same directions everywhere, triplets need not.
+
+        At the same number of sites low rank travels as it did, whatever the link is now.
+        """
+        way = inheritance.first["common"]["way"].get("low rank")
+        if way is not None and inheritance.same_sites and Route(way) != self._auto:
+            self._auto, self.way_note = Route(way), f'reduce="auto": {way} when it was saved'
+        sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
+        start = inheritance.first if sketches else inheritance.like
+        self._memories.replace(inherited(inheritance, start))
+        self._gathered.load(inheritance)
         self._sketches.forget()
 
     def reveals(self, unit: Unit) -> str:

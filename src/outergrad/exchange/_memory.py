@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Rows, Slot
+from outergrad._types import Factors, Gradient, Place, Slot
 from outergrad.linalg.outer import weight_gradient
-
-Place = tuple[str, Rows | None]
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,21 @@ class Memories:
     def __getitem__(self, slot: Slot) -> Memory | None:
         return self._held.get(slot.place)
 
+    def latest(self, slot: Slot) -> Memory | None:
+        """With what this step has changed."""
+        return self._next.get(slot.place) or self[slot]
+
     def __setitem__(self, slot: Slot, memory: Memory) -> None:
-        self._next[slot.place] = memory
+        self._next[slot.place] = _own(memory)
+
+    def held(self) -> Mapping[Place, Memory]:
+        """All of them, as the last step that was applied left them."""
+        return self._held
+
+    def replace(self, held: Mapping[Place, Memory]) -> None:
+        """Remembers these, and nothing else."""
+        self._held = dict(held)
+        self._next.clear()
 
     def settle(self, *, applied: bool) -> None:
         """The step is over."""
@@ -49,18 +61,44 @@ class Memories:
         self._next.clear()
 
 
+def _own(memory: Memory) -> Memory:
+    """In tensors that are no views of larger ones."""
+    unsent = memory.unsent
+    if isinstance(unsent, Factors):
+        unsent = Factors(_compact(unsent.d_GRO), _compact(unsent.a_GRI))
+    elif unsent is not None:
+        unsent = _compact(unsent)
+    return replace(memory, q_GIR=_compact(memory.q_GIR), unsent=unsent)
+
+
+def _compact(t: Tensor) -> Tensor:
+    """Laid out as it will be when it has been saved and loaded: so that products round alike."""
+    plain = torch.empty_like(t, device="meta", memory_format=torch.contiguous_format)
+    if t.stride() == plain.stride() and t.untyped_storage().nbytes() == t.nbytes:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 def unsent_of(memory: Memory | None) -> Gradient | None:
     """What the last step left, if there was one and it left something."""
     return None if memory is None else memory.unsent
 
 
+def warm_start(memory: Memory | None) -> Tensor | None:
+    """Directions that were found before: what was sent, then what was not, if factors hold it."""
+    if memory is None or not isinstance(memory.unsent, Factors):
+        return None if memory is None else memory.q_GIR
+    return torch.cat([memory.q_GIR, memory.unsent.a_GRI.mT.to(memory.q_GIR.dtype)], dim=2)
+
+
 def formed(gradient: Gradient, unsent: Gradient | None = None) -> Tensor:
     """The gradient as a matrix of its own, (G, O, I), in float32 at least, with what was unsent."""
-    whole = gradient if isinstance(gradient, Tensor) else product_of(gradient)
-    whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
+    is_own = isinstance(gradient, Factors)
+    whole = product_of(gradient) if isinstance(gradient, Factors) else gradient
+    dtype = torch.promote_types(whole.dtype, torch.float32)
     if unsent is None:
-        return whole
-    return whole + (unsent if isinstance(unsent, Tensor) else product_of(unsent))
+        return whole.to(dtype, copy=not is_own)
+    return whole.to(dtype) + (product_of(unsent) if isinstance(unsent, Factors) else unsent)
 
 
 def product_of(factors: Factors) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from outergrad.linalg.compress import Solver
 
-Reduce = Literal["auto", "gather", "all_reduce"]
+Reduce = Literal["auto", "gather", "two_way", "all_reduce"]
 Feedback = Literal["factored", "dense"] | None
 Wire = Literal["fp32", "bf16"]
 WIRES: dict[Wire, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}

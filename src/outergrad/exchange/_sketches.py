@@ -10,7 +10,7 @@ from torch import Tensor
 from outergrad._types import Factors, Gradient, Slot
 from outergrad.exchange._memory import Memories, Memory, finite_or_none, formed, unsent_of
 from outergrad.exchange._settings import LowRankSettings
-from outergrad.linalg.orthonormal import orthonormal
+from outergrad.linalg.orthonormal import orthonormal, principal
 from outergrad.linalg.product import Product, cheapest, product
 from outergrad.linalg.subspace import start
 from outergrad.linalg.total import Total, total
@@ -47,6 +47,7 @@ class GlobalSketches:
     def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
         self._settings, self._memories = settings, memories
         self._turns: dict[Slot, _Turn] = {}
+        self._rounds = settings.wire != "fp32"
 
     def columns(self, slot: Slot) -> int:
         """K: the rank, or what the tolerance asked for after the last step."""
@@ -73,10 +74,10 @@ class GlobalSketches:
         return y_GOL[..., :columns]
 
     def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
-        """`M_sᵀ P`, (G, I, K)."""
+        """`M_sᵀ P`, (G, I, K); with a tolerance flat, and the norm of what P misses behind it."""
         turn, columns = self._turns[slot], y_GOK.shape[2]
         # by itself, so that it is the same to the last bit on all sites
-        turn.p_GOK = orthonormal(y_GOK.to(turn.y_GOL.dtype))
+        turn.p_GOK = self._basis(y_GOK.to(turn.y_GOL.dtype))
         basis_GOL = turn.p_GOK
         if turn.y_GOL.shape[2]:
             others_GOL = orthonormal(torch.cat([turn.p_GOK, turn.y_GOL], dim=2))[..., columns:]
@@ -85,20 +86,50 @@ class GlobalSketches:
         z_GIK = z_GIL[..., :columns]
         if self._settings.error_feedback == "dense":
             assert turn.whole_GOI is not None
-            rest_GOI = turn.whole_GOI.baddbmm(turn.p_GOK, z_GIK.mT, alpha=-1)
+            rest_GOI = turn.whole_GOI.baddbmm_(turn.p_GOK, z_GIK.mT, alpha=-1)
             turn.unsent = rest_GOI if bool(rest_GOI.isfinite().all()) else None
         elif self._settings.error_feedback and z_GIL.shape[2] > columns:
             rest = Factors(basis_GOL[..., columns:].mT, z_GIL[..., columns:].mT)
             turn.unsent = finite_or_none(rest)
-        return z_GIK
+        if not self._settings.tolerance:
+            return z_GIK
+        rest_norm = turn.matrix.without(turn.p_GOK).energy().sum().sqrt()
+        return torch.cat([z_GIK.flatten(), rest_norm.to(z_GIK.dtype)[None]])
 
-    def end(self, slot: Slot, z_GIK: Tensor, sites: int) -> Factors:
+    def end(self, slot: Slot, z: Tensor, sites: int) -> Factors:
         """`P Zᵀ / S` as factors of K rows."""
         turn = self._turns.pop(slot)
         assert turn.p_GOK is not None
-        z_GIK = z_GIK.to(turn.p_GOK.dtype)
-        self._memories[slot] = Memory(z_GIK, turn.unsent)
-        return Factors(turn.p_GOK.mT, (z_GIK / sites).mT)
+        p_GOK, mean = turn.p_GOK, z.to(turn.p_GOK.dtype) / sites
+        q_GIK, columns = mean, None
+        if self._settings.tolerance:
+            mean, rest_norm = mean[:-1].view(len(p_GOK), -1, p_GOK.shape[2]), mean[-1]
+            q_GIK, columns = self._adapted(mean, rest_norm)
+        elif self._rounds:
+            q_GIK = self._basis(mean)
+        self._memories[slot] = Memory(q_GIK, turn.unsent, columns)
+        return Factors(p_GOK.mT, mean.mT)
+
+    def _adapted(self, z_GIK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
+        """Leading directions first, and the smallest K that keeps to the tolerance, for next time.
+
+        The norm of a mean is at most the mean of the norms, so the true error is smaller. If K is
+        too small for the tolerance, a quarter more is tried.
+        """
+        most = self._settings.rank
+        if not bool(z_GIK.isfinite().all() & rest_norm.isfinite()):
+            return z_GIK, most
+        left_GIK, sigma_GK = principal(z_GIK)
+        energy_K = sigma_GK.double().square().sum(dim=0)
+        tail_K = torch.cat([energy_K, rest_norm.double().square()[None]]).flip(0).cumsum(0).flip(0)
+        enough = int((tail_K > self._settings.tolerance**2 * tail_K[0]).sum())
+        now = len(energy_K)
+        columns = now + 1 + now // 4 if enough > now else enough
+        return left_GIK, max(1, min(columns, most))
+
+    def _basis(self, x_GWK: Tensor) -> Tensor:
+        """Orthonormal columns; where sketches are rounded, the leading directions first."""
+        return principal(x_GWK)[0] if self._rounds else orthonormal(x_GWK)
 
     def forget(self) -> None:
         """Drops what a step that came to nothing left half done."""

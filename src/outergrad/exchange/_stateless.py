@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from outergrad._types import Sketches, Slot
+from outergrad._types import Inheritance, Link, Merger, Sketches, Slot, State, Unit
 
 
 class Stateless:
@@ -14,6 +16,15 @@ class Stateless:
     forced = False
     takes_plain = False
     sketches: Sketches | None = None
+    merger: Merger | None = None
+    way_note = ""
+
+    def wants_link(self, sites: int) -> bool:
+        """Nothing to choose."""
+        return False
+
+    def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
+        """Nothing to choose."""
 
     def wanted_rows(self, slot: Slot) -> int:
         """Nothing: rows follow from the header."""
@@ -24,3 +35,10 @@ class Stateless:
 
     def settle(self, *, applied: bool) -> None:
         """Nothing to remember."""
+
+    def state(self) -> State:
+        """Nothing to save."""
+        return {}
+
+    def load(self, inheritance: Inheritance) -> None:
+        """Nothing to go on from."""

@@ -9,7 +9,7 @@ from outergrad.exchange._low_rank import LowRankExchange
 from outergrad.exchange._settings import WIRES, Feedback, LowRankSettings, Reduce, Wire
 from outergrad.linalg.compress import Solver
 
-_LEAST_FEEDBACK_RANK = 8
+_FEEDBACK_RANK = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,14 @@ class RankDAD:
         reduce: "gather": every site's triplets go to every site, in one round; bytes grow with
             the sites. "all_reduce": one step of subspace iteration on the mean gradient, from
             where the last step ended; two rounds, bytes independent of the number of sites.
-            "auto": gathers between two sites, and reduces among more.
+            "two_way": each layer has an owner that merges the triplets of all sites into `rank`
+            of their mean and sends these back; two rounds, bytes independent of the number of
+            sites, and a latency that is, too. "auto": gathers between two sites; among more it
+            measures the link when the model is distributed and takes the fastest.
         error_feedback: what a site does not send in one step is added to its gradient in the
             next. "factored": its `feedback_rank` leading triplets, in a memory of a few rows.
             "dense": all of it, in a memory of the size of the model. None: it is lost.
-        feedback_rank: triplets that "factored" keeps; None for `rank`, and 8 at least.
+        feedback_rank: triplets that "factored" keeps; None for half of `rank`, and 8 at least.
         wire: "bf16" rounds what is sent to half the bytes; it is computed in float32.
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than
             dense.
@@ -70,7 +73,7 @@ class RankDAD:
 
     def exchange(self) -> LowRankExchange:
         """A new exchange with these settings."""
-        feedback_rank = self.feedback_rank or max(self.rank, _LEAST_FEEDBACK_RANK)
+        feedback_rank = self.feedback_rank or max(self.rank // 2, _FEEDBACK_RANK)
         return LowRankExchange(LowRankSettings(**{**vars(self), "feedback_rank": feedback_rank}))
 
 

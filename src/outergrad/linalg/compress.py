@@ -11,7 +11,12 @@ from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import added
 from outergrad.linalg.power import POWER_ITERATIONS, power_iteration
 from outergrad.linalg.small_core import small_core
-from outergrad.linalg.subspace import OVERSAMPLING, SUBSPACE_ITERATIONS, subspace_iteration
+from outergrad.linalg.subspace import (
+    OVERSAMPLING,
+    SUBSPACE_ITERATIONS,
+    WARM_ITERATIONS,
+    subspace_iteration,
+)
 
 Solver = Literal["auto", "small_core", "subspace_iteration", "power_iteration"]
 
@@ -46,17 +51,18 @@ def compress(
         tolerance: largest relative Frobenius error, in [0, 1); 0 keeps `rank` triplets.
         solver: the name of a function of this package, or "auto" for `choose_solver`'s.
         iterations: of the iterative solvers, at least 1; None for their own defaults.
-        q_GIR: warm start, `a_GRI.mT` of an earlier result; only `subspace_iteration` needs one.
+        q_GIR: warm start, `a_GRI.mT` of an earlier result, of a few more than `rank` columns if
+            one iteration is to be enough; only `subspace_iteration` needs one.
         plus: few more rows, whose outer product is added to the gradient.
 
     Raises:
         ValueError: an argument out of its range.
     """
     _check(rank, tolerance, iterations)
+    sweeps = iterations or (SUBSPACE_ITERATIONS if q_GIR is None else WARM_ITERATIONS)
     if solver == "auto":
-        solver = choose_solver(*_shape(gradient), rank, iterations or SUBSPACE_ITERATIONS)
+        solver = choose_solver(*_shape(gradient), rank, sweeps)
     if solver == "subspace_iteration":
-        sweeps = iterations or SUBSPACE_ITERATIONS
         return subspace_iteration(
             gradient, rank, tolerance, iterations=sweeps, q_GIR=q_GIR, plus=plus
         )

@@ -118,12 +118,19 @@ def truncate(
     keep = max(keep, int(scale_G.isnan().any()))  # what is not finite must be seen
     sigma_GR = sigma_GK[:, :keep]
     return LowRank(
-        # in float64, as the scale alone may be out of range
-        d_GRO=(u_GOK[..., :keep] * sigma_GR[:, None]).to(u_GOK.dtype).mT,
+        d_GRO=_times(u_GOK[..., :keep], sigma_GR).mT,
         a_GRI=v_GIK[..., :keep].mT,
         sigma_GR=sigma_GR,
         discarded_G=None if discarded_GK is None else discarded_GK[:, keep],
     )
+
+
+def _times(u_GOR: Tensor, sigma_GR: Tensor) -> Tensor:
+    """`u sigma`, in float64 where singular values are out of float32's range: u may be tiny."""
+    finfo = torch.finfo(torch.float32)
+    if bool(((sigma_GR > finfo.tiny) & (sigma_GR < finfo.max)).all()):
+        return u_GOR * sigma_GR[:, None].to(u_GOR.dtype)
+    return (u_GOR * sigma_GR[:, None]).to(u_GOR.dtype)
 
 
 def is_noise(sigma: Tensor, largest: Tensor) -> Tensor:

@@ -18,6 +18,19 @@ def orthonormal(y_GWK: Tensor) -> Tensor:
     return torch.linalg.qr(y_GWK).Q if y_GWK.device.type == "cpu" else cholesky_qr2(y_GWK)
 
 
+def principal(y_GWK: Tensor) -> tuple[Tensor, Tensor]:
+    """Left singular vectors (G, W, K) of y, W >= K, and its singular values (G, K), falling.
+
+    Rounding a column costs an error relative to that column: so what is to be rounded should not
+    have its large parts spread over all columns. NaN stays NaN.
+    """
+    q_GWK, r_GKK = torch.linalg.qr(y_GWK)
+    if not bool(r_GKK.isfinite().all()):
+        return q_GWK, r_GKK.diagonal(dim1=-2, dim2=-1)
+    u_GKK, sigma_GK, _ = torch.linalg.svd(r_GKK)
+    return q_GWK @ u_GKK, sigma_GK
+
+
 def cholesky_qr2(y_GWK: Tensor) -> Tensor:
     """The same by two matrix products and two tiny factorisations.
 

@@ -17,12 +17,12 @@ class Total:
 
     Attributes:
         parts: all of one shape.
-        weights: of each part, (G,), at most 1.
+        weights: of each part, (G,), at most 1; None where all are 1.
         scale_G: as in `Product`, of the largest part; NaN where a part is not finite.
     """
 
     parts: tuple[Product, ...]
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...] | None
     scale_G: Tensor
 
     @property
@@ -70,14 +70,18 @@ class Total:
 
     def _stacked(self) -> Product:
         rows = [part.d_GNO for part in self.parts if part.d_GNO is not None]
-        pairs = zip(rows, self.weights, strict=True)
-        d_GNO = torch.cat([d * weight[:, None, None].to(d.dtype) for d, weight in pairs], dim=1)
+        d_GNO = torch.cat(self._weighted(rows), dim=1)
         return Product(torch.cat([part.a_GNI for part in self.parts], dim=1), d_GNO, self.scale_G)
 
     def _sum(self, terms: list[Tensor]) -> Tensor:
-        pairs = zip(terms, self.weights, strict=True)
-        first, *others = (term * weight[:, None, None].to(term.dtype) for term, weight in pairs)
+        first, *others = self._weighted(terms)
         return sum(others, first)
+
+    def _weighted(self, terms: list[Tensor]) -> list[Tensor]:
+        if self.weights is None:
+            return terms
+        pairs = zip(terms, self.weights, strict=True)
+        return [term * weight[:, None, None].to(term.dtype) for term, weight in pairs]
 
 
 def total(*parts: Product) -> Product | Total:
@@ -86,4 +90,6 @@ def total(*parts: Product) -> Product | Total:
         return parts[0]
     scale_G = torch.stack([part.scale_G for part in parts]).amax(dim=0)
     weights = tuple((part.scale_G / scale_G).nan_to_num(0.0) for part in parts)
+    if all(bool((weight == 1).all()) for weight in weights):
+        weights = None
     return Total(parts, weights, scale_G)

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
+from outergrad._types import Method
 from outergrad.recipes.errors import RecipeError
 
 FIRST_COMPRESSED_STEP = 2
@@ -93,7 +94,7 @@ def _powersgd(rank: int) -> Attach:
     return attach
 
 
-def _distributed(method: og.Dense | og.DAD | og.RankDAD) -> Attach:
+def _distributed(method: Method) -> Attach:
     def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
         session = og.distribute(model, method, group=group)
         return Replica(model=model, session=session, start_bytes=session.stats().total_sent_bytes)
@@ -123,9 +124,10 @@ METHODS: dict[str, Attach] = {
 No group means the default one. Every site of the group must call it at the same point.
 """
 
-CONFIGURABLE: dict[str, Callable[..., og.Dense | og.DAD | og.RankDAD]] = {
+CONFIGURABLE: dict[str, Callable[..., Method]] = {
     "dad": og.DAD,
     "rank-dad": og.RankDAD,
+    "og-powersgd": og.PowerSGD,
 }
 """Methods that can be named with settings, as ``rank-dad:rank=16:tolerance=0.1``."""
 

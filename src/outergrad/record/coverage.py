@@ -88,6 +88,9 @@ def coverage(
         assert exchange is not None
         entry = _unit_entry(unit, exchange, sites, chosen[u] if chosen else "")
         travels.update(dict.fromkeys(unit.params, entry))
+        if entry[0] == "low rank":
+            vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
+            travels.update(vectors)
     return Coverage(tuple(_travels(params, travels)))
 
 
@@ -107,10 +110,13 @@ def _unit_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tupl
         return "dense", "a single site: nothing travels", "nothing"
     if not chosen:
         return "factors or dense", pays, exchange.reveals(unit)
-    if chosen == "factors":
-        return chosen, pays, exchange.reveals(unit)
+    if chosen.startswith("factors"):
+        return "factors", pays + chosen.removeprefix("factors"), exchange.reveals(unit)
     if chosen.startswith("low rank: "):
-        return "low rank", chosen.removeprefix("low rank: "), exchange.reveals(unit)
+        how = chosen.removeprefix("low rank: ")
+        is_sum = how.startswith("sketches")
+        learnt = f"{_dense_reveals(sites)}, its largest parts" if is_sum else exchange.reveals(unit)
+        return "low rank", how, learnt
     return "dense", chosen.format(pays=pays), _dense_reveals(sites)
 
 

@@ -11,7 +11,7 @@ class LayerStats:
     """One layer, or one parameter that travelled dense, in the last synchronised step.
 
     Attributes:
-        travels: "factors", "low rank" (sketches) or "dense".
+        travels: "factors", "low rank" (sketches, merged triplets) or "dense".
         sent_bytes: payload that this site sent for it.
         compress_s: seconds from its rows to packed factors.
     """

@@ -1,0 +1,221 @@
+"""What a session saves, and how the sites go on from what they saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outergrad._plan import Model
+from outergrad._types import Comm, Exchange, Inheritance, Place, State, Unit, place_name
+from outergrad.comm.agree import agree
+
+VERSION = 1
+_REMEDY = "load on every site what all sites saved after the same step"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose state it is.
+
+    Attributes:
+        method: the method and its settings, as text.
+        model: the trained part of the model.
+        rank: this site.
+        sites: how many there are.
+    """
+
+    method: str
+    model: Model
+    rank: int
+    sites: int
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the parameters."""
+        return {name: list(p.shape) for name, p in self.model.params.items()}
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Of every gradient that could be a product, by name."""
+        return {place_name(place): place for unit in self.model.units for place in _places(unit)}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a session is.
+
+    Attributes:
+        step: synchronised steps so far.
+        wanted: per unit, whether it is tapped in the next forward.
+        mixed: parameters that travel dense because they have a dense part, too.
+    """
+
+    step: int
+    wanted: Mapping[Unit, bool]
+    mixed: Sequence[str]
+
+
+def saved(owner: Owner, progress: Progress, exchange: Exchange | None) -> State:
+    """The state of a session, in tensors of its own."""
+    wanted = progress.wanted.items()
+    return {
+        "version": VERSION,
+        "method": owner.method,
+        "rank": owner.rank,
+        "sites": owner.sites,
+        "step": progress.step,
+        "shapes": owner.shapes,
+        "tapped": {place_name(p): taps for unit, taps in wanted for p in _places(unit)},
+        "mixed": list(progress.mixed),
+        "exchange": {} if exchange is None else _copied(exchange.state()),
+    }
+
+
+def resumed(
+    given: State | Sequence[State], owner: Owner, comm: Comm
+) -> tuple[Progress, Inheritance]:
+    """What this site goes on from; nothing has changed yet.
+
+    Args:
+        given: this site's saved state, or those of all sites that there were.
+        owner: who goes on.
+        comm: the transport: all sites check together.
+
+    Raises:
+        ValueError: on all sites, if some site cannot go on from what it was given.
+    """
+    error, lines, states = None, [], {}
+    try:
+        states = _checked(given, owner)
+        lines = _common_lines(next(iter(states.values())))
+    except ValueError as raised:
+        error = raised
+    agree(comm, lines, error, _REMEDY)
+    return _progress(states, owner.model), _inheritance(states, owner, comm.device)
+
+
+# -- whether it can be loaded -----------------------------------------------------------------
+
+
+def _checked(given: State | Sequence[State], owner: Owner) -> dict[int, State]:
+    """The states by the rank of the site that saved them; in a list, all that there were."""
+    if not isinstance(given, list | tuple):
+        state = _of_owner(given, owner)
+        _check_own(state, owner)
+        return {owner.rank: state}
+    if not given:
+        raise ValueError("the list of states is empty: pass those of all sites that there were")
+    states = [_of_owner(state, owner) for state in given]
+    _check_all(states)
+    return dict(enumerate(states))
+
+
+def _of_owner(state: Any, owner: Owner) -> State:
+    """The state, if it is one of this method and model."""
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"the state has version {version}, this outergrad knows version {VERSION}: pass what "
+            f"session.state_dict() returned, and use the outergrad that saved it"
+        )
+    if state["method"] != owner.method:
+        raise ValueError(
+            f"the state is of the method {state['method']}, the model was distributed with "
+            f"{owner.method}: pass the method that was saved to og.distribute()"
+        )
+    _check_same("parameter", state["shapes"], owner.shapes)
+    _check_same("product", *(dict.fromkeys(x, "known") for x in (state["tapped"], owner.places)))
+    return state
+
+
+def _check_same(kind: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name in dict.fromkeys([*then, *now]):
+        if then.get(name) != now.get(name):
+            was, found = (shapes.get(name, "nothing") for shapes in (then, now))
+            raise ValueError(
+                f"the state is of another model: {kind} {name!r} was {was} and is {found}; build "
+                f"the model that was saved"
+            )
+
+
+def _check_own(state: State, owner: Owner) -> None:
+    if state["sites"] != owner.sites:
+        raise ValueError(
+            f"the state is one of {state['sites']} sites, now there are {owner.sites}: pass a list "
+            f"of the states of all {state['sites']}, in the order of their ranks, on every site"
+        )
+    if state["rank"] != owner.rank:
+        raise ValueError(
+            f"the state is of site {state['rank']}, this is site {owner.rank}: load what this "
+            f"site saved"
+        )
+
+
+def _check_all(states: Sequence[State]) -> None:
+    for index, state in enumerate(states):
+        if (state["rank"], state["sites"]) != (index, len(states)):
+            raise ValueError(
+                f"state {index} of the list of {len(states)} is of site {state['rank']} of "
+                f"{state['sites']}: pass those of all sites, in the order of their ranks"
+            )
+        if state["step"] != states[0]["step"]:
+            raise ValueError(
+                f"the state of site {index} was saved after step {state['step']}, that of site 0 "
+                f"after step {states[0]['step']}: {_REMEDY}"
+            )
+
+
+def _common_lines(state: State) -> list[str]:
+    """What all sites must have saved alike: the lengths of their messages follow from it."""
+    lines = [f"step: {state['step']}", f"saved by {state['sites']} sites"]
+    lines += [f"travels dense: {name}" for name in state["mixed"]]
+    for what, values in state["exchange"].get("common", {}).items():
+        lines += [f"{what} of {name}: {value}" for name, value in sorted(values.items())]
+    return lines
+
+
+# -- who goes on from what --------------------------------------------------------------------
+
+
+def _progress(states: Mapping[int, State], model: Model) -> Progress:
+    state = next(iter(states.values()))
+    wanted = {unit: state["tapped"][place_name(_places(unit)[0])] for unit in model.units}
+    return Progress(state["step"], wanted, state["mixed"])
+
+
+def _inheritance(states: Mapping[int, State], owner: Owner, device: torch.device) -> Inheritance:
+    """At the same number of sites each goes on from its own state, and from no other."""
+    rank, sites = owner.rank, owner.sites
+    old = next(iter(states.values()))["sites"]
+    like = rank % old
+    first = like if old == sites else 0
+    unsent = range(rank, old, sites)
+    used = {k: _copied(states[k]["exchange"], device) for k in {first, like, *unsent}}
+    return Inheritance(
+        place_of=owner.places,
+        first=used[first],
+        like=used[like],
+        unsent=[used[k] for k in unsent],
+        weight=sites / old,
+        predecessors=[site % old for site in range(sites)],
+    )
+
+
+def _places(unit: Unit) -> list[Place]:
+    return [slot.place for slot in (*unit.slots, *unit.matrices)]
+
+
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """Containers and tensors of its own, on a device if one is given."""
+    if isinstance(value, Tensor):
+        own = torch.empty_like(value, device=device, memory_format=torch.contiguous_format)
+        return own.copy_(value.detach())
+    if isinstance(value, Mapping):
+        return {key: _copied(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(item, device) for item in value]
+    return value

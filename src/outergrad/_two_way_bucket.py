@@ -1,0 +1,167 @@
+"""Triplets to one site that merges them, and merged ones back to all: two rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outergrad._bucket import Pending, Result, Sender, copy_scaled
+from outergrad._message import Cargo, Layout, fill, read_all, sums_of_riders
+from outergrad._types import Factors, Merger, Slot, Work
+from outergrad.comm.wire import Piece, State
+from outergrad.linalg.gradients import add_gradients
+
+
+class TwoWayBucket:
+    """Units whose triplets go from each site to the owner of the slot, and merged ones to all.
+
+    The paper's star with an aggregator, but every site is the aggregator of some slots. A site
+    sends about 2 (S - 1) / S times its triplets, as in an all-reduce, in two delays instead of a
+    ring's 2 (S - 1). In the first round every site hears from every other, though it may be no
+    more than how that fares: so all know alike whether there is a second.
+
+    Args:
+        cargo: what it carries.
+        merger: does the owners' work.
+        owners: the site that merges each slot and sums each rider.
+    """
+
+    def __init__(self, cargo: Cargo, merger: Merger, owners: Mapping[Slot | str, int]) -> None:
+        self.cargo, self.merger, self.owners = cargo, merger, owners
+        self.params, self.dense_params = cargo.params, cargo.dense_params
+
+    def start(self, sender: Sender) -> Pending:
+        """Computes and packs this site's triplets and starts to send them to their owners."""
+        return _TwoWayPending(self, sender)
+
+    def layout(self, pieces: Sequence[Piece], owner: int) -> Layout:
+        """The message with what one site owns."""
+        cargo = self.cargo
+        riders = {name: p for name, p in cargo.riders.items() if self.owners[name] == owner}
+        return cargo.layout([p for p in pieces if self.owners[p.slot] == owner], riders)
+
+    def merged_pieces(self, pieces_SK: Sequence[Sequence[Piece]]) -> list[Piece]:
+        """What comes back of each slot (K), from what every site (S) sends of it."""
+        return [self._merged_piece(pieces_S) for pieces_S in zip(*pieces_SK, strict=True)]
+
+    def _merged_piece(self, pieces_S: Sequence[Piece]) -> Piece:
+        rows_S = [piece.rows for piece in pieces_S]
+        return replace(pieces_S[0], rows=self.merger.merged_rows(pieces_S[0].slot, rows_S))
+
+
+class _TwoWayPending:
+    """The lengths of both rounds are agreed before the first: it changes what the next step has."""
+
+    def __init__(self, bucket: TwoWayBucket, sender: Sender) -> None:
+        self._bucket, self._sender = bucket, sender
+        self._rank, sites = sender.comm.rank, range(sender.comm.world_size)
+        pieces_SK = [bucket.cargo.pieces(sender, site) for site in sender.headers]
+        merged_K = bucket.merged_pieces(pieces_SK)
+        self._ours = [bucket.layout(pieces_SK[self._rank], owner) for owner in sites]
+        self._theirs = [bucket.layout(pieces_K, self._rank) for pieces_K in pieces_SK]
+        self._merged = [bucket.layout(merged_K, owner) for owner in sites]
+        self._state, self._mixed = State.GOOD, list[str]()
+        self._second: Work | None = None
+        self._first = self._send()
+
+    # -- the first round ------------------------------------------------------------------------
+
+    def _send(self) -> Work:
+        sender, preamble = self._sender, self._bucket.cargo.preamble(self._sender)
+        messages = [self._empty(layout) for layout in self._ours]
+        if sender.state == State.GOOD:
+            for owner, message in enumerate(messages):
+                self._pack(message, owner)
+        for message in messages:
+            preamble.write(message)
+        self._expected = preamble
+        return sender.comm.all_to_all(messages, [layout.nbytes for layout in self._theirs])
+
+    def _empty(self, layout: Layout) -> Tensor:
+        return torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._sender.comm.device)
+
+    def _pack(self, message: Tensor, owner: int) -> None:
+        sender, layout, times = self._sender, self._ours[owner], int(owner != self._rank)
+        for name, view in layout.rider_views(message).items():
+            copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
+            sender.add(name, "dense", view.nbytes * times)
+        for piece, views in zip(layout.pieces, layout.factors(message), strict=True):
+            began = time.perf_counter()
+            if views is not None:
+                fill(views, self._bucket.cargo.compressed(sender, piece))
+            self._book(piece, times, began)
+
+    def _book(self, piece: Piece, times: int, began: float) -> None:
+        name = piece.slot.layer or piece.slot.weight
+        self._sender.add(name, "low rank", piece.nbytes * times, time.perf_counter() - began)
+
+    # -- the second round -----------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Merges what this site owns and starts to send it to all."""
+        messages, cargo = self._first.wait(), self._bucket.cargo
+        preambles, self._state = read_all(messages, self._expected)
+        if self._state != State.GOOD:
+            return  # on all sites alike
+        cargo.agree(preambles)
+        self._mixed = cargo.mixed(preambles)
+        merged = self._empty(self._merged[self._rank])
+        self._merge(messages, merged)
+        self._expected = cargo.preamble(self._sender, second=True)
+        self._expected.write(merged)
+        sizes = [layout.nbytes for layout in self._merged]
+        self._second = self._sender.comm.all_gather(merged, sizes)
+
+    def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
+        layout, others = self._merged[self._rank], self._sender.comm.world_size - 1
+        pairs = list(zip(self._theirs, messages, strict=True))
+        sums = sums_of_riders([theirs.rider_views(message) for theirs, message in pairs])
+        for name, view in layout.rider_views(merged).items():
+            view.copy_(sums[name])
+            self._sender.add(name, "dense", view.nbytes * others)
+        parts_KS = zip(*(theirs.factors(message) for theirs, message in pairs), strict=True)
+        for piece, views, parts_S in zip(
+            layout.pieces, layout.factors(merged), parts_KS, strict=True
+        ):
+            began = time.perf_counter()
+            if views is not None:
+                fill(views, self._merged_rows(piece, parts_S))
+            self._book(piece, others, began)
+
+    def _merged_rows(self, piece: Piece, parts_S: Sequence[Factors | None]) -> Factors:
+        parts = [part for part in parts_S if part is not None]
+        sites = self._sender.comm.world_size
+        return self._bucket.merger.merge(piece.slot, parts, piece.rows, sites)
+
+    def wait(self) -> Result:
+        """Takes the gradients from what every owner sent."""
+        if self._state != State.GOOD:
+            return Result(state=self._state)
+        assert self._second is not None
+        messages = self._second.wait()
+        _, state = read_all(messages, self._expected)
+        if state != State.GOOD:
+            return Result(state=state)
+        means: dict[str, Tensor] = {}
+        additions: dict[str, Tensor] = {}
+        for layout, message in zip(self._merged, messages, strict=True):
+            means.update(layout.rider_views(message))
+            self._add_gradients(layout, message, means, additions)
+        return Result(means, additions, state, self._mixed)
+
+    def _add_gradients(
+        self,
+        layout: Layout,
+        message: Tensor,
+        means: dict[str, Tensor],
+        additions: dict[str, Tensor],
+    ) -> None:
+        tapped, params = self._bucket.cargo.tapped, self._sender.params
+        for piece, factors in zip(layout.pieces, layout.factors(message), strict=True):
+            if factors is not None:
+                into = additions if tapped[piece.slot] else means
+                add_gradients(into, piece.slot, [factors], params, 1.0)

@@ -1,0 +1,79 @@
+"""Triplets of all sites merged by one of them: the aggregator of the paper's star."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from outergrad._types import Factors, Gradient, Slot
+from outergrad.exchange._memory import (
+    Memories,
+    Memory,
+    finite_or_none,
+    formed,
+    product_of,
+    unsent_of,
+)
+from outergrad.exchange._settings import LowRankSettings
+from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.merge import merge
+from outergrad.linalg.outer import added, stack
+from outergrad.linalg.small_core import small_core
+
+
+class Merging:
+    """Merges, and remembers what that discards as if this site had not sent it.
+
+    All sites miss it, but one of them remembers: it counts S times, as the mean divides by S.
+    """
+
+    def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
+        self._settings, self._memories = settings, memories
+
+    def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
+        """The rank, or as many as there can be."""
+        return min(self._settings.rank, slot.outputs, slot.inputs, sum(rows_S))
+
+    def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
+        """The leading triplets of the mean, and the mean of the bias gradients."""
+        extra = self._settings.feedback_rank if self._settings.error_feedback == "factored" else 0
+        found = merge(parts, rows + extra, weights=[1 / sites] * len(parts))
+        if self._settings.error_feedback:
+            self._remember(slot, parts, found, rows, sites)
+        biases = [part.b_GO.double() for part in parts if part.b_GO is not None]
+        b_GO = sum(biases[1:], biases[0]) / sites if biases else None
+        return found.leading(rows).factors(rows, b_GO)
+
+    def _remember(
+        self, slot: Slot, parts: Sequence[Factors], found: LowRank, rows: int, sites: int
+    ) -> None:
+        kept = found.leading(rows)
+        memory = self._memories.latest(slot) or Memory(kept.a_GRI.mT)
+        unsent = unsent_of(memory)
+        if self._settings.error_feedback == "dense" or isinstance(unsent, Tensor):
+            whole = self._with_rest_of(parts, kept, unsent, sites)
+        else:
+            whole = self._recompressed(found.rest(rows), unsent, sites)
+        if whole is not None:
+            self._memories[slot] = replace(memory, unsent=whole)
+
+    def _with_rest_of(
+        self, parts: Sequence[Factors], kept: LowRank, unsent: Gradient | None, sites: int
+    ) -> Tensor | None:
+        """What is unsent and `sites` times what the mean lost, as a matrix."""
+        dtype = kept.d_GRO.dtype
+        sent = stack([Factors(part.d_GRO.to(dtype), part.a_GRI.to(dtype)) for part in parts])
+        rest_GOI = product_of(sent) - sites * product_of(kept.factors())
+        whole_GOI = formed(rest_GOI, unsent)
+        return whole_GOI if bool(whole_GOI.isfinite().all()) else None
+
+    def _recompressed(self, rest: LowRank, unsent: Factors | None, sites: int) -> Factors | None:
+        """What is unsent and `sites` times the rest, as few triplets."""
+        more = finite_or_none(Factors(rest.d_GRO * sites, rest.a_GRI))
+        if more is None or not rest.rank:
+            return None
+        if unsent is None:
+            return more
+        return small_core(added(unsent, more), self._settings.feedback_rank).factors()
