@@ -15,6 +15,7 @@ from outergrad._types import Sketches as Sketched
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import State
 from outergrad.linalg.gradients import add_gradients, add_rows
+from outergrad.linalg.outer import row_sum
 
 
 class SketchBucket:
@@ -77,7 +78,7 @@ class _SketchPending:
         gradient = self._sender.gradient_of(slot, tapped=self._bucket.tapped[slot])
         if slot in self._biases:
             assert isinstance(gradient, Factors)
-            self._b_GO[slot] = gradient.d_GRO.double().sum(dim=1)
+            self._b_GO[slot] = row_sum(gradient.d_GRO)
         return self._bucket.sketches.begin(slot, gradient)
 
     def _exact(self) -> Tensor:

@@ -19,6 +19,7 @@ from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.outer import row_sum
 from outergrad.linalg.subspace import OVERSAMPLING
 
 _SPARE_PER_ROW = 2
@@ -86,7 +87,7 @@ class Gathered:
             found = self._with_factored_memory(slot, gradient, unsent, rows)
         b_GO = None
         if bias and isinstance(gradient, Factors):
-            b_GO = gradient.d_GRO.double().sum(dim=1)
+            b_GO = row_sum(gradient.d_GRO)
         return found.factors(rows, b_GO)
 
     def _is_exact(self, slot: Slot, factors: Factors, rows: int) -> bool:

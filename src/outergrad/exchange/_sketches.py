@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outergrad._types import Factors, Gradient, Slot
-from outergrad.exchange._memory import Memories, Memory, finite_or_none, formed, unsent_of
+from outergrad.exchange._memory import Memories, Memory, formed, unsent_of
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.orthonormal import orthonormal, principal
-from outergrad.linalg.product import Product, cheapest, product
+from outergrad.linalg.product import Product, cheapest, unscaled
 from outergrad.linalg.subspace import start
 from outergrad.linalg.total import Total, total
 
@@ -59,17 +60,16 @@ class GlobalSketches:
         """`M_s Q`, (G, O, K)."""
         memory, columns = self._memories[slot], self.columns(slot)
         unsent = unsent_of(memory)
-        whole_GOI = None
+        whole_GOI, others = None, ()
         if self._settings.error_feedback == "dense" or isinstance(unsent, Tensor):
             whole_GOI = formed(gradient, unsent)
-            main, others = product(whole_GOI), ()
+            main = unscaled(whole_GOI)
         else:
             more = columns + self._memory_rows(slot, columns)
-            main = cheapest(product(gradient), more, 1, with_energy=False)
-            others = () if unsent is None else (product(unsent),)
+            main = cheapest(unscaled(gradient), more, 1, with_energy=False)
+            others = () if unsent is None else (unscaled(unsent),)
         matrix = total(main, *others)
-        x_GIL = self._start(slot, main, memory, columns)
-        y_GOL = _scaled(matrix, matrix.times(x_GIL))
+        y_GOL = matrix.times(self._start(slot, main, memory, columns))
         self._turns[slot] = _Turn(matrix, whole_GOI, y_GOL[..., columns:])
         return y_GOL[..., :columns]
 
@@ -82,19 +82,24 @@ class GlobalSketches:
         if turn.y_GOL.shape[2]:
             others_GOL = orthonormal(torch.cat([turn.p_GOK, turn.y_GOL], dim=2))[..., columns:]
             basis_GOL = torch.cat([turn.p_GOK, others_GOL], dim=2)
-        z_GIL = _scaled(turn.matrix, turn.matrix.transposed_times(basis_GOL))
+        z_GIL = turn.matrix.transposed_times(basis_GOL)
         z_GIK = z_GIL[..., :columns]
-        if self._settings.error_feedback == "dense":
-            assert turn.whole_GOI is not None
-            rest_GOI = turn.whole_GOI.baddbmm_(turn.p_GOK, z_GIK.mT, alpha=-1)
-            turn.unsent = rest_GOI if bool(rest_GOI.isfinite().all()) else None
-        elif self._settings.error_feedback and z_GIL.shape[2] > columns:
-            rest = Factors(basis_GOL[..., columns:].mT, z_GIL[..., columns:].mT)
-            turn.unsent = finite_or_none(rest)
+        if self._settings.error_feedback and math.isfinite(z_GIL.sum().item()):
+            turn.unsent = self._unsent(turn, basis_GOL, z_GIL)
         if not self._settings.tolerance:
             return z_GIK
         rest_norm = turn.matrix.without(turn.p_GOK).energy().sum().sqrt()
         return torch.cat([z_GIK.flatten(), rest_norm.to(z_GIK.dtype)[None]])
+
+    def _unsent(self, turn: _Turn, basis_GOL: Tensor, z_GIL: Tensor) -> Gradient | None:
+        """What is left of this site's part."""
+        assert turn.p_GOK is not None
+        columns = turn.p_GOK.shape[2]
+        if self._settings.error_feedback == "dense":
+            assert turn.whole_GOI is not None
+            return turn.whole_GOI.baddbmm_(turn.p_GOK, z_GIL[..., :columns].mT, alpha=-1)
+        rest = Factors(basis_GOL[..., columns:].mT, z_GIL[..., columns:].mT)
+        return rest if rest.d_GRO.shape[1] else None
 
     def end(self, slot: Slot, z: Tensor, sites: int) -> Factors:
         """`P Zᵀ / S` as factors of K rows."""
@@ -107,7 +112,7 @@ class GlobalSketches:
             q_GIK, columns = self._adapted(mean, rest_norm)
         elif self._rounds:
             q_GIK = self._basis(mean)
-        self._memories[slot] = Memory(q_GIK, turn.unsent, columns)
+        self._memories[slot] = Memory(_usable(q_GIK), turn.unsent, columns)
         return Factors(p_GOK.mT, mean.mT)
 
     def _adapted(self, z_GIK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
@@ -151,9 +156,12 @@ class GlobalSketches:
         return start(main.a_GNI, columns + rows, torch.cat(warm, dim=2) if warm else None)
 
 
-def _scaled(matrix: Product | Total, x_GWK: Tensor) -> Tensor:
-    """With the scale that the map leaves out; NaN where the gradient is not finite."""
-    return x_GWK * matrix.scale_G[:, None, None].to(x_GWK.dtype)
+def _usable(q_GIK: Tensor) -> Tensor:
+    """Columns of length one; fixed random ones in the place of those that are nothing."""
+    unit_GIK = q_GIK / q_GIK.norm(dim=1, keepdim=True)
+    if math.isfinite(unit_GIK.sum().item()):
+        return unit_GIK
+    return start(q_GIK.mT, q_GIK.shape[2], unit_GIK)
 
 
 def _of_width(x_GWK: Tensor, columns: int) -> Tensor:

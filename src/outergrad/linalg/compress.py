@@ -64,7 +64,13 @@ def compress(
         solver = choose_solver(*_shape(gradient), rank, sweeps)
     if solver == "subspace_iteration":
         return subspace_iteration(
-            gradient, rank, tolerance, iterations=sweeps, q_GIR=q_GIR, plus=plus
+            gradient,
+            rank,
+            tolerance,
+            iterations=sweeps,
+            oversampling=OVERSAMPLING if q_GIR is None else 0,
+            q_GIR=q_GIR,
+            plus=plus,
         )
     whole = gradient if plus is None else added(gradient, plus)
     if solver == "small_core":

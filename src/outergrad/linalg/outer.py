@@ -57,10 +57,19 @@ def bias_gradient(parts: Sequence[Factors], scale: float = 1.0) -> Tensor:
 
 
 def _own_bias_gradient(factors: Factors) -> Tensor:
-    """Column sums of delta in float64, unless they travelled ready-made."""
+    """Column sums of delta, unless they travelled ready-made."""
     if factors.b_GO is not None:
         return factors.b_GO.double()
-    return factors.d_GRO.sum(dim=1, dtype=torch.float64)
+    return row_sum(factors.d_GRO).double()
+
+
+def row_sum(d_GRO: Tensor) -> Tensor:
+    """The sum over the rows, (G, O), in float64, or of more rows than cost nothing in float32.
+
+    PyTorch adds them in a tree, so that a thousand cost no digit.
+    """
+    few = d_GRO.numel() <= _SMALL or d_GRO.dtype == torch.float64
+    return d_GRO.sum(dim=1, dtype=torch.float64 if few else torch.float32)
 
 
 def coalesce(ids_N: Tensor, d_NO: Tensor) -> tuple[Tensor, Tensor]:

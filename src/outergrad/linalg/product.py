@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -104,7 +105,21 @@ def product(gradient: Gradient) -> Product:
     dtype = _computed_in(torch.promote_types(a_GNI.dtype, d_GNO.dtype))
     a_GNI, scale_a_G = _scaled(a_GNI.to(dtype))
     d_GNO, scale_d_G = _scaled(d_GNO.to(dtype))
-    return Product(a_GNI, d_GNO, scale_a_G * scale_d_G)
+    both = scale_a_G if scale_a_G is scale_d_G else scale_a_G * scale_d_G  # as ones are
+    return Product(a_GNI, d_GNO, both)
+
+
+def unscaled(gradient: Gradient) -> Product:
+    """The same with factors as they are, which saves a look at all of them.
+
+    Nothing is squared as long as it is multiplied by vectors of length one alone, and what is not
+    finite stays so.
+    """
+    if isinstance(gradient, Tensor):
+        return Product(_widened(gradient), None, _ones(len(gradient), gradient.device))
+    a_GNI, d_GNO = _widened(gradient.a_GRI), _widened(gradient.d_GRO)
+    dtype = torch.promote_types(a_GNI.dtype, d_GNO.dtype)
+    return Product(a_GNI.to(dtype), d_GNO.to(dtype), _ones(len(d_GNO), d_GNO.device))
 
 
 def cheapest(gradient: Product, columns: int, sweeps: int, *, with_energy: bool) -> Product:
@@ -128,6 +143,15 @@ def cheapest(gradient: Product, columns: int, sweeps: int, *, with_energy: bool)
     return gradient.formed() if through_formed < through_factors else gradient
 
 
+@lru_cache(maxsize=64)
+def _ones(groups: int, device: torch.device) -> Tensor:
+    return torch.ones(groups, dtype=torch.float64, device=device)
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.to(_computed_in(t.dtype))
+
+
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -143,7 +167,7 @@ def _scaled(x_GNW: Tensor) -> tuple[Tensor, Tensor]:
         x_GNW = x_GNW.new_zeros(x_GNW.shape[0], 1, x_GNW.shape[2])
     peak_G = _peak(x_GNW)
     if bool(((peak_G > _SAFE[0]) & (peak_G < _SAFE[1])).all()):
-        return x_GNW, torch.ones_like(peak_G, dtype=torch.float64)
+        return x_GNW, _ones(len(peak_G), peak_G.device)
     peak_G = peak_G.clamp(min=torch.finfo(x_GNW.dtype).tiny)
     # Dividing by twice the mantissa, which is in [1, 2), is exact; infinity gives NaN.
     scale_G = peak_G / (2 * torch.frexp(peak_G).mantissa)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,9 +24,11 @@ def rayleigh_ritz(gradient: Product | Total, p_GOK: Tensor, rank: int, tolerance
         rank: largest R.
         tolerance: largest relative Frobenius error, if R suffices for it.
     """
-    v_GIK, sigma_GK, wt_GKK = torch.linalg.svd(
-        gradient.transposed_times(p_GOK), full_matrices=False
-    )
+    z_GIK, scale_G = gradient.transposed_times(p_GOK), gradient.scale_G
+    if not math.isfinite(z_GIK.sum().item()):  # LAPACK would raise
+        z_GIK, scale_G = torch.zeros_like(z_GIK), torch.full_like(scale_G, math.nan)
+    q_GIK, r_GKK = torch.linalg.qr(z_GIK)  # faster than to decompose z, which is tall
+    u_GKK, sigma_GK, wt_GKK = torch.linalg.svd(r_GKK, full_matrices=False)
     rest_G = gradient.without(p_GOK).energy() if tolerance > 0 else None
-    u_GOK = p_GOK @ wt_GKK.mT
-    return truncate(u_GOK, sigma_GK, v_GIK, gradient.scale_G, rest_G, rank, tolerance)
+    u_GOK, v_GIK = p_GOK @ wt_GKK.mT, q_GIK @ u_GKK
+    return truncate(u_GOK, sigma_GK, v_GIK, scale_G, rest_G, rank, tolerance)

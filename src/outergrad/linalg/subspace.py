@@ -9,7 +9,7 @@ from outergrad._types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.probe import gaussian_probe
-from outergrad.linalg.product import cheapest, product
+from outergrad.linalg.product import cheapest, product, unscaled
 from outergrad.linalg.ritz import rayleigh_ritz
 from outergrad.linalg.total import total
 
@@ -41,12 +41,13 @@ def subspace_iteration(
         tolerance: largest relative Frobenius error, if R suffices for it.
         iterations: multiplications by the gradient and by its transpose.
         oversampling: columns more than R to iterate on: each makes a near miss less likely.
-        q_GIR: right singular vectors that were leading before, a warm start; columns that are
-            zero or not finite are ignored.
+        q_GIR: right singular vectors, of length one, that were leading before, a warm start;
+            columns that are zero or not finite are ignored.
         plus: few more rows, whose outer product is added to the gradient.
     """
-    whole = product(gradient)
-    extra = () if plus is None else (product(plus),)
+    looked_at = unscaled if q_GIR is not None and not tolerance else product
+    whole = looked_at(gradient)
+    extra = () if plus is None else (looked_at(plus),)
     columns = min(rank + oversampling, total(whole, *extra).largest_rank)
     whole = cheapest(whole, columns, iterations, with_energy=tolerance > 0)
     matrix = total(whole, *extra)
@@ -67,11 +68,13 @@ def start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
         q_GIR: directions that were good before; columns that are zero or not finite are not used.
     """
     groups, _, inputs = like_GNI.shape
-    x_GIK = gaussian_probe(inputs, columns, like_GNI.device).to(like_GNI).expand(groups, -1, -1)
-    if q_GIR is None:
-        return x_GIK
-    q_GIR = q_GIR[..., :columns].to(like_GNI)
-    size_G1R = q_GIR.norm(dim=1, keepdim=True)
+    warm_GIR = like_GNI.new_empty(groups, inputs, 0) if q_GIR is None else q_GIR[..., :columns]
+    warm_GIR = warm_GIR.to(like_GNI)
+    size_G1R = warm_GIR.norm(dim=1, keepdim=True)
     usable_G1R = (size_G1R > 0) & size_G1R.isfinite()
-    warm = q_GIR.shape[2]
-    return torch.cat([torch.where(usable_G1R, q_GIR, x_GIK[..., :warm]), x_GIK[..., warm:]], dim=2)
+    warm = warm_GIR.shape[2]
+    if warm == columns and bool(usable_G1R.all()):
+        return warm_GIR
+    x_GIK = gaussian_probe(inputs, columns, like_GNI.device).to(like_GNI).expand(groups, -1, -1)
+    good_GIR = torch.where(usable_G1R, warm_GIR, x_GIK[..., :warm])
+    return torch.cat([good_GIR, x_GIK[..., warm:]], dim=2)

@@ -88,6 +88,8 @@ def total(*parts: Product) -> Product | Total:
     """The sum of gradients of one shape; a single one is its own sum."""
     if len(parts) == 1:
         return parts[0]
+    if all(part.scale_G is parts[0].scale_G for part in parts):
+        return Total(parts, None, parts[0].scale_G)
     scale_G = torch.stack([part.scale_G for part in parts]).amax(dim=0)
     weights = tuple((part.scale_G / scale_G).nan_to_num(0.0) for part in parts)
     if all(bool((weight == 1).all()) for weight in weights):
