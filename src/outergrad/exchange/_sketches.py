@@ -153,7 +153,14 @@ class GlobalSketches:
             warm.append(_of_width(memory.q_GIR.to(main.dtype), columns))
             if rows and isinstance(memory.unsent, Factors):
                 warm.append(memory.unsent.a_GRI.mT.to(main.dtype))
-        return start(main.a_GNI, columns + rows, torch.cat(warm, dim=2) if warm else None)
+        x_GIL = torch.cat(warm, dim=2) if warm else None
+        if x_GIL is not None and x_GIL.shape[2] == columns + rows and _is_wide(memory, columns):
+            return x_GIL  # what is remembered is usable
+        return start(main.a_GNI, columns + rows, x_GIL)
+
+
+def _is_wide(memory: Memory | None, columns: int) -> bool:
+    return memory is not None and memory.q_GIR.shape[2] >= columns
 
 
 def _usable(q_GIK: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from outergrad.linalg.subspace import (
 Solver = Literal["auto", "small_core", "subspace_iteration", "power_iteration"]
 
 SMALL_CORE = 32
-"""Cores up to this width cost less than the launch of the iterations' operations."""
+"""Cores up to this width cost less than the launch of the operations of several iterations."""
 
 CORE_PER_COLUMN = 1.0
 """Wider ones cost as much as the iterations at this many times their columns (one CPU thread,
@@ -89,7 +89,8 @@ def choose_solver(rows: int, inputs: int, outputs: int, rank: int, iterations: i
     """
     core = min(rows, inputs, outputs)
     columns = min(rank + OVERSAMPLING, core)
-    if core <= max(SMALL_CORE, CORE_PER_COLUMN * columns * iterations):
+    least = SMALL_CORE if iterations > WARM_ITERATIONS else 0
+    if core <= max(least, CORE_PER_COLUMN * columns * iterations):
         return "small_core"
     return "subspace_iteration"
 
