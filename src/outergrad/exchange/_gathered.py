@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,6 @@ from outergrad.exchange._common import without_silent_ids
 from outergrad.exchange._memory import (
     Memories,
     Memory,
-    finite_or_none,
     formed,
     unsent_of,
     warm_start,
@@ -20,7 +21,9 @@ from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import row_sum
-from outergrad.linalg.subspace import OVERSAMPLING
+from outergrad.linalg.product import cheapest, unscaled
+from outergrad.linalg.subspace import OVERSAMPLING, warm_iteration
+from outergrad.linalg.total import total
 
 _SPARE_PER_ROW = 2
 """A spare direction per so many triplets keeps the error of one iteration within 2 % of the best
@@ -107,14 +110,31 @@ class Gathered:
         self, slot: Slot, gradient: Gradient, unsent: Factors | None, rows: int
     ) -> LowRank:
         extra = self._settings.feedback_rank if self._settings.error_feedback else 0
-        found = self._found(slot, gradient, rows, extra, unsent)
-        rest = None
-        if extra and found.rank > rows:
-            rest = finite_or_none(found.rest(rows).leading(extra).factors())
-        kept, spare = found.leading(rows), found.rest(rows + extra)
-        directions = torch.cat([kept.a_GRI, spare.a_GRI], dim=1)
-        self._memories[slot] = Memory(directions.mT, rest)
+        found = self._found_warm(slot, gradient, rows, extra, unsent)
+        if found is None:
+            found = self._found(slot, gradient, rows, extra, unsent)
+        kept, spare, rest = found.leading(rows), found.rest(rows + extra), None
+        if extra and found.rank > rows and math.isfinite(found.sigma_GR.sum().item()):
+            rest = Factors(found.d_GRO[:, rows:][:, :extra], found.a_GRI[:, rows:][:, :extra])
+        directions_GRI = torch.cat([kept.a_GRI, spare.a_GRI], dim=1)
+        self._memories[slot] = Memory(directions_GRI.mT, rest)
         return kept
+
+    def _found_warm(
+        self, slot: Slot, gradient: Gradient, rows: int, extra: int, unsent: Factors | None
+    ) -> LowRank | None:
+        """The usual step in few operations; None where it is not that."""
+        settings, memory = self._settings, self._memories[slot]
+        columns = min(_columns(rows, extra), *_shape(gradient))
+        by_choice = settings.solver != "auto" or settings.iterations or settings.tolerance
+        if memory is None or by_choice:
+            return None
+        x_GIK = warm_start(memory)
+        if x_GIK is None or x_GIK.shape[2] != columns:
+            return None
+        main = cheapest(unscaled(gradient), columns, 1, with_energy=False)
+        others = () if unsent is None else (unscaled(unsent),)
+        return warm_iteration(total(main, *others), x_GIK.to(main.dtype))
 
     def _found(
         self, slot: Slot, gradient: Gradient, rows: int, extra: int, unsent: Factors | None = None
@@ -124,7 +144,7 @@ class Gathered:
         needed = max(rows, settings.rank) if settings.tolerance else rows
         found = compress(
             gradient,
-            needed + extra + max(OVERSAMPLING, needed // _SPARE_PER_ROW),
+            _columns(needed, extra),
             _ANY_ERROR if settings.tolerance else 0.0,
             solver=settings.solver,
             iterations=settings.iterations,
@@ -135,3 +155,15 @@ class Gathered:
             wanted = found.rank_within(settings.tolerance)
             self._wanted[slot.place] = max(1, min(settings.rank, wanted))
         return found
+
+
+def _columns(rows: int, extra: int) -> int:
+    """Directions to iterate on: for what is sent, for what is kept, and spare ones."""
+    return rows + extra + max(OVERSAMPLING, rows // _SPARE_PER_ROW)
+
+
+def _shape(gradient: Gradient) -> tuple[int, ...]:
+    """N, I and O; O and I of a formed gradient."""
+    if isinstance(gradient, Tensor):
+        return tuple(gradient.shape[1:])
+    return (*gradient.d_GRO.shape[1:], gradient.a_GRI.shape[2])

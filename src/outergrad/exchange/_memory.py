@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -73,8 +74,9 @@ def _own(memory: Memory) -> Memory:
 
 def _compact(t: Tensor) -> Tensor:
     """Laid out as it will be when it has been saved and loaded: so that products round alike."""
-    plain = torch.empty_like(t, device="meta", memory_format=torch.contiguous_format)
-    if t.stride() == plain.stride() and t.untyped_storage().nbytes() == t.nbytes:
+    widths = [max(size, 1) for size in t.shape]
+    plain = tuple(math.prod(widths[i + 1 :]) for i in range(len(widths)))
+    if t.stride() == plain and t.untyped_storage().nbytes() == t.nbytes:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 

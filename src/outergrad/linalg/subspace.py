@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,9 @@ from outergrad._types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.probe import gaussian_probe
-from outergrad.linalg.product import cheapest, product, unscaled
+from outergrad.linalg.product import Product, cheapest, product, unscaled
 from outergrad.linalg.ritz import rayleigh_ritz
-from outergrad.linalg.total import total
+from outergrad.linalg.total import Total, total
 
 SUBSPACE_ITERATIONS = 3
 WARM_ITERATIONS = 1
@@ -57,6 +59,22 @@ def subspace_iteration(
         x_GIK = orthonormal(matrix.transposed_times(p_GOK))
         p_GOK = orthonormal(matrix.times(x_GIK))
     return rayleigh_ritz(matrix, p_GOK, rank, tolerance)
+
+
+def warm_iteration(matrix: Product | Total, x_GIK: Tensor) -> LowRank:
+    """One iteration from directions that were leading before: all K triplets, without ceremony.
+
+    Args:
+        matrix: the gradient, unscaled; if it is not finite, nor is the result.
+        x_GIK: as many directions as are wanted, usable ones.
+    """
+    p_GOK = orthonormal(matrix.times(x_GIK))
+    q_GIK, r_GKK = torch.linalg.qr(matrix.transposed_times(p_GOK))
+    if not math.isfinite(r_GKK.sum().item()):  # LAPACK would raise
+        return LowRank(p_GOK.mT * math.nan, q_GIK.mT * math.nan, r_GKK[:, 0] * math.nan, None)
+    u_GKK, sigma_GK, wt_GKK = torch.linalg.svd(r_GKK)
+    d_GOK = p_GOK @ (wt_GKK * sigma_GK[:, :, None]).mT
+    return LowRank(d_GOK.mT, (q_GIK @ u_GKK).mT, sigma_GK, None)
 
 
 def start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
