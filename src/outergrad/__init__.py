@@ -5,9 +5,10 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 """
 
 from outergrad._attach import distribute
+from outergrad._protocols import Rule
 from outergrad._session import Session
 from outergrad._step import StepDiscardedError
-from outergrad._types import Call, Event, Factors, Rule, Slot
+from outergrad._types import Call, Event, Factors, Slot
 from outergrad._version import __version__
 from outergrad.exchange import DAD, Dense, PowerSGD, RankDAD
 from outergrad.layers import RULES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from outergrad._plan import Model
+from outergrad._model import Model
 from outergrad._types import Factors, Slot, Unit
 
 Pays = Callable[[Unit, Sequence[int]], bool]

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad._groups import count_session, end_unfinished
-from outergrad._plan import Model
+from outergrad._model import Model
+from outergrad._protocols import Exchange, Method, Recorder, Rule, Rules
 from outergrad._session import Session
 from outergrad._tap import TappedLayer, is_watched
-from outergrad._types import Exchange, Method, Recorder, Rule, Rules, Slot
+from outergrad._types import Slot
 from outergrad._version import __version__
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.comm.link import measured_link

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outergrad._types import Comm, Factors, FactorsOf, Gradient, Slot, Unit
+from outergrad._protocols import Comm, FactorsOf
+from outergrad._types import Factors, Gradient, Slot, Unit
 from outergrad.comm.wire import Header, State
 from outergrad.record.stats import LayerStats
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender, copy_scaled
-from outergrad._types import Work
+from outergrad._protocols import Work
 from outergrad.comm.wire import State
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender, copy_scaled
 from outergrad._message import Cargo, Layout, fill, read_all, sums_of_riders
-from outergrad._types import Factors, Work
+from outergrad._protocols import Work
+from outergrad._types import Factors
 from outergrad.comm.wire import Preamble, State
 from outergrad.linalg.gradients import add_gradients
 

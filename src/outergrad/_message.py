@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Load, Sender
-from outergrad._types import Exchange, Factors, Slot
+from outergrad._protocols import Exchange
+from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Header, Piece, Preamble, State, aligned
 
 

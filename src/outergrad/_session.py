@@ -10,7 +10,9 @@ from torch import nn
 
 from outergrad._accumulated import Accumulated, Earlier
 from outergrad._groups import end_unfinished, on_group
-from outergrad._plan import Model, Planner
+from outergrad._model import Model
+from outergrad._plan import Planner
+from outergrad._protocols import Comm, Exchange, Recorder
 from outergrad._state import Owner, Progress, resumed, saved
 from outergrad._step import LocalStep, SharedStep
 from outergrad._tap import (
@@ -21,16 +23,7 @@ from outergrad._tap import (
     current_task,
     refuse_nested_backward,
 )
-from outergrad._types import (
-    Comm,
-    Event,
-    Exchange,
-    ExchangeError,
-    Factors,
-    Recorder,
-    Slot,
-    State,
-)
+from outergrad._types import Event, ExchangeError, Factors, Slot, State
 from outergrad.comm.wire import Header, Use
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import LayerStats, Stats

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Load, Pending, Result, Sender, copy_scaled
-from outergrad._types import Comm, Factors, Slot, Work
-from outergrad._types import Sketches as Sketched
+from outergrad._protocols import Comm, Work
+from outergrad._protocols import Sketches as Sketched
+from outergrad._types import Factors, Slot
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import State
 from outergrad.linalg.gradients import add_gradients, add_rows

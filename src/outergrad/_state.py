@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad._plan import Model
-from outergrad._types import Comm, Exchange, Inheritance, Place, State, Unit, place_name
+from outergrad._model import Model
+from outergrad._protocols import Comm, Exchange
+from outergrad._types import Inheritance, Place, State, Unit, place_name
 from outergrad.comm.agree import agree
 
 VERSION = 1

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from outergrad._accumulated import Accumulated, Earlier
 from outergrad._bucket import Bucket, Pending, Result, Sender
-from outergrad._plan import Choice, Model, Planner
-from outergrad._types import Comm, Factors, Slot
+from outergrad._model import Choice, Model
+from outergrad._plan import Planner
+from outergrad._protocols import Comm
+from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Header, State
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
@@ -188,7 +190,7 @@ class SharedStep:
         message waits for the end of backward: a site that raises can always still say so.
         """
         if self.choice is None:
-            if not block and not self._planner.opening.isdisjoint(self._waiting):
+            if not block and not self._planner.packer.opening.isdisjoint(self._waiting):
                 return
             self._adopt()
         while len(self._pending) < len(self._buckets) - (not block):
@@ -210,7 +212,7 @@ class SharedStep:
     def _plan(self, headers: list[Header]) -> None:
         self.sender.headers = headers
         self.choice = self._planner.choose(headers)
-        self._buckets = self._planner.buckets(self.choice)
+        self._buckets = self._planner.packer.buckets(self.choice)
 
     def _start(self, bucket: Bucket) -> None:
         if self.sender.state == State.GOOD:
@@ -290,7 +292,7 @@ class SharedStep:
         headers = self.sender.headers
         self._planner.mark_mixed([n for n in mixed if self._planner.captures(n, headers)])
         for name in mixed:
-            bucket = self._planner.dense_bucket([name])
+            bucket = self._planner.packer.dense_bucket([name])
             pending = bucket.start(self.sender)
             overwrite(self._model, pending.wait().means)
         accumulate(self._model, mixed)

@@ -15,7 +15,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from outergrad._types import Call, Factors, Rule, Slot
+from outergrad._protocols import Rule
+from outergrad._types import Call, Factors, Slot
 
 NO_TASK = -1
 _REENTRANT = (

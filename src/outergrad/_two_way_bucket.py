@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outergrad._bucket import Pending, Result, Sender, copy_scaled
 from outergrad._message import Cargo, Layout, fill, read_all, sums_of_riders
-from outergrad._types import Factors, Merger, Slot, Work
+from outergrad._protocols import Merger, Work
+from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Piece, State
 from outergrad.linalg.gradients import add_gradients
 

@@ -6,13 +6,12 @@ width, R rows on the wire, G groups (1 except for grouped convolutions).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Rows = tuple[int, int]
 Place = tuple[str, Rows | None]
@@ -168,55 +167,6 @@ def place_name(place: Place) -> str:
     return weight if rows is None else f"{weight}[{rows[0]}:{rows[1]}]"
 
 
-class TapFn(Protocol):
-    """Marks the output of a product, so that its factors are captured in backward."""
-
-    def __call__(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
-        """Returns y, whose delta will be captured together with a for the layer's slot.
-
-        Args:
-            y: output of the product, of any shape; changed in place by nobody else.
-            a: what `Rule.factors` needs besides delta.
-            slot: index into `Rule.slots`.
-            rows: N of this use; None for `y.numel() // (G * O)`.
-        """
-        ...
-
-
-class Rule(Protocol):
-    """How one type of layer computes and what its factors are; knows no communication."""
-
-    owns: tuple[str, ...]
-    """Names of child modules whose parameters this rule handles."""
-
-    def objection(self, module: Any) -> str | None:
-        """Why this module must travel dense, or None.
-
-        Raises:
-            ValueError: the module cannot be trained over several sites at all.
-        """
-        ...
-
-    def slots(self, module: Any, name: str) -> Sequence[Slot]:
-        """The layer's outer products, in an order that is the same on every site."""
-        ...
-
-    def forward(self, module: Any, tap: TapFn, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward with detached parameters, every product passed through tap."""
-        ...
-
-    def rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int]:
-        """N per slot that `forward` with these arguments would tap."""
-        ...
-
-    def factors(self, module: Any, slot: int, call: Call) -> Factors:
-        """The rows of one use of the layer."""
-        ...
-
-
-Rules = Mapping[type[nn.Module], Rule]
-
-
 State = dict[str, Any]
 """What is saved of a session: names, numbers, lists and tensors, nothing else."""
 
@@ -251,140 +201,6 @@ class Inheritance:
         return self.weight == 1
 
 
-class Exchange(Protocol):
-    """How the factors of a unit travel: one per method; owns the method's state."""
-
-    bucket_bytes: int
-    """Payload of one message before the next layer opens another."""
-    wire: torch.dtype | None
-    """The dtype that factors travel in; None for that of the deltas."""
-    forced: bool
-    """Whether factors are sent even where dense would be fewer bytes."""
-    takes_plain: bool
-    """Whether weights without a rule are its business, too: their formed gradients."""
-    sketches: Sketches | None
-    """The state of what takes `Route.REDUCE`."""
-    merger: Merger | None
-    """What the owner of a slot does on `Route.TWO_WAY`."""
-    way_note: str
-    """Why low rank travels as it does, for the coverage table; empty where it is plain."""
-
-    def refuse(self, units: Sequence[Unit]) -> None:
-        """Raises ValueError, by name, for what the method cannot do."""
-        ...
-
-    def wants_link(self, sites: int) -> bool:
-        """Whether the way of low rank depends on the link."""
-        ...
-
-    def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
-        """Decides for good how low rank travels; the same figures on every site."""
-        ...
-
-    def break_even(self, unit: Unit, sites: int) -> float:
-        """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
-        ...
-
-    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """How the unit travels, for the rows of every site (S) and slot (K).
-
-        Args:
-            unit: the unit.
-            rows_SK: as agreed.
-            tapped: whether every site has the factors; otherwise they have formed gradients.
-        """
-        ...
-
-    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Whether its products should be tapped in a forward with so many rows."""
-        ...
-
-    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """R, the rows on the wire for N rows on a site: agreed before they are computed.
-
-        A formed gradient counts as O rows.
-        """
-        ...
-
-    def sends_bias(self, slot: Slot) -> bool:
-        """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
-        ...
-
-    def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
-        """Exactly `rows` rows with, for an exact method, the same outer product."""
-        ...
-
-    def wanted_rows(self, slot: Slot) -> int:
-        """R that this site would like to send in the next step; travels with its factors."""
-        ...
-
-    def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """Takes note of what a site, this one too, said in `wanted_rows`."""
-        ...
-
-    def settle(self, *, applied: bool) -> None:
-        """The step is over: what `compress` left for the next one holds, or is void."""
-        ...
-
-    def state(self) -> State:
-        """What it remembers between two steps; `load` takes it back."""
-        ...
-
-    def load(self, inheritance: Inheritance) -> None:
-        """Goes on from what was saved, and forgets what it remembers now."""
-        ...
-
-    def reveals(self, unit: Unit) -> str:
-        """What the other sites can learn from the unit's factors."""
-        ...
-
-
-class Sketches(Protocol):
-    """Low rank of a gradient that no site has: sums over the sites of thin matrices.
-
-    A step of a slot is `begin`, `turn`, `end`, with an all-reduce after each of the first two.
-    """
-
-    def columns(self, slot: Slot) -> int:
-        """K, the width of the sketches in this step; the same on all sites."""
-        ...
-
-    def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
-        """This site's part `dW Q` of the first sketch, (G, O, K)."""
-        ...
-
-    def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
-        """This site's part `dWᵀ P` of the second sketch, of any shape, from the first's sum."""
-        ...
-
-    def end(self, slot: Slot, z: Tensor, sites: int) -> Factors:
-        """The mean gradient, from the sum of the second sketch."""
-        ...
-
-
-class Merger(Protocol):
-    """Rows of several sites into as few as one site sends."""
-
-    def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
-        """R of the merged rows, from what every site sends; none from none."""
-        ...
-
-    def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
-        """The mean over the sites, of which those without rows are not among the parts.
-
-        What does not go into so many rows is kept for the next step.
-        """
-        ...
-
-
-class Method(Protocol):
-    """A frozen dataclass of settings that the user passes to `distribute`."""
-
-    def exchange(self) -> Exchange | None:
-        """A new exchange, or None where every parameter travels dense."""
-        ...
-
-
 @dataclass(frozen=True)
 class Link:
     """What the slowest site of a group has to the others.
@@ -396,63 +212,3 @@ class Link:
 
     delay_s: float
     bytes_per_s: float
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> Any:
-        """Blocks until the result is there and returns it."""
-        ...
-
-
-class Comm(Protocol):
-    """The few collectives that outergrad needs; every site calls them in the same order."""
-
-    rank: int
-    world_size: int
-    sent_bytes: int
-    device: torch.device
-    group: Any
-    """What the sites share: sessions on one group must take turns in the same order."""
-
-    def all_reduce(self, t: Tensor) -> Work:
-        """Sums t over the sites in place; `wait` returns it."""
-        ...
-
-    def all_gather(self, t: Tensor, sizes: Sequence[int]) -> Work:
-        """Gathers 1-D tensors whose lengths may differ; `wait` returns one per site.
-
-        Args:
-            t: this site's, of length `sizes[rank]`.
-            sizes: the agreed length on every site.
-        """
-        ...
-
-    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
-        """Sends every site a 1-D tensor of its own; `wait` returns what each had for this one.
-
-        Args:
-            parts: in the order of sites; what is for this one stays here.
-            sizes: the agreed length of what each site has for this one.
-        """
-        ...
-
-    def broadcast(self, t: Tensor) -> None:
-        """Overwrites t with rank 0's."""
-        ...
-
-    def control(self, values: Sequence[int]) -> Tensor:
-        """An int64 tensor for a collective that should not disturb the device."""
-        ...
-
-
-class Recorder(Protocol):
-    """Anything that wants to know what happened in each step."""
-
-    def record(self, event: Event) -> None:
-        """Takes one event; called at the end of backward, on the training thread."""
-        ...
-
-
-FactorsOf = Callable[[Slot], Factors]

@@ -10,7 +10,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from outergrad._types import Comm
+from outergrad._protocols import Comm
 
 _CHUNK_BYTES = 1 << 26
 _SAME = "build the same model and method with the same versions everywhere"

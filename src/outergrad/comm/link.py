@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from outergrad._types import Comm, Link
+from outergrad._protocols import Comm
+from outergrad._types import Link
 
 _SMALL_PAIRS = 4
 _LARGE_PAIRS = 2

@@ -5,18 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outergrad._types import (
-    Factors,
-    Gradient,
-    Inheritance,
-    Link,
-    Merger,
-    Route,
-    Sketches,
-    Slot,
-    State,
-    Unit,
-)
+from outergrad._protocols import Merger, Sketches
+from outergrad._types import Factors, Gradient, Inheritance, Link, Route, Slot, State, Unit
 from outergrad.exchange._common import bias_numel, row_numel, tied_in_use, used_slots
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outergrad._types import Inheritance, Link, Merger, Sketches, Slot, State, Unit
+from outergrad._protocols import Merger, Sketches
+from outergrad._types import Inheritance, Link, Slot, State, Unit
 
 
 class Stateless:

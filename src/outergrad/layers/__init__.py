@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from outergrad._types import Rule, Rules
+from outergrad._protocols import Rule, Rules
 from outergrad.layers.attention import MultiheadAttentionRule
 from outergrad.layers.conv import ConvRule
 from outergrad.layers.embedding import EmbeddingRule

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
-from outergrad._types import Method
+from outergrad._protocols import Method
 from outergrad.recipes.errors import RecipeError
 
 FIRST_COMPRESSED_STEP = 2

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from outergrad._types import Exchange, Unit
+from outergrad._protocols import Exchange
+from outergrad._types import Unit
 
 _OWN_GRADIENT = "this site's gradient"
 _MEAN_GRADIENT = "the mean gradient"

@@ -1,0 +1,97 @@
+"""What all sites agreed on: the trainable part of a model, and how it travels in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from outergrad._types import Route, Slot, Unit
+
+
+@dataclass(frozen=True)
+class Model:
+    """The trainable part of a model, as all sites agreed on it.
+
+    Attributes:
+        params: trainable parameters by full name, in the order of registration.
+        slots: every slot, in the order of the model.
+        units: the slots, grouped by shared parameters.
+        reasons: for every parameter outside the units, why it travels dense.
+    """
+
+    params: Mapping[str, nn.Parameter]
+    slots: tuple[Slot, ...]
+    units: tuple[Unit, ...]
+    reasons: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        params: Mapping[str, nn.Parameter],
+        slots: Sequence[Slot],
+        reasons: Mapping[str, str],
+        plain: Sequence[str] = (),
+    ) -> Model:
+        """Groups the slots into units.
+
+        Args:
+            params: as above.
+            slots: as above.
+            reasons: as above.
+            plain: weights without slots that are units, too, of their formed gradients.
+        """
+        units = [_unit(group, params) for group in _connected(slots)]
+        units += [Unit((), (n,), params[n].numel(), (_matrix(n, params[n]),)) for n in plain]
+        return Model(params, tuple(slots), tuple(units), reasons)
+
+
+def _unit(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> Unit:
+    names = tuple(dict.fromkeys(name for slot in slots for name in slot.params))
+    dense_numel = sum(params[name].numel() for name in names)
+    return Unit(tuple(slots), names, dense_numel, _matrices(slots, params))
+
+
+def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot, ...]:
+    """See `Unit.matrices`."""
+    weights = {slot.weight: params[slot.weight] for slot in slots}
+    overlap = any(a.overlaps(b) for i, a in enumerate(slots) for b in slots[i + 1 :])
+    if overlap or any(slot.lookup for slot in slots):
+        return tuple(_matrix(name, p, slots[0].layer) for name, p in weights.items())
+    parts = tuple(replace(slot, bias=None, bias_rows=None) for slot in slots)
+    covered = sum(part.groups * part.outputs * part.inputs for part in parts)
+    return parts if covered == sum(p.numel() for p in weights.values()) else ()
+
+
+def _matrix(name: str, p: Tensor, layer: str = "") -> Slot:
+    """The first dimension by all others."""
+    return Slot(layer, name, p.shape[0], p.numel() // p.shape[0])
+
+
+def _connected(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Groups of slots that share parameters, directly or through each other."""
+    groups: list[list[Slot]] = []
+    for slot in slots:
+        touching = [g for g in groups if any(set(s.params) & set(slot.params) for s in g)]
+        groups = [g for g in groups if g not in touching]
+        groups.append([*(s for g in touching for s in g), slot])
+    return groups
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the headers of a step decide.
+
+    Attributes:
+        routes: per unit, how it travels in this step.
+        tapped: per unit, whether all sites have its factors.
+        wanted: per unit, whether it should be tapped in the next forward.
+        sizes: per unit, bytes of its part in a message on the site that has most; 0 if dense.
+        words: per unit, how it travels and why, for the coverage table.
+    """
+
+    routes: tuple[Route, ...]
+    tapped: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    sizes: tuple[int, ...]
+    words: tuple[str, ...] = field(compare=False)

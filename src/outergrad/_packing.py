@@ -1,0 +1,223 @@
+"""From how units travel to the messages of a step, in the order of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from outergrad._bucket import Bucket, Load
+from outergrad._dense_bucket import DenseBucket
+from outergrad._factor_bucket import FactorBucket
+from outergrad._message import Cargo
+from outergrad._model import Choice, Model
+from outergrad._protocols import Exchange
+from outergrad._sketch_bucket import SketchBucket
+from outergrad._two_way_bucket import TwoWayBucket
+from outergrad._types import Route, Slot, Unit
+from outergrad.exchange._owners import owners
+
+_FIRST_DENSE_BYTES = 1 << 20
+_DENSE_BYTES = 25 << 20
+_RIDERS_BYTES = 1 << 18
+_RIDERS_EXTRA_BYTES = 1 << 14
+
+
+OF_ROWS = (Route.GATHER, Route.TWO_WAY)
+"""Ways of which the messages' lengths follow from the rows of the sites."""
+
+
+def loads(model: Model, choice: Choice) -> list[tuple[Load, Route]]:
+    """What the units put into messages, and how."""
+    triples = zip(model.units, choice.routes, choice.tapped, strict=True)
+    return [(Load(unit, tapped), route) for unit, route, tapped in triples]
+
+
+class Packer:
+    """Fills messages; every site does it alike."""
+
+    def __init__(self, model: Model, exchange: Exchange | None, sites: int) -> None:
+        self._model, self._exchange, self._sites = model, exchange, sites
+        self._sketches = None if exchange is None else exchange.sketches
+        self._merger = None if exchange is None else exchange.merger
+        self._dense: dict[Sequence[str], DenseBucket] = {}
+        self._owners: dict[Slot | str, int] = {}
+        self._last: tuple[Choice, list[Bucket]] | None = None
+        self._order = tuple(model.params)[::-1]
+        self.opening: frozenset[str] = frozenset()
+        """Parameters of the first message of the last step: when they are ready, it is time."""
+
+    def buckets(self, choice: Choice) -> list[Bucket]:
+        """The messages of a step in the order in which every site starts them.
+
+        Members come in the reverse order of registration, about that in which backward reaches
+        them; a unit stands where its last parameter is reached.
+        """
+        if self._last is None or self._last[0] != choice:
+            buckets = self._fill(choice)
+            self._dense = {b.dense_params: b for b in buckets if isinstance(b, DenseBucket)}
+            self._last, self.opening = (choice, buckets), buckets[0].params
+        return self._last[1]
+
+    def dense_bucket(self, names: Sequence[str]) -> DenseBucket:
+        """The bucket of these parameters, with its buffer if the last plan had it, too."""
+        members = {name: self._model.params[name] for name in names}
+        return self._dense.get(tuple(names)) or DenseBucket(members)
+
+    def _fill(self, choice: Choice) -> list[Bucket]:
+        pairs = zip(loads(self._model, choice), choice.sizes, strict=True)
+        units = {
+            self._last_param(load.unit): (load, route, size)
+            for (load, route), size in pairs
+            if route != Route.DENSE
+        }
+        inside = {name for load, _, _ in units.values() for name in load.unit.params}
+        dense = [name for name in self._order if name not in inside]
+        ordered = [units[name] for name in self._order if name in units]
+        riders = dense if self._may_ride(dense, ordered) else []
+        self._owners = self._share_out(ordered, riders)
+        shelf = _Shelf(self, self._exchange, riders)
+        for name in self._order:
+            if name in units:
+                shelf.add_unit(*units.pop(name), last=not units)
+            elif name not in inside and not riders:
+                shelf.add_param(name, self._model.params[name])
+        return shelf.close()
+
+    def factor_bucket(
+        self, index: int, loads: Sequence[Load], riders: Sequence[str]
+    ) -> FactorBucket:
+        """The message of these units, with these parameters and their own vectors along."""
+        assert self._exchange is not None
+        return FactorBucket(Cargo(index, loads, self._exchange, self._along(loads, riders)))
+
+    def two_way_bucket(
+        self, index: int, loads: Sequence[Load], riders: Sequence[str]
+    ) -> TwoWayBucket:
+        """The two messages of these units, with these parameters and their own vectors along."""
+        assert self._exchange is not None
+        assert self._merger is not None
+        cargo = Cargo(index, loads, self._exchange, self._along(loads, riders))
+        return TwoWayBucket(cargo, self._merger, self._owners)
+
+    def _share_out(
+        self, ordered: Sequence[tuple[Load, Route, int]], riders: Sequence[str]
+    ) -> dict[Slot | str, int]:
+        """Who merges what, so that all sites send about the same in a step."""
+        loads = [load for load, route, _ in ordered if route == Route.TWO_WAY]
+        if not loads or self._merger is None:
+            return {}
+        names = [*(name for load in loads for name in load.vectors), *riders]
+        sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
+        for slot in (slot for load in loads for slot in load.slots):
+            rows = self._merger.merged_rows(slot, [slot.outputs])
+            sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
+        return owners(sizes, self._sites)
+
+    def sketch_bucket(self, loads: Sequence[Load], riders: Sequence[str]) -> SketchBucket:
+        """The two messages of these units, with these parameters and their own vectors along."""
+        assert self._exchange is not None
+        assert self._sketches is not None
+        along = self._along(loads, riders)
+        dtype = self.sketched_in(loads[0])
+        return SketchBucket(loads, self._sketches, dtype, self._exchange.wire, along)
+
+    def sketched_in(self, load: Load) -> torch.dtype:
+        """What the sketches of a unit are computed in."""
+        return self._computed_in(load.unit.params)
+
+    def _along(self, loads: Sequence[Load], riders: Sequence[str]) -> dict[str, nn.Parameter]:
+        names = [*(name for load in loads for name in load.vectors), *riders]
+        return {name: self._model.params[name] for name in names}
+
+    def _may_ride(self, dense: Sequence[str], units: Sequence[tuple[Load, Route, int]]) -> bool:
+        """Whether the dense gradients are so small that they go along with the last unit.
+
+        An all-gather sends S / 2 times what an all-reduce would: nothing more at two sites, and
+        never more in sum than if the whole model travelled dense. Two ways send as much.
+        """
+        if not units:
+            return False
+        params, sites = self._model.params, self._sites
+        factor_bytes, (last, route, _) = sum(size for _, _, size in units), units[-1]
+        if route == Route.REDUCE and self._computed_in(dense) != self._computed_in(
+            last.unit.params
+        ):
+            return False
+        nbytes = sum(params[name].nbytes for name in dense)
+        extra = nbytes * (sites - 1) * (sites - 2) // sites
+        total = sum(p.nbytes for p in params.values())
+        fits = (nbytes + factor_bytes) * sites <= 2 * total
+        if route == Route.TWO_WAY:
+            return nbytes <= _RIDERS_BYTES
+        small = nbytes <= _RIDERS_BYTES and extra <= _RIDERS_EXTRA_BYTES
+        return bool(factor_bytes) and small and fits
+
+    def _computed_in(self, names: Sequence[str]) -> torch.dtype:
+        dtypes = {self._model.params[name].dtype for name in names}
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
+    def _last_param(self, unit: Unit) -> str:
+        return max(unit.params, key=self._order.index)
+
+
+_Shelved = tuple[Route, torch.dtype]
+"""What shares a message: rows of any dtype, sketches or gradients of one."""
+
+
+class _Shelf:
+    """Buckets being filled: one of factors, and one of sketches and one of gradients per dtype.
+
+    Args:
+        packer: makes the buckets.
+        exchange: says how large a bucket of factors becomes.
+        riders: parameters that go along with the last unit's bucket.
+    """
+
+    def __init__(self, packer: Packer, exchange: Exchange | None, riders: Sequence[str]) -> None:
+        self._packer, self._riders = packer, riders
+        self._bucket_bytes = exchange.bucket_bytes if exchange else 0
+        self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
+        self._limits: dict[_Shelved, int] = {}
+        self._closed: list[Bucket] = []
+
+    def add_unit(self, load: Load, route: Route, nbytes: int, *, last: bool) -> None:
+        """Adds a unit that travels as factors or sketches; the last one takes the riders."""
+        key = route, torch.float32 if route in OF_ROWS else self._packer.sketched_in(load)
+        full = self._add(key, load, nbytes) >= self._bucket_bytes
+        if full or (last and self._riders):
+            self._close(key, self._riders if last else ())
+
+    def add_param(self, name: str, p: nn.Parameter) -> None:
+        """Adds a parameter that travels dense; the first bucket is small, to start early."""
+        key = Route.DENSE, p.dtype
+        if self._add(key, name, p.nbytes) >= self._limits.get(key, _FIRST_DENSE_BYTES):
+            self._close(key)
+            self._limits[key] = _DENSE_BYTES
+
+    def close(self) -> list[Bucket]:
+        """All buckets, the open ones last."""
+        for key in list(self._open):
+            self._close(key)
+        return self._closed
+
+    def _add(self, key: _Shelved, member: str | Load, nbytes: int) -> int:
+        members = self._open.setdefault(key, [])
+        members.append((member, nbytes))
+        return sum(size for _, size in members)
+
+    def _close(self, key: _Shelved, riders: Sequence[str] = ()) -> None:
+        members = [member for member, _ in self._open.pop(key)]
+        packer, route = self._packer, key[0]
+        if route == Route.DENSE:
+            bucket = packer.dense_bucket(members)
+        elif route == Route.GATHER:
+            bucket = packer.factor_bucket(len(self._closed), members, riders)
+        elif route == Route.TWO_WAY:
+            bucket = packer.two_way_bucket(len(self._closed), members, riders)
+        else:
+            bucket = packer.sketch_bucket(members, riders)
+        self._closed.append(bucket)
