@@ -32,5 +32,5 @@ class LowRankSettings:
     feedback_rank: int = 8
     wire: Wire = "fp32"
     min_ratio: float = 1.0
-    bucket_bytes: int = 1 << 18
+    bucket_bytes: int = 1 << 16
     taps: bool = True

@@ -32,7 +32,7 @@ class PowerSGD:
     error_feedback: bool = True
     wire: Wire = "fp32"
     min_ratio: float = 2.0
-    bucket_bytes: int = 1 << 20
+    bucket_bytes: int = 1 << 16
 
     def __post_init__(self) -> None:
         """Checks the settings."""

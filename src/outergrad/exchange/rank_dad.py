@@ -42,7 +42,8 @@ class RankDAD:
         wire: "bf16" rounds what is sent to half the bytes; it is computed in float32.
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than
             dense.
-        bucket_bytes: payload of one message before the next layer opens another.
+        bucket_bytes: payload of one message before the next layer opens another: small, because
+            triplets are, and what is sent early need not be waited for.
     """
 
     rank: int = 4
@@ -54,7 +55,7 @@ class RankDAD:
     feedback_rank: int | None = None
     wire: Wire = "fp32"
     min_ratio: float = 1.0
-    bucket_bytes: int = 1 << 18
+    bucket_bytes: int = 1 << 16
 
     def __post_init__(self) -> None:
         """Checks the settings."""
