@@ -790,7 +790,7 @@ def test_buffers_do_not_pile_up():
         for step in range(30):
             model.zero_grad()
             model(torch.ones(1 + 7 * (step * 5 % 9), 40)).square().mean().backward()
-        buckets = session._planner._dense.values()
+        buckets = session._planner.packer._dense.values()
         return sum(b._buffer.nbytes for b in buckets if b._buffer is not None), sum(
             p.nbytes for p in model.parameters()
         )

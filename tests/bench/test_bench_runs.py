@@ -95,6 +95,14 @@ def sent_bytes(process: psutil.Process) -> int:
     return int(counters[1].split()[8]) if counters else 0
 
 
+def command_of(process: psutil.Process) -> str:
+    """Nothing for a process that has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 class Run:
     """The command in a process of its own, with a folder for what it leaves."""
 
@@ -104,7 +112,7 @@ class Run:
 
     def sites(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return [child for child in children if "spawn_main" in command_of(child)]
 
     def wait_for(self, happened) -> None:
         while not happened():
