@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -63,6 +64,27 @@ def expected(sites: int, step: int, rows=lambda rank, step: 40) -> dict[str, Ten
 
 def total(gradients: list[dict[str, Tensor]], name: str) -> Tensor:
     return sum((step[name].double() for step in gradients), torch.zeros(()).double())
+
+
+def gradients_around_a_void_step(
+    method: Any, sites: int, *, void: bool
+) -> list[list[dict[str, Tensor]]]:
+    """Gradients of four steps per site; with `void`, rank 1 raises in a further one between."""
+    original = model()
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        og.distribute(replica, method, group=group)
+        found = []
+        for step in range(4):
+            if void and step == 2:
+                with suppress(og.StepDiscardedError, ZeroDivisionError):
+                    broken_backward(replica, batch(rank, 9, 40), broken=rank == 1)
+                replica.zero_grad()
+            found.append(backward(replica, batch(rank, step, 40)))
+        return found
+
+    return run_on_lasting_groups(sites, body)
 
 
 def broken_backward(replica: nn.Module, x: Tensor, *, broken: bool) -> None:

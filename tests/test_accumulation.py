@@ -452,6 +452,13 @@ def run_script(script, method, rows: int, rounds: int = 3):
     return run_on_lasting_groups(SITES, body)
 
 
+def start(rank, group, method, rows):
+    """A new site of a new session."""
+    model = copy.deepcopy(NET)
+    session = og.distribute(model, method, group=group)
+    return Site(model, rank, rows, session.no_sync), session
+
+
 def named(model):
     return list(model.named_parameters())
 
@@ -540,13 +547,12 @@ def accumulate(case, method, rank, group):
 
 def test_no_sync_leaves_the_local_gradient():
     def body(rank, group):
-        model, alone = copy.deepcopy(NET), copy.deepcopy(NET).double()
-        session = og.distribute(model, og.DAD(), group=group)
-        here, there = Site(model, rank, 2, session.no_sync), Site(alone, rank, 2)
+        alone = Site(copy.deepcopy(NET).double(), rank, 2)
+        site, _ = start(rank, group, og.DAD(), rows=2)
         for k in range(3):
-            here.local(k)
-            there.local(k)
-            assert_close({n: p.grad for n, p in named(model)}, grads_of(alone), 1e-6)
+            site.local(k)
+            alone.local(k)
+            assert_close(grads_of(site.model), grads_of(alone.model), 1e-6)
 
     run_on_lasting_groups(SITES, body)
 
@@ -559,9 +565,8 @@ def test_factors_are_far_fewer_bytes_than_the_gradient():
     def body(rank, group):
         sent = {}
         for label, method in {"dense": og.Dense(), "dad": og.DAD()}.items():
-            model = copy.deepcopy(NET)
-            session = og.distribute(model, method, group=group)
-            nothing_else(Site(model, rank, 1, session.no_sync))
+            site, session = start(rank, group, method, rows=1)
+            nothing_else(site)
             sent[label] = session.stats().sent_bytes
             session.detach()
         assert sent["dad"] < sent["dense"] / 3
@@ -571,13 +576,11 @@ def test_factors_are_far_fewer_bytes_than_the_gradient():
 
 def test_the_gradient_stays_the_same_tensor():
     def body(rank, group):
-        model = copy.deepcopy(NET)
-        session = og.distribute(model, og.DAD(), group=group)
-        site = Site(model, rank, 2, session.no_sync)
+        site, _ = start(rank, group, og.DAD(), rows=2)
         site.local(0)
-        kept = [p.grad for p in model.parameters()]
+        kept = [p.grad for p in site.model.parameters()]
         site.shared(1)
-        assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+        assert all(p.grad is g for p, g in zip(site.model.parameters(), kept, strict=True))
 
     run_on_lasting_groups(SITES, body)
 
@@ -587,10 +590,8 @@ def test_the_gradient_stays_the_same_tensor():
 )
 def test_many_passes_keep_few_rows_and_go_dense(method):
     def body(rank, group):
-        model = copy.deepcopy(NET)
-        session = og.distribute(model, method, group=group)
-        site = Site(model, rank, 3, session.no_sync)
-        limit, most = sum(p.numel() for p in model.parameters()), 0
+        site, session = start(rank, group, method, rows=3)
+        limit, most = sum(p.numel() for p in site.model.parameters()), 0
         for k in range(60):
             site.local(k % PASSES)
             most = max(most, session._accumulated.numel)
@@ -598,7 +599,7 @@ def test_many_passes_keep_few_rows_and_go_dense(method):
         assert session._accumulated.numel == 0
         site.shared(0)
         assert session.stats().layers.keys() & {"middle", "middle.weight"}
-        return grads_of(model)
+        return grads_of(site.model)
 
     def script(site):
         for k in range(60):
@@ -615,11 +616,9 @@ def test_layers_that_do_not_pay_are_left_alone_in_the_next_round():
     """Rows of all passes count, so what is dense in the end is not tapped in vain again."""
 
     def body(rank, group):
-        model = copy.deepcopy(NET)
-        session = og.distribute(model, og.DAD(), group=group)
-        site = Site(model, rank, 3, session.no_sync)
+        site, session = start(rank, group, og.DAD(), rows=3)
         for _ in range(3):
-            model.zero_grad()
+            site.model.zero_grad()
             for k in range(12):
                 site.local(k % PASSES)
                 assert session._accumulated.numel == 0 or session.stats().step == 0
@@ -630,31 +629,27 @@ def test_layers_that_do_not_pay_are_left_alone_in_the_next_round():
 
 def test_detach_drops_the_rows_and_leaves_the_gradient():
     def body(rank, group):
-        model, alone = copy.deepcopy(NET), copy.deepcopy(NET).double()
-        session = og.distribute(model, og.DAD(), group=group)
-        site = Site(model, rank, 2, session.no_sync)
+        alone = Site(copy.deepcopy(NET).double(), rank, 2)
+        site, session = start(rank, group, og.DAD(), rows=2)
         site.local(0)
         assert session._accumulated.numel > 0
         session.detach()
         assert session._accumulated.numel == 0
         site.local(1)
-        nothing = Site(alone, rank, 2)
-        nothing.local(0)
-        nothing.local(1)
-        assert_close(grads_of(model), grads_of(alone), 1e-6)
+        alone.local(0)
+        alone.local(1)
+        assert_close(grads_of(site.model), grads_of(alone.model), 1e-6)
 
     run_on_lasting_groups(SITES, body)
 
 
 def test_rows_of_a_reset_gradient_are_not_kept_alive():
     def body(rank, group):
-        model = copy.deepcopy(NET)
-        session = og.distribute(model, og.DAD(), group=group)
-        site = Site(model, rank, 2, session.no_sync)
+        site, session = start(rank, group, og.DAD(), rows=2)
         sizes = []
         for _ in range(3):
             site.local(0)
-            model.zero_grad()
+            site.model.zero_grad()
             sizes.append(session._accumulated.numel)
         assert sizes == sizes[:1] * 3
 
@@ -663,21 +658,19 @@ def test_rows_of_a_reset_gradient_are_not_kept_alive():
 
 def test_a_site_that_raises_in_the_shared_step_discards_it():
     def body(rank, group):
-        model = copy.deepcopy(NET)
-        session = og.distribute(model, og.DAD(), group=group)
-        site = Site(model, rank, 2, session.no_sync)
+        site, _ = start(rank, group, og.DAD(), rows=2)
         site.local(0)
         if rank == 0:
             with pytest.raises(ZeroDivisionError):
-                raising_at(site, 1, model.middle)
-            model.zero_grad()
+                raising_at(site, 1, site.model.middle)
+            site.model.zero_grad()
             nothing_else(site)
         else:
             with pytest.raises(og.StepDiscardedError):
                 site.shared(1)
-            model.zero_grad()
+            site.model.zero_grad()
             nothing_else(site)
-        return grads_of(model)
+        return grads_of(site.model)
 
     expected = pooled(nothing_else, rows=2)
     for gradients in run_on_lasting_groups(SITES, body):
@@ -690,13 +683,11 @@ def test_a_round_of_other_length_surprises_nobody_for_long():
     expected = [pooled(lambda site, c=count: passes(site, c), 2) for count in counts]
 
     def body(rank, group):
-        model = copy.deepcopy(NET)
-        session = og.distribute(model, og.DAD(), group=group)
-        site = Site(model, rank, 2, session.no_sync)
+        site, _ = start(rank, group, og.DAD(), rows=2)
         for count, gradients in zip(counts, expected, strict=True):
-            model.zero_grad()
+            site.model.zero_grad()
             passes(site, count)
-            assert_close(grads_of(model), gradients, 5e-6)
+            assert_close(grads_of(site.model), gradients, 5e-6)
 
     run_on_lasting_groups(SITES, body)
 
@@ -718,11 +709,10 @@ def test_passes_of_several_dtypes_are_not_rounded_to_the_coarsest():
         site.shared(1)
 
     def body(rank, group):
-        model = copy.deepcopy(NET)
-        session = og.distribute(model, og.DAD(), group=group)
-        script(Site(model, rank, 2, session.no_sync))
+        site, session = start(rank, group, og.DAD(), rows=2)
+        script(site)
         assert session.stats().layers["middle"].travels == "factors"
-        return grads_of(model)
+        return grads_of(site.model)
 
     for gradients in run_on_lasting_groups(SITES, body):
         assert_close(gradients, pooled(plain, rows=2), 2e-4)

@@ -51,6 +51,26 @@ class Load:
         return () if self.tapped else self.unit.vectors
 
 
+class Carried:
+    """What a bucket of units carries, the same on every site.
+
+    Attributes:
+        names: the parameters of its units.
+        tapped: per slot, whether every site has its factors.
+        riders: parameters whose `grad` travels as it is, besides.
+        params: names and riders.
+        dense_params: those of which what is in `param.grad` travels, as it is or compressed.
+    """
+
+    def __init__(self, loads: Sequence[Load], riders: Mapping[str, nn.Parameter]) -> None:
+        self.names = tuple(name for load in loads for name in load.unit.params)
+        self.tapped = {slot: load.tapped for load in loads for slot in load.slots}
+        self.riders = dict(riders)
+        self.params = frozenset([*self.names, *riders])
+        formed = [name for load in loads if not load.tapped for name in load.unit.params]
+        self.dense_params: Sequence[str] = tuple(dict.fromkeys([*formed, *riders]))
+
+
 @dataclass
 class Result:
     """What a message brought.
@@ -88,33 +108,36 @@ class Sender:
         comm: the transport.
         params: trainable parameters by name.
         header: this site's.
-        headers: every site's, in the order of ranks.
         slot_index: place of each slot in the headers.
         factors_of: this site's raw rows of a slot, all its uses stacked.
         mixed: names of parameters for which autograd has a gradient of its own on this site.
         state: this site's; unless GOOD it takes part in everything and sends nothing.
         layers: bytes and seconds by layer, filled by the buckets.
+        headers: every site's, in the order of ranks.
+        used: parameters that have a gradient on some site; the others are left alone, as in DDP.
     """
 
     comm: Comm
     params: Mapping[str, nn.Parameter]
     header: Header
-    headers: Sequence[Header]
     slot_index: Mapping[Slot, int]
     factors_of: FactorsOf
     mixed: set[str]
     state: State = State.GOOD
     layers: dict[str, LayerStats] = field(default_factory=dict)
+    headers: Sequence[Header] = ()
+    used: set[str] = field(default_factory=set)
 
     @property
     def compress_s(self) -> float:
         """Seconds spent so far on turning gradients into what is sent."""
         return sum(layer.compress_s for layer in self.layers.values())
 
-    def used(self) -> set[str]:
-        """Parameters that have a gradient on some site; the others are left alone, as in DDP."""
-        masks = zip(*(header.used for header in self.headers), strict=True)
-        return {name for name, mask in zip(self.params, masks, strict=True) if any(mask)}
+    def take(self, headers: Sequence[Header]) -> None:
+        """Goes by these headers of all sites."""
+        masks = zip(*(header.used for header in headers), strict=True)
+        self.headers = headers
+        self.used = {name for name, mask in zip(self.params, masks, strict=True) if any(mask)}
 
     def gradient_of(self, slot: Slot, *, tapped: bool) -> Gradient:
         """This site's part: its factors, no rows if it did not use the slot, or what is formed."""

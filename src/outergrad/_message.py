@@ -8,26 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Load, Sender
+from outergrad._bucket import Carried, Load, Sender
 from outergrad._protocols import Exchange
 from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Header, Piece, Preamble, State, aligned
 
 
-class Cargo:
-    """What a bucket of factors carries, the same on every site.
-
-    Attributes:
-        names: the parameters of its units.
-        slots: what is compressed.
-        tapped: per slot, whether every site has its factors.
-        riders: parameters whose `grad` travels as it is.
+class Cargo(Carried):
+    """What a bucket of factors carries.
 
     Args:
         index: place of the bucket in the step.
         loads: what travels as factors.
         exchange: makes the factors.
-        riders: as above.
+        riders: parameters whose `grad` travels as it is.
     """
 
     def __init__(
@@ -37,14 +31,13 @@ class Cargo:
         exchange: Exchange,
         riders: Mapping[str, nn.Parameter],
     ) -> None:
-        self.names = tuple(name for load in loads for name in load.unit.params)
-        self.tapped = {slot: load.tapped for load in loads for slot in load.slots}
-        self.slots = tuple(self.tapped)
-        self.riders = dict(riders)
-        self.params = frozenset([*self.names, *riders])
-        formed = [name for load in loads if not load.tapped for name in load.unit.params]
-        self.dense_params: Sequence[str] = tuple(dict.fromkeys([*formed, *riders]))
+        super().__init__(loads, riders)
         self._index, self._exchange = index, exchange
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What is compressed."""
+        return tuple(self.tapped)
 
     def preamble(self, sender: Sender, *, second: bool = False) -> Preamble:
         """What this site's message begins with; a second round has a number of its own."""
@@ -57,15 +50,14 @@ class Cargo:
 
     def pieces(self, sender: Sender, site: Header) -> list[Piece]:
         """What one site has, slot by slot, from the agreed rows and dtypes."""
-        used = sender.used()
-        return [self._piece(slot, sender, site, used) for slot in self.slots]
+        return [self._piece(slot, sender, site) for slot in self.slots]
 
-    def _piece(self, slot: Slot, sender: Sender, site: Header, used: set[str]) -> Piece:
+    def _piece(self, slot: Slot, sender: Sender, site: Header) -> Piece:
         if self.tapped[slot]:
             k = sender.slot_index[slot]
             rows, dtype = site.uses[k].rows, _delta_dtype(k, sender.headers)
         else:
-            rows = slot.outputs if slot.weight in used else 0
+            rows = slot.outputs if slot.weight in sender.used else 0
             dtype = sender.params[slot.weight].dtype
         rows = self._exchange.sent_rows(slot, rows, site.rank) if rows else 0
         bias = dtype if self._exchange.sends_bias(slot) else None

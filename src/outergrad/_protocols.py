@@ -17,7 +17,7 @@ from outergrad._types import (
     Link,
     Route,
     Slot,
-    State,
+    StateDict,
     Unit,
 )
 
@@ -146,7 +146,7 @@ class Exchange(Protocol):
         """The step is over: what `compress` left for the next one holds, or is void."""
         ...
 
-    def state(self) -> State:
+    def state(self) -> StateDict:
         """What it remembers between two steps; `load` takes it back."""
         ...
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
-from outergrad._accumulated import Accumulated, Earlier
+from outergrad._accumulated import Accumulated
+from outergrad._announcing import Announcer
+from outergrad._calls import LocalStep
 from outergrad._groups import end_unfinished, on_group
 from outergrad._model import Model
 from outergrad._plan import Planner
 from outergrad._protocols import Comm, Exchange, Recorder
+from outergrad._reporting import Reporter
 from outergrad._state import Owner, Progress, resumed, saved
-from outergrad._step import LocalStep, SharedStep
+from outergrad._step import SharedStep
 from outergrad._tap import (
     NO_TASK,
     TappedLayer,
@@ -23,10 +25,9 @@ from outergrad._tap import (
     current_task,
     refuse_nested_backward,
 )
-from outergrad._types import Event, ExchangeError, Factors, Slot, State
-from outergrad.comm.wire import Header, Use
+from outergrad._types import ExchangeError, Factors, Slot, StateDict
 from outergrad.record.coverage import Coverage, coverage
-from outergrad.record.stats import LayerStats, Stats
+from outergrad.record.stats import Stats
 
 
 class Session:
@@ -43,13 +44,13 @@ class Session:
         method: str,
     ) -> None:
         self._model, self._frozen, self._comm, self._exchange = model, frozen, comm, exchange
-        self._fingerprint, self._recorder = fingerprint, recorder
+        self._reporter = Reporter(model, recorder)
         self._owner = Owner(method, model, comm.rank, comm.world_size)
         self._planner = Planner(model, exchange, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
         self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
         self._layers: list[TappedLayer] = []
-        self._place: dict[Slot, tuple[TappedLayer, int]] = {}
+        self._announcer = Announcer(model, fingerprint, comm)
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
         self._step: LocalStep | SharedStep | None = None
         self._synchronise, self._attached = True, True
@@ -86,7 +87,7 @@ class Session:
         """Bytes and seconds of the last synchronised step, per layer and in total."""
         return self._stats
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         """What the session remembers, to be saved beside the model and the optimizer.
 
         Every site saves its own, after the same step: what it has not sent yet is known to no
@@ -101,7 +102,7 @@ class Session:
         progress = Progress(self._stats.step, self._wanted, self._planner.mixed)
         return saved(self._owner, progress, self._exchange)
 
-    def load_state_dict(self, state: State | Sequence[State]) -> None:
+    def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """Goes on from what the sites saved. Call it on every site: they check it together.
 
         At the same number of sites training goes on to the bit as if it had not been interrupted.
@@ -149,7 +150,7 @@ class Session:
     def attach(self, layer: TappedLayer) -> None:
         """Adds a layer whose class was swapped."""
         self._layers.append(layer)
-        self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})
+        self._announcer.add(layer)
 
     def watched(self, slot: Slot) -> list[WatchedParameter]:
         """The parameters of a slot."""
@@ -199,29 +200,11 @@ class Session:
             self._unshared |= used if several else set()
         else:
             earlier = self._accumulated.take(used)
-            header = self._header(used, earlier)
+            header = self._announcer.header(self._stats.step, used, self._unshared, earlier)
             step = SharedStep(task, self._model, self._planner, self._comm, header, used, earlier)
             on_group(self._comm.group).running.append(self)
         self._step = step
         at_end_of_backward(lambda: self._finish(step))
-
-    def _header(self, used: set[str], earlier: Earlier) -> Header:
-        """What this site announces; accumulated gradients count as used."""
-        waiting = {n for n in self._unshared if self._model.params[n].grad is not None}
-        has_gradient = tuple(name in used or name in waiting for name in self._model.params)
-        formed = waiting - earlier.params
-        uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
-        step, rank = self._stats.step, self._comm.rank
-        alone = len(on_group(self._comm.group).attached) == 1
-        return Header(self._fingerprint, step, rank, has_gradient, uses, alone)
-
-    def _use(self, slot: Slot, formed: set[str], earlier: Earlier) -> Use:
-        layer, k = self._place[slot]
-        tapped, untapped, dtype = layer.announced(k)
-        rows, dtype = earlier.announced(slot, tapped, dtype)
-        suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
-        unseen = untapped + (earlier.formed.get(slot, 0) if slot.weight in formed else 0)
-        return Use(rows + _coarse(slot, unseen), suffices, dtype)
 
     def _finish(self, step: LocalStep | SharedStep) -> None:
         if step is not self._step:  # left over from a backward that raised
@@ -244,47 +227,8 @@ class Session:
         if isinstance(step, SharedStep) and step.choice is not None:
             self._wanted = dict(zip(self._model.units, step.choice.wanted, strict=True))
             self._chosen = step.choice.words
-            self._count(step)
-
-    def _count(self, step: SharedStep) -> None:
-        sender, sent = step.sender, self._comm.sent_bytes
-        self._stats = Stats(
-            step=self._stats.step + 1,
-            sent_bytes=sent - step.sent_before,
-            total_sent_bytes=sent,
-            compress_s=sender.compress_s,
-            wait_s=step.wait_s,
-            layers=sender.layers,
-        )
-        if self._recorder is None:
-            return
-        for name, layer in self._stats.layers.items():
-            self._record(self._event(step, name, layer))
-
-    def _record(self, event: Event) -> None:
-        """Hands an event on; the step has been applied, so a failure must not undo it here."""
-        if self._recorder is None:
-            return
-        try:
-            self._recorder.record(event)
-        except Exception as error:
-            warnings.warn(f"the recorder failed and is dropped: {error!r}", stacklevel=2)
-            self._recorder = None
-
-    def _event(self, step: SharedStep, name: str, layer: LayerStats) -> Event:
-        header = step.sender.header
-        places = zip(self._model.slots, header.uses, strict=True)
-        rows = sum(use.rows for slot, use in places if (slot.layer or slot.weight) == name)
-        by_rows = layer.travels != "dense"
-        return Event(
-            header.step,
-            header.rank,
-            name,
-            layer.travels,
-            rows if by_rows else 0,
-            layer.sent_bytes,
-            layer.compress_s,
-        )
+            self._stats = step.stats(self._stats.step + 1)
+            self._reporter.report(step.sender, self._stats)
 
     # -- when something went wrong --------------------------------------------------------------
 
@@ -326,12 +270,3 @@ class Session:
                     f"{name!r} was frozen when the model was distributed and would not be shared: "
                     f"call session.detach() and og.distribute(model, ...) again on every site"
                 )
-
-
-def _coarse(slot: Slot, rows: int) -> int:
-    """Rows that only a later choice goes by: rounded up, so that small changes need no new plan.
-
-    From O + I rows on, factors are never smaller than the product.
-    """
-    grain = 1 << max(rows.bit_length() - 3, 0)
-    return min(-(-rows // grain) * grain, slot.outputs + slot.inputs)

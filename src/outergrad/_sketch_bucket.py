@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Load, Pending, Result, Sender, copy_scaled
-from outergrad._protocols import Comm, Work
-from outergrad._protocols import Sketches as Sketched
+from outergrad._bucket import Carried, Load, Pending, Result, Sender, copy_scaled
+from outergrad._protocols import Comm, Sketches, Work
 from outergrad._types import Factors, Slot
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import State
@@ -19,7 +18,7 @@ from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum
 
 
-class SketchBucket:
+class SketchBucket(Carried):
     """Units of one dtype whose sketches are summed over the sites, with vectors as they are.
 
     Args:
@@ -33,18 +32,13 @@ class SketchBucket:
     def __init__(
         self,
         loads: Sequence[Load],
-        sketches: Sketched,
+        sketches: Sketches,
         dtype: torch.dtype,
         wire: torch.dtype | None,
         riders: Mapping[str, nn.Parameter],
     ) -> None:
-        names = [name for load in loads for name in load.unit.params]
-        formed = [name for load in loads if not load.tapped for name in load.unit.params]
-        self.params = frozenset([*names, *riders])
-        self.dense_params: Sequence[str] = tuple(dict.fromkeys([*formed, *riders]))
+        super().__init__(loads, riders)
         self.sketches, self.dtype, self.wire = sketches, dtype, wire or dtype
-        self.riders = dict(riders)
-        self.tapped = {slot: load.tapped for load in loads for slot in load.slots}
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
     def start(self, sender: Sender) -> Pending:
@@ -55,9 +49,9 @@ class SketchBucket:
 class _SketchPending:
     def __init__(self, bucket: SketchBucket, sender: Sender) -> None:
         self._bucket, self._sender = bucket, sender
-        used = sender.used()
-        self._slots = [slot for slot in bucket.tapped if slot.weight in used]
+        self._slots = [slot for slot in bucket.tapped if slot.weight in sender.used]
         self._biases = [slot for slot in self._slots if bucket.tapped[slot] and slot.bias]
+        self._b_GO: dict[Slot, Tensor] = {}
         self._state, self._flags = State.GOOD, torch.empty(0)
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
@@ -68,12 +62,11 @@ class _SketchPending:
 
     def _begun(self) -> list[Tensor]:
         sketches = self._bucket.sketches
-        good, parts = self._sender.state == State.GOOD, []
-        self._b_GO: dict[Slot, Tensor] = {}
-        for slot in self._slots:
-            shape = (slot.groups, slot.outputs, sketches.columns(slot))
-            parts.append(self._timed(slot, self._begin) if good else self._zeros(slot, shape))
-        return parts
+        if self._sender.state == State.GOOD:
+            return [self._timed(slot, self._begin) for slot in self._slots]
+        shapes = ((s.groups, s.outputs, sketches.columns(s)) for s in self._slots)
+        device = self._sender.comm.device
+        return [torch.zeros(shape, dtype=self._bucket.wire, device=device) for shape in shapes]
 
     def _begin(self, slot: Slot) -> Tensor:
         gradient = self._sender.gradient_of(slot, tapped=self._bucket.tapped[slot])
@@ -86,33 +79,39 @@ class _SketchPending:
         """Vectors, then one number per tapped parameter and per state: how many sites say so."""
         sender, bucket = self._sender, self._bucket
         scale = 1.0 / sender.comm.world_size if sender.state == State.GOOD else 0.0
-        sizes = [*self._bias_sizes(), *(p.numel() for p in bucket.riders.values())]
-        flags = [float(name in sender.mixed) for name in bucket.flagged]
-        flags += [float(sender.state == State.SURPRISED), float(sender.state == State.FAILED)]
-        exact = torch.zeros(sum(sizes) + len(flags), dtype=bucket.dtype, device=sender.comm.device)
-        exact[-len(flags) :] = torch.tensor(flags)
-        parts = exact.split([*sizes, len(flags)])
-        for slot, part in zip(self._biases, parts, strict=False):
-            if slot in self._b_GO:
-                part.copy_(self._b_GO[slot].flatten() * scale)
-        for (name, p), part in zip(bucket.riders.items(), parts[len(self._biases) :], strict=False):
-            copy_scaled(name, p, part.view(p.shape), scale)
-            sender.add(name, "dense", ring_bytes(part.nbytes, sender.comm.world_size))
+        exact = torch.zeros(sum(self._sizes()), dtype=bucket.dtype, device=sender.comm.device)
+        biases, riders, flags = self._split(exact)
+        for slot, b_GO in self._b_GO.items():
+            biases[slot].copy_(b_GO.flatten() * scale)
+        for name, view in riders.items():
+            p = bucket.riders[name]
+            copy_scaled(name, p, view.view(p.shape), scale)
+            sender.add(name, "dense", ring_bytes(view.nbytes, sender.comm.world_size))
+        states = [sender.state == State.SURPRISED, sender.state == State.FAILED]
+        flags.copy_(torch.tensor([*(name in sender.mixed for name in bucket.flagged), *states]))
         return exact
 
-    def _bias_sizes(self) -> list[int]:
-        return [slot.groups * slot.outputs for slot in self._biases]
+    def _sizes(self) -> list[int]:
+        """Of biases, riders and flags."""
+        biases = [slot.groups * slot.outputs for slot in self._biases]
+        riders = [p.numel() for p in self._bucket.riders.values()]
+        return [*biases, *riders, len(self._bucket.flagged) + 2]
+
+    def _split(self, exact: Tensor) -> tuple[dict[Slot, Tensor], dict[str, Tensor], Tensor]:
+        """Views of biases, riders and flags."""
+        *parts, flags = exact.split(self._sizes())
+        biases = dict(zip(self._biases, parts, strict=False))
+        riders = dict(zip(self._bucket.riders, parts[len(biases) :], strict=True))
+        return biases, riders, flags
 
     def _take_exact(self, exact: Tensor) -> None:
-        riders = self._bucket.riders
-        sizes = [*self._bias_sizes(), *(p.numel() for p in riders.values())]
-        *parts, flags = exact.split([*sizes, len(exact) - sum(sizes)])
-        params = self._sender.params
-        for slot, part in zip(self._biases, parts, strict=False):
+        biases, riders, flags = self._split(exact)
+        for slot, part in biases.items():
             assert slot.bias is not None
-            p = params[slot.bias]
+            p = self._sender.params[slot.bias]
             add_rows(self._additions, slot.bias, slot.bias_rows, part.to(p.dtype), p)
-        for (name, p), part in zip(riders.items(), parts[len(self._biases) :], strict=True):
+        for name, part in riders.items():
+            p = self._bucket.riders[name]
             self._means[name] = part.view(p.shape).to(p.dtype)
         surprised, failed = flags[-2:].tolist()
         self._flags = flags[:-2]
@@ -148,10 +147,6 @@ class _SketchPending:
         return Result(self._means, self._additions, self._state, mixed)
 
     # -- both -----------------------------------------------------------------------------------
-
-    def _zeros(self, slot: Slot, shape: tuple[int, ...]) -> Tensor:
-        """The part of a site that has nothing to say."""
-        return torch.zeros(shape, dtype=self._bucket.wire, device=self._sender.comm.device)
 
     def _timed(self, slot: Slot, work: Callable[[Slot], Tensor]) -> Tensor:
         began = time.perf_counter()

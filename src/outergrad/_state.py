@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad._model import Model
 from outergrad._protocols import Comm, Exchange
-from outergrad._types import Inheritance, Place, State, Unit, place_name
+from outergrad._types import Inheritance, Place, StateDict, Unit, place_name
 from outergrad.comm.agree import agree
 
 VERSION = 1
@@ -60,7 +60,7 @@ class Progress:
     mixed: Sequence[str]
 
 
-def saved(owner: Owner, progress: Progress, exchange: Exchange | None) -> State:
+def saved(owner: Owner, progress: Progress, exchange: Exchange | None) -> StateDict:
     """The state of a session, in tensors of its own."""
     wanted = progress.wanted.items()
     return {
@@ -77,7 +77,7 @@ def saved(owner: Owner, progress: Progress, exchange: Exchange | None) -> State:
 
 
 def resumed(
-    given: State | Sequence[State], owner: Owner, comm: Comm
+    given: StateDict | Sequence[StateDict], owner: Owner, comm: Comm
 ) -> tuple[Progress, Inheritance]:
     """What this site goes on from; nothing has changed yet.
 
@@ -102,7 +102,7 @@ def resumed(
 # -- whether it can be loaded -----------------------------------------------------------------
 
 
-def _checked(given: State | Sequence[State], owner: Owner) -> dict[int, State]:
+def _checked(given: StateDict | Sequence[StateDict], owner: Owner) -> dict[int, StateDict]:
     """The states by the rank of the site that saved them; in a list, all that there were."""
     if not isinstance(given, list | tuple):
         state = _of_owner(given, owner)
@@ -115,7 +115,7 @@ def _checked(given: State | Sequence[State], owner: Owner) -> dict[int, State]:
     return dict(enumerate(states))
 
 
-def _of_owner(state: Any, owner: Owner) -> State:
+def _of_owner(state: Any, owner: Owner) -> StateDict:
     """The state, if it is one of this method and model."""
     version = state.get("version") if isinstance(state, dict) else None
     if version != VERSION:
@@ -143,7 +143,7 @@ def _check_same(kind: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> N
             )
 
 
-def _check_own(state: State, owner: Owner) -> None:
+def _check_own(state: StateDict, owner: Owner) -> None:
     if state["sites"] != owner.sites:
         raise ValueError(
             f"the state is one of {state['sites']} sites, now there are {owner.sites}: pass a list "
@@ -156,7 +156,7 @@ def _check_own(state: State, owner: Owner) -> None:
         )
 
 
-def _check_all(states: Sequence[State]) -> None:
+def _check_all(states: Sequence[StateDict]) -> None:
     for index, state in enumerate(states):
         if (state["rank"], state["sites"]) != (index, len(states)):
             raise ValueError(
@@ -170,7 +170,7 @@ def _check_all(states: Sequence[State]) -> None:
             )
 
 
-def _common_lines(state: State) -> list[str]:
+def _common_lines(state: StateDict) -> list[str]:
     """What all sites must have saved alike: the lengths of their messages follow from it."""
     lines = [f"step: {state['step']}", f"saved by {state['sites']} sites"]
     lines += [f"travels dense: {name}" for name in state["mixed"]]
@@ -182,13 +182,15 @@ def _common_lines(state: State) -> list[str]:
 # -- who goes on from what --------------------------------------------------------------------
 
 
-def _progress(states: Mapping[int, State], model: Model) -> Progress:
+def _progress(states: Mapping[int, StateDict], model: Model) -> Progress:
     state = next(iter(states.values()))
     wanted = {unit: state["tapped"][place_name(_places(unit)[0])] for unit in model.units}
     return Progress(state["step"], wanted, state["mixed"])
 
 
-def _inheritance(states: Mapping[int, State], owner: Owner, device: torch.device) -> Inheritance:
+def _inheritance(
+    states: Mapping[int, StateDict], owner: Owner, device: torch.device
+) -> Inheritance:
     """At the same number of sites each goes on from its own state, and from no other."""
     rank, sites = owner.rank, owner.sites
     old = next(iter(states.values()))["sites"]

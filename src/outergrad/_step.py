@@ -1,124 +1,27 @@
-"""One backward pass: collect, start the messages in order, finish."""
+"""A backward that is shared: collect, start the messages in order, finish."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from outergrad._accumulated import Accumulated, Earlier
+from outergrad._accumulated import Earlier
 from outergrad._bucket import Bucket, Pending, Result, Sender
+from outergrad._calls import Calls, accumulate, overwrite
 from outergrad._model import Choice, Model
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
 from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Header, State
-from outergrad.linalg.gradients import add_gradients
-from outergrad.linalg.outer import stack
+from outergrad.record.stats import Stats
 
 
 class StepDiscardedError(RuntimeError):
     """The backward of another site raised: the step is void, on every site."""
-
-
-class Calls:
-    """The products that this backward captured and nobody used yet.
-
-    Args:
-        model: what they belong to.
-        used: parameters that this backward leaves a gradient in.
-        accumulated: keeps the rows of what is settled, if they may be shared later.
-    """
-
-    def __init__(
-        self, model: Model, used: set[str], accumulated: Accumulated | None = None
-    ) -> None:
-        self._model, self._used, self._accumulated = model, used, accumulated
-        self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
-        self.settled: set[Slot] = set()
-        self._touching: dict[str, list[Slot]] = {}
-        for slot in model.slots:
-            for name in slot.params:
-                self._touching.setdefault(name, []).append(slot)
-
-    def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """Keeps one use of a slot."""
-        self._of_slot.setdefault(slot, []).append(factors)
-
-    def rows(self, slot: Slot) -> Factors:
-        """The rows of all uses of a slot."""
-        return stack([factors() for factors in self._of_slot[slot]])
-
-    def settle(self, name: str) -> None:
-        """Adds what was captured for a parameter to its `grad`, as autograd would have."""
-        for slot in self._touching.get(name, ()):
-            if slot in self._of_slot:
-                self._write(slot, self.rows(slot))
-                del self._of_slot[slot]
-                self.settled.add(slot)
-
-    def _write(self, slot: Slot, factors: Factors) -> None:
-        gradients: dict[str, Tensor] = {}
-        add_gradients(gradients, slot, [factors], self._model.params, 1.0)
-        wanted = {n: gradient for n, gradient in gradients.items() if n in self._used}
-        if self._accumulated is not None:
-            self._accumulated.before_write(slot, wanted)
-        accumulate(self._model, wanted)
-        if self._accumulated is not None:
-            self._accumulated.after_write(slot, factors)
-
-
-@torch.no_grad()
-def accumulate(model: Model, gradients: Mapping[str, Tensor]) -> None:
-    """`param.grad += gradient`."""
-    for name, gradient in gradients.items():
-        p = model.params[name]
-        if p.grad is None:
-            p.grad = gradient
-        else:
-            p.grad.add_(gradient)
-
-
-@torch.no_grad()
-def overwrite(model: Model, gradients: Mapping[str, Tensor]) -> None:
-    """`param.grad = gradient`, in place where there is one: the gradients are views of buffers."""
-    for name, gradient in gradients.items():
-        p = model.params[name]
-        if p.grad is None:
-            p.grad = gradient.clone()
-        else:
-            p.grad.copy_(gradient)
-
-
-class LocalStep:
-    """A backward whose gradients stay on this site (`no_sync`, or a single site).
-
-    Args:
-        task: of the backward.
-        model: what it runs through.
-        used: parameters that it leaves a gradient in.
-        accumulated: keeps its rows for the next shared step; None if there will be none.
-    """
-
-    def __init__(
-        self, task: int, model: Model, used: set[str], accumulated: Accumulated | None
-    ) -> None:
-        self.task = task
-        self._calls = Calls(model, used, accumulated)
-
-    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """Keeps a captured product until its parameters are ready."""
-        self._calls.add(slot, factors)
-
-    def on_gradient(self, name: str) -> None:
-        """Nothing: autograd has put it where it belongs."""
-
-    def on_ready(self, name: str) -> None:
-        """Adds captured products to the parameter's gradient."""
-        self._calls.settle(name)
 
 
 class SharedStep:
@@ -143,7 +46,7 @@ class SharedStep:
         earlier: Earlier,
     ) -> None:
         self.task = task
-        self.wait_s, self.sent_before = 0.0, comm.sent_bytes
+        self._wait_s, self._sent_before = 0.0, comm.sent_bytes
         self.choice: Choice | None = None
         self._model, self._planner, self._comm = model, planner, comm
         self._calls = Calls(model, used | earlier.params)
@@ -154,7 +57,7 @@ class SharedStep:
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
         index = {slot: k for k, slot in enumerate(model.slots)}
-        self.sender = Sender(comm, model.params, header, [], index, self._calls.rows, set())
+        self.sender = Sender(comm, model.params, header, index, self._calls.rows, set())
         foreseen = planner.foresight.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
@@ -203,14 +106,14 @@ class SharedStep:
         """Takes the plan from the headers of all sites."""
         began = time.perf_counter()
         words = [part.tolist() for part in self._announced.wait()]
-        self.wait_s += time.perf_counter() - began
+        self._wait_s += time.perf_counter() - began
         ours = self.sender.header
         headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
         self._plan(headers)
         self._planner.foresight.exchanged(headers)
 
     def _plan(self, headers: list[Header]) -> None:
-        self.sender.headers = headers
+        self.sender.take(headers)
         self.choice = self._planner.choose(headers)
         self._buckets = self._planner.packer.buckets(self.choice)
 
@@ -238,6 +141,21 @@ class SharedStep:
                 f"not be applied; call optimizer.zero_grad() and go on with the next"
             )
 
+    def stats(self, step: int) -> Stats:
+        """What this site did.
+
+        Args:
+            step: synchronised steps so far, this one too.
+        """
+        return Stats(
+            step=step,
+            sent_bytes=self._comm.sent_bytes - self._sent_before,
+            total_sent_bytes=self._comm.sent_bytes,
+            compress_s=self.sender.compress_s,
+            wait_s=self._wait_s,
+            layers=self.sender.layers,
+        )
+
     def abandon(self) -> None:
         """Ends a step whose backward raised on this site, together with the other sites.
 
@@ -251,13 +169,13 @@ class SharedStep:
         """Starts what is left and takes in all messages; the worst state of any site."""
         self._advance(block=True)
         self._start_second_rounds()
-        used, state = self.sender.used(), State.GOOD
+        used, state = self.sender.used, State.GOOD
         mixed: dict[str, Tensor] = {}
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
             began = time.perf_counter()
             with torch.no_grad():
                 result = pending.wait()
-            self.wait_s += time.perf_counter() - began
+            self._wait_s += time.perf_counter() - began
             state = max(state, result.state)
             if write and state == State.GOOD:
                 self._write(bucket, result, used, mixed)
@@ -272,7 +190,7 @@ class SharedStep:
             with torch.no_grad():
                 pending.advance()
             compress_s = self.sender.compress_s - compress_s
-            self.wait_s += time.perf_counter() - began - compress_s
+            self._wait_s += time.perf_counter() - began - compress_s
 
     def _write(
         self, bucket: Bucket, result: Result, used: set[str], mixed: dict[str, Tensor]
@@ -293,8 +211,7 @@ class SharedStep:
         self._planner.mark_mixed([n for n in mixed if self._planner.captures(n, headers)])
         for name in mixed:
             bucket = self._planner.packer.dense_bucket([name])
-            pending = bucket.start(self.sender)
-            overwrite(self._model, pending.wait().means)
+            overwrite(self._model, bucket.start(self.sender).wait().means)
         accumulate(self._model, mixed)
 
     def _start_again(self) -> None:

@@ -167,7 +167,7 @@ def place_name(place: Place) -> str:
     return weight if rows is None else f"{weight}[{rows[0]}:{rows[1]}]"
 
 
-State = dict[str, Any]
+StateDict = dict[str, Any]
 """What is saved of a session: names, numbers, lists and tensors, nothing else."""
 
 
@@ -189,9 +189,9 @@ class Inheritance:
     """
 
     place_of: Mapping[str, Place]
-    first: State
-    like: State
-    unsent: Sequence[State]
+    first: StateDict
+    like: StateDict
+    unsent: Sequence[StateDict]
     weight: float
     predecessors: Sequence[int]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ import outergrad as og
 from cases import SHARED_STREAM, build
 from low_rank import (
     backward,
-    batch,
-    broken_backward,
     decaying,
     error,
     expected,
+    gradients_around_a_void_step,
     mean_gradients,
     model,
     total,
@@ -123,26 +121,11 @@ def test_error_feedback_sends_later_what_it_did_not_send(rows):
 
 def test_a_discarded_step_is_as_if_it_had_not_been():
     """What was to be sent later is kept, and nothing of the void step is."""
-    original = model()
-
-    def body(rank, group, *, stumble: bool):
-        replica = copy.deepcopy(original)
-        og.distribute(replica, og.RankDAD(rank=2), group=group)
-        found = []
-        for step in range(4):
-            if stumble and step == 2:
-                with suppress(og.StepDiscardedError, ZeroDivisionError):
-                    broken_backward(replica, batch(rank, 9, 40), broken=rank == 1)
-                replica.zero_grad()
-            found.append(backward(replica, batch(rank, step, 40)))
-        return found
-
-    for stumble in (False, True):
-        result = run_on_lasting_groups(2, lambda r, g, s=stumble: body(r, g, stumble=s))
-        if not stumble:
-            smooth = result
+    smooth, rough = (
+        gradients_around_a_void_step(og.RankDAD(rank=2), 2, void=void) for void in (False, True)
+    )
     for name in ("0.weight", "3.weight"):
-        assert result[0][3][name].equal(smooth[0][3][name])
+        assert rough[0][3][name].equal(smooth[0][3][name])
 
 
 @pytest.mark.parametrize("tolerance", [0.1, 0.3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from cases import SHARED_STREAM, build
 from low_rank import (
     backward,
     batch,
-    broken_backward,
     decaying,
     error,
     expected,
+    gradients_around_a_void_step,
     mean_gradients,
     model,
     total,
@@ -172,22 +171,8 @@ def test_a_site_without_rows_counts_as_zero(absent):
 
 @pytest.mark.parametrize("feedback", ["factored", "dense"])
 def test_a_discarded_step_is_as_if_it_had_not_been(feedback):
-    original = model()
-
-    def body(rank, group, *, stumble: bool):
-        replica = copy.deepcopy(original)
-        og.distribute(replica, two_way(2, error_feedback=feedback), group=group)
-        found = []
-        for step in range(4):
-            if stumble and step == 2:
-                with suppress(og.StepDiscardedError, ZeroDivisionError):
-                    broken_backward(replica, batch(rank, 9, 40), broken=rank == 1)
-                replica.zero_grad()
-            found.append(backward(replica, batch(rank, step, 40)))
-        return found
-
-    smooth = run_on_lasting_groups(3, lambda rank, group: body(rank, group, stumble=False))
-    rough = run_on_lasting_groups(3, lambda rank, group: body(rank, group, stumble=True))
+    method = two_way(2, error_feedback=feedback)
+    smooth, rough = (gradients_around_a_void_step(method, 3, void=void) for void in (False, True))
     for name in ("0.weight", "3.weight"):
         assert all(site[3][name].equal(smooth[0][3][name]) for site in rough)
 

@@ -1,4 +1,4 @@
-"""What the methods reckon with: numbers on the wire, ties, ids."""
+"""What the methods have in common: checks of settings, numbers on the wire, ties, ids."""
 
 from __future__ import annotations
 
@@ -38,3 +38,14 @@ def without_silent_ids(factors: Factors) -> Factors:
     """
     silent = (factors.d_GRO[0] == 0).all(dim=1)
     return factors._replace(a_GRI=factors.a_GRI.masked_fill(silent, 0))
+
+
+def require(holds: bool, method: object, name: str, wanted: str) -> None:
+    """Checks a setting.
+
+    Raises:
+        ValueError: names the method, the setting and what it may be.
+    """
+    if not holds:
+        kind, value = type(method).__name__, getattr(method, name)
+        raise ValueError(f"{kind}: {name}={value!r}; use {wanted}")

@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Inheritance, Place, Slot, State, place_name
+from outergrad._types import Factors, Gradient, Inheritance, Place, Slot, StateDict, place_name
 from outergrad.exchange._common import without_silent_ids
 from outergrad.exchange._memory import (
     Memories,
     Memory,
-    formed,
     unsent_of,
     warm_start,
 )
@@ -20,7 +19,7 @@ from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.outer import row_sum
+from outergrad.linalg.outer import formed, row_sum, shape_of
 from outergrad.linalg.product import cheapest, unscaled
 from outergrad.linalg.subspace import OVERSAMPLING, warm_iteration
 from outergrad.linalg.total import total
@@ -53,14 +52,14 @@ class Gathered:
         """What the site will send in the next step."""
         self._rows[slot.place, site] = max(1, min(rows, self._settings.rank))
 
-    def common_state(self) -> State:
+    def common_state(self) -> StateDict:
         """Per place, the rows that every site will send: what all sites know."""
         sent_rows: dict[str, list[int]] = {}
         for (place, _), rows in sorted(self._rows.items(), key=lambda item: item[0][1]):
             sent_rows.setdefault(place_name(place), []).append(rows)
         return {"sent_rows": sent_rows}
 
-    def own_state(self) -> State:
+    def own_state(self) -> StateDict:
         """Per place, the rows that this site would send."""
         return {"wanted_rows": {place_name(p): rows for p, rows in self._wanted.items()}}
 
@@ -125,7 +124,7 @@ class Gathered:
     ) -> LowRank | None:
         """The usual step in few operations; None where it is not that."""
         settings, memory = self._settings, self._memories[slot]
-        columns = min(_columns(rows, extra), *_shape(gradient))
+        columns = min(_columns(rows, extra), *shape_of(gradient))
         by_choice = settings.solver != "auto" or settings.iterations or settings.tolerance
         if memory is None or by_choice:
             return None
@@ -160,10 +159,3 @@ class Gathered:
 def _columns(rows: int, extra: int) -> int:
     """Directions to iterate on: for what is sent, for what is kept, and spare ones."""
     return rows + extra + max(OVERSAMPLING, rows // _SPARE_PER_ROW)
-
-
-def _shape(gradient: Gradient) -> tuple[int, ...]:
-    """N, I and O; O and I of a formed gradient."""
-    if isinstance(gradient, Tensor):
-        return tuple(gradient.shape[1:])
-    return (*gradient.d_GRO.shape[1:], gradient.a_GRI.shape[2])

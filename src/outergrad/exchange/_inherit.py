@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Inheritance, Place, State, place_name
-from outergrad.exchange._memory import Memory, product_of
-from outergrad.linalg.outer import stack
+from outergrad._types import Factors, Gradient, Inheritance, Place, StateDict, place_name
+from outergrad.exchange._memory import Memory
+from outergrad.linalg.outer import product_of, stack
 
 Saved = Mapping[str, Any]
 """What one site remembers of one place."""
 
 
-def common_state(held: Mapping[Place, Memory]) -> State:
+def common_state(held: Mapping[Place, Memory]) -> StateDict:
     """Per place, the columns of the next sketches, where they adapt: the same on all sites."""
     adapted = ((place, memory.columns) for place, memory in held.items())
     return {"columns": {place_name(place): n for place, n in adapted if n is not None}}
 
 
-def own_state(held: Mapping[Place, Memory]) -> State:
+def own_state(held: Mapping[Place, Memory]) -> StateDict:
     """Per place, where this site starts from and what it has not sent."""
     return {"memories": {place_name(place): _saved(memory) for place, memory in held.items()}}
 
 
-def _saved(memory: Memory) -> State:
+def _saved(memory: Memory) -> StateDict:
     if memory.unsent is None:
         return {"start": memory.q_GIR}
     if isinstance(memory.unsent, Tensor):
@@ -37,7 +37,7 @@ def _saved(memory: Memory) -> State:
     return {"start": memory.q_GIR, "unsent_deltas": d_GRO, "unsent_activations": a_GRI}
 
 
-def inherited(inheritance: Inheritance, start: State) -> dict[Place, Memory]:
+def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]:
     """What a site remembers when it takes over.
 
     Args:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Factors, Gradient, Inheritance, Link, Route, Slot, State, Unit
+from outergrad._types import Factors, Gradient, Inheritance, Link, Route, Slot, StateDict, Unit
 from outergrad.exchange._common import bias_numel, row_numel, tied_in_use, used_slots
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state
@@ -18,8 +18,8 @@ from outergrad.exchange._settings import WIRES, LowRankSettings
 from outergrad.exchange._sketches import GlobalSketches
 
 _THIN = 4
-"""A multiplication in a product with a thin matrix costs as much as so many in one of full
-matrices (`benchmarks/solvers.py`)."""
+"""A multiplication in a product with a thin matrix costs about as much as so many in one of full
+matrices, on a CPU."""
 
 _GATHER_SITES = 2
 """Up to so many sites "auto" gathers: it is no more bytes than to reduce, and one round less."""
@@ -193,7 +193,7 @@ class LowRankExchange:
 
     # -- saved and loaded -----------------------------------------------------------------------
 
-    def state(self) -> State:
+    def state(self) -> StateDict:
         """Under "common" what all sites know, under "own" what differs between them."""
         held, gathered = self._memories.held(), self._gathered
         way = {} if self._auto is None else {"low rank": self._auto.value}

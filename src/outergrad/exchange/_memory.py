@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from outergrad._types import Factors, Gradient, Place, Slot
-from outergrad.linalg.outer import weight_gradient
 
 
 @dataclass(frozen=True)
@@ -91,21 +90,6 @@ def warm_start(memory: Memory | None) -> Tensor | None:
     if memory is None or not isinstance(memory.unsent, Factors):
         return None if memory is None else memory.q_GIR
     return torch.cat([memory.q_GIR, memory.unsent.a_GRI.mT.to(memory.q_GIR.dtype)], dim=2)
-
-
-def formed(gradient: Gradient, unsent: Gradient | None = None) -> Tensor:
-    """The gradient as a matrix of its own, (G, O, I), in float32 at least, with what was unsent."""
-    is_own = isinstance(gradient, Factors)
-    whole = product_of(gradient) if isinstance(gradient, Factors) else gradient
-    dtype = torch.promote_types(whole.dtype, torch.float32)
-    if unsent is None:
-        return whole.to(dtype, copy=not is_own)
-    return whole.to(dtype) + (product_of(unsent) if isinstance(unsent, Factors) else unsent)
-
-
-def product_of(factors: Factors) -> Tensor:
-    """`dᵀ a`, (G, O, I)."""
-    return weight_gradient(factors).view(factors.d_GRO.shape[0], -1, factors.a_GRI.shape[2])
 
 
 def finite_or_none(factors: Factors) -> Factors | None:

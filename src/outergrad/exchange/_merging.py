@@ -12,14 +12,12 @@ from outergrad.exchange._memory import (
     Memories,
     Memory,
     finite_or_none,
-    formed,
-    product_of,
     unsent_of,
 )
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.merge import merge
-from outergrad.linalg.outer import added, stack
+from outergrad.linalg.outer import added, formed, product_of, stack
 from outergrad.linalg.small_core import small_core
 
 

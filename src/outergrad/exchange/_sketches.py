@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from outergrad._types import Factors, Gradient, Slot
-from outergrad.exchange._memory import Memories, Memory, formed, unsent_of
+from outergrad.exchange._memory import Memories, Memory, unsent_of
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.orthonormal import orthonormal, principal
+from outergrad.linalg.outer import formed
 from outergrad.linalg.product import Product, cheapest, unscaled
 from outergrad.linalg.subspace import start
 from outergrad.linalg.total import Total, total
@@ -147,20 +149,16 @@ class GlobalSketches:
 
     def _start(self, slot: Slot, main: Product, memory: Memory | None, columns: int) -> Tensor:
         """Directions for the sum, then for the memory; fixed random ones where there are none."""
-        rows = self._memory_rows(slot, columns)
-        warm = []
-        if memory is not None:
-            warm.append(_of_width(memory.q_GIR.to(main.dtype), columns))
-            if rows and isinstance(memory.unsent, Factors):
-                warm.append(memory.unsent.a_GRI.mT.to(main.dtype))
-        x_GIL = torch.cat(warm, dim=2) if warm else None
-        if x_GIL is not None and x_GIL.shape[2] == columns + rows and _is_wide(memory, columns):
-            return x_GIL  # what is remembered is usable
-        return start(main.a_GNI, columns + rows, x_GIL)
-
-
-def _is_wide(memory: Memory | None, columns: int) -> bool:
-    return memory is not None and memory.q_GIR.shape[2] >= columns
+        count = columns + self._memory_rows(slot, columns)
+        if memory is None:
+            return start(main.a_GNI, count, None)
+        q_GIK = memory.q_GIR[..., :columns]
+        found = [pad(q_GIK, (0, columns - q_GIK.shape[2]))]
+        if count > columns and isinstance(memory.unsent, Factors):
+            found.append(memory.unsent.a_GRI.mT.to(q_GIK.dtype))
+        x_GIL = torch.cat(found, dim=2).to(main.dtype)
+        complete = q_GIK.shape[2] == columns and x_GIL.shape[2] == count
+        return x_GIL if complete else start(main.a_GNI, count, x_GIL)
 
 
 def _usable(q_GIK: Tensor) -> Tensor:
@@ -169,9 +167,3 @@ def _usable(q_GIK: Tensor) -> Tensor:
     if math.isfinite(unit_GIK.sum().item()):
         return unit_GIK
     return start(q_GIK.mT, q_GIK.shape[2], unit_GIK)
-
-
-def _of_width(x_GWK: Tensor, columns: int) -> Tensor:
-    """Cut, or filled with columns of zeros."""
-    missing = columns - x_GWK.shape[2]
-    return torch.nn.functional.pad(x_GWK, (0, missing)) if missing > 0 else x_GWK[..., :columns]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Inheritance, Link, Slot, State, Unit
+from outergrad._types import Inheritance, Link, Slot, StateDict, Unit
 
 
 class Stateless:
@@ -37,7 +37,7 @@ class Stateless:
     def settle(self, *, applied: bool) -> None:
         """Nothing to remember."""
 
-    def state(self) -> State:
+    def state(self) -> StateDict:
         """Nothing to save."""
         return {}
 

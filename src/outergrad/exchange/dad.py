@@ -10,6 +10,7 @@ from typing import Literal
 from outergrad._types import Factors, Gradient, Route, Slot, Unit
 from outergrad.exchange._common import (
     bias_numel,
+    require,
     row_numel,
     tied_in_use,
     used_slots,
@@ -40,10 +41,9 @@ class DAD:
 
     def __post_init__(self) -> None:
         """Checks the settings."""
-        if self.reveal not in ("gradient", "activations"):
-            raise ValueError(f"DAD: reveal={self.reveal!r}; use 'gradient' or 'activations'")
-        if self.bucket_bytes <= 0:
-            raise ValueError(f"DAD: bucket_bytes={self.bucket_bytes}; use a positive number")
+        known = self.reveal in ("gradient", "activations")
+        require(known, self, "reveal", "'gradient' or 'activations'")
+        require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from outergrad.exchange._common import require
 from outergrad.exchange._low_rank import LowRankExchange
 from outergrad.exchange._settings import WIRES, LowRankSettings, Wire
-from outergrad.exchange.rank_dad import require
 
 
 @dataclass(frozen=True, kw_only=True)

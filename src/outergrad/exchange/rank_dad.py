@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from outergrad.exchange._common import require
 from outergrad.exchange._low_rank import LowRankExchange
 from outergrad.exchange._settings import WIRES, Feedback, LowRankSettings, Reduce, Wire
 from outergrad.linalg.compress import Solver
@@ -76,14 +77,3 @@ class RankDAD:
         """A new exchange with these settings."""
         feedback_rank = self.feedback_rank or max(self.rank // 2, _FEEDBACK_RANK)
         return LowRankExchange(LowRankSettings(**{**vars(self), "feedback_rank": feedback_rank}))
-
-
-def require(holds: bool, method: object, name: str, wanted: str) -> None:
-    """Checks a setting.
-
-    Raises:
-        ValueError: names the method, the setting and what it may be.
-    """
-    if not holds:
-        kind, value = type(method).__name__, getattr(method, name)
-        raise ValueError(f"{kind}: {name}={value!r}; use {wanted}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outergrad._types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.outer import added
+from outergrad.linalg.outer import added, shape_of
 from outergrad.linalg.power import POWER_ITERATIONS, power_iteration
 from outergrad.linalg.small_core import small_core
 from outergrad.linalg.subspace import (
@@ -42,7 +42,8 @@ def compress(
 
     The rank that comes back is the smallest that meets the tolerance, at most `rank`, at most
     the numerical rank: none for a zero gradient. All groups share it, and the tolerance is
-    theirs together. A factor that is not finite makes its group's gradient NaN throughout.
+    theirs together. A factor that is not finite makes its group's gradient NaN throughout, with
+    a warm start every group's.
 
     Args:
         gradient: d_GNO and a_GNI, any floating dtype; N may be zero. b_GO does not matter. Or
@@ -61,7 +62,7 @@ def compress(
     _check(rank, tolerance, iterations)
     sweeps = iterations or (SUBSPACE_ITERATIONS if q_GIR is None else WARM_ITERATIONS)
     if solver == "auto":
-        solver = choose_solver(*_shape(gradient), rank, sweeps)
+        solver = choose_solver(*shape_of(gradient), rank, sweeps)
     if solver == "subspace_iteration":
         return subspace_iteration(
             gradient,
@@ -93,13 +94,6 @@ def choose_solver(rows: int, inputs: int, outputs: int, rank: int, iterations: i
     if core <= max(least, CORE_PER_COLUMN * columns * iterations):
         return "small_core"
     return "subspace_iteration"
-
-
-def _shape(gradient: Gradient) -> tuple[int, int, int]:
-    """N, I and O; a formed gradient has O rows."""
-    if isinstance(gradient, Tensor):
-        return gradient.shape[1], gradient.shape[2], gradient.shape[1]
-    return gradient.d_GRO.shape[1], gradient.a_GRI.shape[2], gradient.d_GRO.shape[2]
 
 
 def _check(rank: int, tolerance: float, iterations: int | None) -> None:

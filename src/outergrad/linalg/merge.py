@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from outergrad._types import Factors
 from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.outer import stack
+from outergrad.linalg.outer import stack, widened
 from outergrad.linalg.small_core import small_core
 
 
@@ -39,5 +37,4 @@ def merge(
 
 def _times(part: Factors, weight: float) -> Factors:
     """In float32 at least: a weight in half precision would cost three digits."""
-    dtype = torch.promote_types(part.d_GRO.dtype, torch.float32)
-    return Factors(part.d_GRO.to(dtype) * weight, part.a_GRI)
+    return Factors(widened(part.d_GRO) * weight, part.a_GRI)

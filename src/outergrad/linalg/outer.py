@@ -28,12 +28,34 @@ def stack(parts: Sequence[Factors]) -> Factors:
 def added(gradient: Gradient, plus: Factors) -> Gradient:
     """The sum of a gradient and of an outer product, in float32 at least."""
     if isinstance(gradient, Tensor):
-        return torch.baddbmm(_single(gradient), _single(plus.d_GRO).mT, _single(plus.a_GRI))
-    return stack([Factors(_single(d), _single(a)) for d, a, _ in (gradient, plus)])
+        return torch.baddbmm(widened(gradient), widened(plus.d_GRO).mT, widened(plus.a_GRI))
+    return stack([Factors(widened(d), widened(a)) for d, a, _ in (gradient, plus)])
 
 
-def _single(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+def formed(gradient: Gradient, plus: Gradient | None = None) -> Tensor:
+    """A gradient as a matrix of its own, (G, O, I), in float32 at least, with another added."""
+    is_own = isinstance(gradient, Factors)
+    whole_GOI = product_of(gradient) if isinstance(gradient, Factors) else gradient
+    if plus is None:
+        return widened(whole_GOI) if is_own else widened(whole_GOI, copy=True)
+    return widened(whole_GOI) + (product_of(plus) if isinstance(plus, Factors) else plus)
+
+
+def product_of(factors: Factors) -> Tensor:
+    """`dᵀ a`, (G, O, I)."""
+    return weight_gradient(factors).view(factors.d_GRO.shape[0], -1, factors.a_GRI.shape[2])
+
+
+def shape_of(gradient: Gradient) -> tuple[int, int, int]:
+    """N, I and O; a formed gradient has O rows."""
+    if isinstance(gradient, Tensor):
+        return gradient.shape[1], gradient.shape[2], gradient.shape[1]
+    return gradient.d_GRO.shape[1], gradient.a_GRI.shape[2], gradient.d_GRO.shape[2]
+
+
+def widened(t: Tensor, *, copy: bool = False) -> Tensor:
+    """In float32 at least."""
+    return t.to(torch.promote_types(t.dtype, torch.float32), copy=copy)
 
 
 def weight_gradient(factors: Factors, scale: float = 1.0) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outergrad._types import Gradient
+from outergrad.linalg.outer import widened
 
 _SAFE = (2.0**-24, 2.0**16)
 """A largest entry within this range needs no scaling: not even the squares of products of a
@@ -99,10 +100,10 @@ def product(gradient: Gradient) -> Product:
     zeros.
     """
     if isinstance(gradient, Tensor):
-        formed_GOI, scale_G = _scaled(gradient.to(_computed_in(gradient.dtype)))
+        formed_GOI, scale_G = _scaled(widened(gradient))
         return Product(formed_GOI, None, scale_G)
-    a_GNI, d_GNO = gradient.a_GRI, gradient.d_GRO
-    dtype = _computed_in(torch.promote_types(a_GNI.dtype, d_GNO.dtype))
+    a_GNI, d_GNO = widened(gradient.a_GRI), widened(gradient.d_GRO)
+    dtype = torch.promote_types(a_GNI.dtype, d_GNO.dtype)
     a_GNI, scale_a_G = _scaled(a_GNI.to(dtype))
     d_GNO, scale_d_G = _scaled(d_GNO.to(dtype))
     both = scale_a_G if scale_a_G is scale_d_G else scale_a_G * scale_d_G  # as ones are
@@ -116,8 +117,8 @@ def unscaled(gradient: Gradient) -> Product:
     finite stays so.
     """
     if isinstance(gradient, Tensor):
-        return Product(_widened(gradient), None, _ones(len(gradient), gradient.device))
-    a_GNI, d_GNO = _widened(gradient.a_GRI), _widened(gradient.d_GRO)
+        return Product(widened(gradient), None, _ones(len(gradient), gradient.device))
+    a_GNI, d_GNO = widened(gradient.a_GRI), widened(gradient.d_GRO)
     dtype = torch.promote_types(a_GNI.dtype, d_GNO.dtype)
     return Product(a_GNI.to(dtype), d_GNO.to(dtype), _ones(len(d_GNO), d_GNO.device))
 
@@ -146,14 +147,6 @@ def cheapest(gradient: Product, columns: int, sweeps: int, *, with_energy: bool)
 @lru_cache(maxsize=64)
 def _ones(groups: int, device: torch.device) -> Tensor:
     return torch.ones(groups, dtype=torch.float64, device=device)
-
-
-def _widened(t: Tensor) -> Tensor:
-    return t.to(_computed_in(t.dtype))
-
-
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _transposed_times(x_GNW: Tensor, y_GNK: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ def rayleigh_ritz(gradient: Product | Total, p_GOK: Tensor, rank: int, tolerance
     """The truncated singular value decomposition of `p pᵀ dW`, a projection of the gradient.
 
     A projection never exceeds its original, so the result is no worse than nothing, however
-    poor the basis. Source: Halko, Martinsson and Tropp, 2011, section 5.1.
+    poor the basis. If a product with it is not finite, no group's result is.
+    Source: Halko, Martinsson and Tropp, 2011, section 5.1.
 
     Args:
         gradient: the map; with a tolerance, the energy of what p misses is computed, too.

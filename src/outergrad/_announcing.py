@@ -1,0 +1,57 @@
+"""What a site says of a step before anything else is sent."""
+
+from __future__ import annotations
+
+from outergrad._accumulated import Earlier
+from outergrad._groups import on_group
+from outergrad._model import Model
+from outergrad._protocols import Comm
+from outergrad._tap import TappedLayer
+from outergrad._types import Slot
+from outergrad.comm.wire import Header, Use
+
+
+class Announcer:
+    """Writes the headers of a session."""
+
+    def __init__(self, model: Model, fingerprint: int, comm: Comm) -> None:
+        self._model, self._fingerprint, self._comm = model, fingerprint, comm
+        self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
+        self._place: dict[Slot, tuple[TappedLayer, int]] = {}
+
+    def add(self, layer: TappedLayer) -> None:
+        """Takes note of a layer whose class was swapped."""
+        self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})
+
+    def header(self, step: int, used: set[str], unshared: set[str], earlier: Earlier) -> Header:
+        """What this site announces in a backward; accumulated gradients count as used.
+
+        Args:
+            step: synchronised steps before this one.
+            used: parameters that the backward leaves a gradient in.
+            unshared: those that earlier ones may have left a gradient in.
+            earlier: what the step takes over from them.
+        """
+        waiting = {name for name in unshared if self._model.params[name].grad is not None}
+        has_gradient = tuple(name in used or name in waiting for name in self._model.params)
+        formed = waiting - earlier.params
+        uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
+        alone = len(on_group(self._comm.group).attached) == 1
+        return Header(self._fingerprint, step, self._comm.rank, has_gradient, uses, alone)
+
+    def _use(self, slot: Slot, formed: set[str], earlier: Earlier) -> Use:
+        layer, k = self._place[slot]
+        tapped, untapped, dtype = layer.announced(k)
+        rows, dtype = earlier.announced(slot, tapped, dtype)
+        suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
+        unseen = untapped + (earlier.formed.get(slot, 0) if slot.weight in formed else 0)
+        return Use(rows + _coarse(slot, unseen), suffices, dtype)
+
+
+def _coarse(slot: Slot, rows: int) -> int:
+    """Rows that only a later choice goes by: rounded up, so that small changes need no new plan.
+
+    From O + I rows on, factors are never smaller than the product.
+    """
+    grain = 1 << max(rows.bit_length() - 3, 0)
+    return min(-(-rows // grain) * grain, slot.outputs + slot.inputs)

@@ -1,0 +1,111 @@
+"""What a backward captures, and how gradients get into `param.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from outergrad._accumulated import Accumulated
+from outergrad._model import Model
+from outergrad._types import Factors, Slot
+from outergrad.linalg.gradients import add_gradients
+from outergrad.linalg.outer import stack
+
+
+class Calls:
+    """The products that this backward captured and nobody used yet.
+
+    Args:
+        model: what they belong to.
+        used: parameters that this backward leaves a gradient in.
+        accumulated: keeps the rows of what is settled, if they may be shared later.
+    """
+
+    def __init__(
+        self, model: Model, used: set[str], accumulated: Accumulated | None = None
+    ) -> None:
+        self._model, self._used, self._accumulated = model, used, accumulated
+        self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
+        self.settled: set[Slot] = set()
+        self._touching: dict[str, list[Slot]] = {}
+        for slot in model.slots:
+            for name in slot.params:
+                self._touching.setdefault(name, []).append(slot)
+
+    def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """Keeps one use of a slot."""
+        self._of_slot.setdefault(slot, []).append(factors)
+
+    def rows(self, slot: Slot) -> Factors:
+        """The rows of all uses of a slot."""
+        return stack([factors() for factors in self._of_slot[slot]])
+
+    def settle(self, name: str) -> None:
+        """Adds what was captured for a parameter to its `grad`, as autograd would have."""
+        for slot in self._touching.get(name, ()):
+            if slot in self._of_slot:
+                self._write(slot, self.rows(slot))
+                del self._of_slot[slot]
+                self.settled.add(slot)
+
+    def _write(self, slot: Slot, factors: Factors) -> None:
+        gradients: dict[str, Tensor] = {}
+        add_gradients(gradients, slot, [factors], self._model.params, 1.0)
+        wanted = {n: gradient for n, gradient in gradients.items() if n in self._used}
+        if self._accumulated is not None:
+            self._accumulated.before_write(slot, wanted)
+        accumulate(self._model, wanted)
+        if self._accumulated is not None:
+            self._accumulated.after_write(slot, factors)
+
+
+@torch.no_grad()
+def accumulate(model: Model, gradients: Mapping[str, Tensor]) -> None:
+    """`param.grad += gradient`."""
+    for name, gradient in gradients.items():
+        p = model.params[name]
+        if p.grad is None:
+            p.grad = gradient
+        else:
+            p.grad.add_(gradient)
+
+
+@torch.no_grad()
+def overwrite(model: Model, gradients: Mapping[str, Tensor]) -> None:
+    """`param.grad = gradient`, in place where there is one: the gradients are views of buffers."""
+    for name, gradient in gradients.items():
+        p = model.params[name]
+        if p.grad is None:
+            p.grad = gradient.clone()
+        else:
+            p.grad.copy_(gradient)
+
+
+class LocalStep:
+    """A backward whose gradients stay on this site (`no_sync`, or a single site).
+
+    Args:
+        task: of the backward.
+        model: what it runs through.
+        used: parameters that it leaves a gradient in.
+        accumulated: keeps its rows for the next shared step; None if there will be none.
+    """
+
+    def __init__(
+        self, task: int, model: Model, used: set[str], accumulated: Accumulated | None
+    ) -> None:
+        self.task = task
+        self._calls = Calls(model, used, accumulated)
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """Keeps a captured product until its parameters are ready."""
+        self._calls.add(slot, factors)
+
+    def on_gradient(self, name: str) -> None:
+        """Nothing: autograd has put it where it belongs."""
+
+    def on_ready(self, name: str) -> None:
+        """Adds captured products to the parameter's gradient."""
+        self._calls.settle(name)
