@@ -67,7 +67,8 @@ def gathered(
     rows = exchange.sent_rows(slot, factors.d_GRO.shape[1], 0)
 
     def step() -> Tensor:
-        found = exchange.compress(slot, gradient(factors, formed=formed), rows)
+        part = og.Part(slot, gradient(factors, formed=formed), rows)
+        (found,) = exchange.compress([part])
         exchange.settle(applied=True)
         return weight_gradient(stack([found] * SITES), 1 / SITES)
 

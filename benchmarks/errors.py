@@ -76,7 +76,8 @@ class Compared:
                 self.ratios.setdefault(name, []).append(ratio.item())
 
     def _gathered(self, slot: og.Slot, pairs: list[tuple[Any, Tensor]]) -> Tensor:
-        parts = [e.compress(slot, g, min(self._sent, *g.shape[1:])) for e, g in pairs]
+        rows = min(self._sent, slot.outputs, slot.inputs)
+        parts = [e.compress([og.Part(slot, g, rows)])[0] for e, g in pairs]
         rounded = [og.Factors(*(t.to(self._wire).float() for t in part[:2])) for part in parts]
         return weight_gradient(stack(rounded), 1 / SITES)
 

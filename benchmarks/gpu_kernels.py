@@ -79,7 +79,8 @@ def canonical_factors(slot: og.Slot, d_NO: Tensor, a_NI: Tensor) -> og.Factors:
     """The factors that DAD sends, rounded as on the wire."""
     exchange = og.DAD().exchange()
     raw = og.Factors(d_NO.unsqueeze(0), a_NI.unsqueeze(0))
-    factors = exchange.compress(slot, raw, exchange.sent_rows(slot, len(d_NO)))
+    part = og.Part(slot, raw, exchange.sent_rows(slot, len(d_NO)))
+    (factors,) = exchange.compress([part])
     return og.Factors(factors.d_GRO.to(d_NO.dtype), factors.a_GRI.to(a_NI.dtype))
 
 

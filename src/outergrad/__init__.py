@@ -8,7 +8,7 @@ from outergrad._attach import distribute
 from outergrad._protocols import Rule
 from outergrad._session import Session
 from outergrad._step import StepDiscardedError
-from outergrad._types import Call, Event, Factors, Slot
+from outergrad._types import Call, Event, Factors, Part, Slot
 from outergrad._version import __version__
 from outergrad.exchange import DAD, Dense, PowerSGD, RankDAD
 from outergrad.layers import RULES
@@ -20,6 +20,7 @@ __all__ = [
     "Dense",
     "Event",
     "Factors",
+    "Part",
     "PowerSGD",
     "RankDAD",
     "Rule",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Pending, Result, Sender, copy_scaled
-from outergrad._message import Cargo, Layout, fill, read_all, sums_of_riders
+from outergrad._bucket import Pending, Result, Sender
+from outergrad._message import Cargo, Layout, read_all, sums_of_riders
 from outergrad._protocols import Work
 from outergrad._types import Factors
 from outergrad.comm.wire import Preamble, State
@@ -36,23 +35,11 @@ class FactorBucket:
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if sender.state == State.GOOD:
-            self._pack(sender, own, message)
+            cargo.pack(sender, own, message, "factors", comm.world_size - 1)
         preamble = cargo.preamble(sender)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
         return _FactorPending(work, self, layouts, preamble, sender.params)
-
-    def _pack(self, sender: Sender, layout: Layout, message: Tensor) -> None:
-        others = sender.comm.world_size - 1
-        for name, view in layout.rider_views(message).items():
-            copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
-            sender.add(name, "dense", view.nbytes * others)
-        for piece, views in zip(layout.pieces, layout.factors(message), strict=True):
-            slot, began = piece.slot, time.perf_counter()
-            if views is not None:
-                fill(views, self.cargo.compressed(sender, piece))
-            sent, seconds = piece.nbytes * others, time.perf_counter() - began
-            sender.add(slot.layer or slot.weight, "factors", sent, seconds)
 
     def gradients(
         self,

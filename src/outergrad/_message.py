@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Carried, Load, Sender
+from outergrad._bucket import Carried, Load, Sender, copy_scaled
 from outergrad._protocols import Exchange
-from outergrad._types import Factors, Slot
+from outergrad._types import Factors, Part, Slot
 from outergrad.comm.wire import Header, Piece, Preamble, State, aligned
 
 
@@ -70,10 +71,32 @@ class Cargo(Carried):
         start = Preamble.nbytes(len(self.names), len(self.slots))
         return Layout(start, self.riders if riders is None else riders, pieces)
 
-    def compressed(self, sender: Sender, piece: Piece) -> Factors:
-        """This site's rows of a slot."""
+    def pack(
+        self, sender: Sender, layout: Layout, message: Tensor, travels: str, receivers: int
+    ) -> None:
+        """Fills a message with what this site has, and books it.
+
+        Args:
+            sender: this site.
+            layout: where things stand.
+            message: zeros.
+            travels: what the rows are called in statistics.
+            receivers: how many other sites the message is sent to.
+        """
+        for name, view in layout.rider_views(message).items():
+            copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
+            sender.add(name, "dense", view.nbytes * receivers)
+        began = time.perf_counter()
+        pairs = zip(layout.pieces, layout.factors(message), strict=True)
+        filled = [(piece, views) for piece, views in pairs if views is not None]
+        parts = [self._part(sender, piece) for piece, _ in filled]
+        for (_, views), factors in zip(filled, self._exchange.compress(parts), strict=True):
+            fill(views, factors)
+        book(sender, layout.pieces, travels, receivers, time.perf_counter() - began)
+
+    def _part(self, sender: Sender, piece: Piece) -> Part:
         gradient = sender.gradient_of(piece.slot, tapped=self.tapped[piece.slot])
-        return self._exchange.compress(piece.slot, gradient, piece.rows)
+        return Part(piece.slot, gradient, piece.rows)
 
     def agree(self, preambles: Sequence[Preamble]) -> None:
         """Hands on how many rows every site would send next time."""
@@ -147,6 +170,16 @@ def fill(views: Factors, factors: Factors) -> None:
     (views.a_GRI[:rows] if views.a_GRI.dim() == 1 else views.a_GRI[:, :rows]).copy_(factors.a_GRI)
     if views.b_GO is not None and factors.b_GO is not None:
         views.b_GO.copy_(factors.b_GO)
+
+
+def book(
+    sender: Sender, pieces: Sequence[Piece], travels: str, receivers: int, seconds: float
+) -> None:
+    """Books the bytes of each piece, and its share of the seconds: by the size of the matrix."""
+    sizes = [piece.slot.numel if piece.rows else 0 for piece in pieces]
+    whole = sum(sizes) or 1
+    for piece, size in zip(pieces, sizes, strict=True):
+        sender.add(piece.slot.label, travels, piece.nbytes * receivers, seconds * size / whole)
 
 
 def _delta_dtype(k: int, headers: Sequence[Header]) -> torch.dtype:

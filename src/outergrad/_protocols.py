@@ -15,6 +15,7 @@ from outergrad._types import (
     Gradient,
     Inheritance,
     Link,
+    Part,
     Route,
     Slot,
     StateDict,
@@ -130,8 +131,11 @@ class Exchange(Protocol):
         """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
         ...
 
-    def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
-        """Exactly `rows` rows with, for an exact method, the same outer product."""
+    def compress(self, parts: Sequence[Part]) -> list[Factors]:
+        """Of each part of a message exactly `rows` rows, for an exact method with the same product.
+
+        The parts are of different slots; what is alike may be computed together.
+        """
         ...
 
     def wanted_rows(self, slot: Slot) -> int:

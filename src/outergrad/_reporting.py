@@ -31,7 +31,7 @@ class Reporter:
 
     def _event(self, header: Header, name: str, layer: LayerStats) -> Event:
         places = zip(self._model.slots, header.uses, strict=True)
-        rows = sum(use.rows for slot, use in places if (slot.layer or slot.weight) == name)
+        rows = sum(use.rows for slot, use in places if slot.label == name)
         return Event(
             header.step,
             header.rank,

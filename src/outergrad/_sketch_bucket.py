@@ -152,8 +152,7 @@ class _SketchPending:
         began = time.perf_counter()
         part = work(slot).to(self._bucket.wire)
         sent = ring_bytes(part.nbytes, self._sender.comm.world_size)
-        name = slot.layer or slot.weight
-        self._sender.add(name, "low rank", sent, time.perf_counter() - began)
+        self._sender.add(slot.label, "low rank", sent, time.perf_counter() - began)
         return part
 
 

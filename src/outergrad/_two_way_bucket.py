@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outergrad._bucket import Pending, Result, Sender, copy_scaled
-from outergrad._message import Cargo, Layout, fill, read_all, sums_of_riders
+from outergrad._bucket import Pending, Result, Sender
+from outergrad._message import Cargo, Layout, book, fill, read_all, sums_of_riders
 from outergrad._protocols import Merger, Work
 from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Piece, State
@@ -75,8 +75,9 @@ class _TwoWayPending:
         sender, preamble = self._sender, self._bucket.cargo.preamble(self._sender)
         messages = [self._empty(layout) for layout in self._ours]
         if sender.state == State.GOOD:
-            for owner, message in enumerate(messages):
-                self._pack(message, owner)
+            for owner, (layout, message) in enumerate(zip(self._ours, messages, strict=True)):
+                receivers = int(owner != self._rank)
+                self._bucket.cargo.pack(sender, layout, message, "low rank", receivers)
         for message in messages:
             preamble.write(message)
         self._expected = preamble
@@ -84,21 +85,6 @@ class _TwoWayPending:
 
     def _empty(self, layout: Layout) -> Tensor:
         return torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._sender.comm.device)
-
-    def _pack(self, message: Tensor, owner: int) -> None:
-        sender, layout, times = self._sender, self._ours[owner], int(owner != self._rank)
-        for name, view in layout.rider_views(message).items():
-            copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
-            sender.add(name, "dense", view.nbytes * times)
-        for piece, views in zip(layout.pieces, layout.factors(message), strict=True):
-            began = time.perf_counter()
-            if views is not None:
-                fill(views, self._bucket.cargo.compressed(sender, piece))
-            self._book(piece, times, began)
-
-    def _book(self, piece: Piece, times: int, began: float) -> None:
-        name = piece.slot.layer or piece.slot.weight
-        self._sender.add(name, "low rank", piece.nbytes * times, time.perf_counter() - began)
 
     # -- the second round -----------------------------------------------------------------------
 
@@ -131,7 +117,7 @@ class _TwoWayPending:
             began = time.perf_counter()
             if views is not None:
                 fill(views, self._merged_rows(piece, parts_S))
-            self._book(piece, others, began)
+            book(self._sender, [piece], "low rank", others, time.perf_counter() - began)
 
     def _merged_rows(self, piece: Piece, parts_S: Sequence[Factors | None]) -> Factors:
         parts = [part for part in parts_S if part is not None]

@@ -57,6 +57,16 @@ class Slot:
         return self.weight, self.weight_rows
 
     @property
+    def numel(self) -> int:
+        """Elements of its part of the weight."""
+        return self.groups * self.outputs * self.inputs
+
+    @property
+    def label(self) -> str:
+        """What its bytes and seconds are booked on: the layer, or the parameter without one."""
+        return self.layer or self.weight
+
+    @property
     def params(self) -> tuple[str, ...]:
         """Full names of the parameters that the slot feeds."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
@@ -124,6 +134,20 @@ class Factors(NamedTuple):
 
 Gradient = Factors | Tensor
 """A weight gradient as its factors or, where it was formed, itself: (G, O, I)."""
+
+
+class Part(NamedTuple):
+    """What a site has to send of one slot.
+
+    Attributes:
+        slot: the slot.
+        gradient: this site's.
+        rows: R, how many rows are sent of it.
+    """
+
+    slot: Slot
+    gradient: Gradient
+    rows: int
 
 
 class Call(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Factors, Gradient, Inheritance, Link, Route, Slot, StateDict, Unit
+from outergrad._types import Factors, Inheritance, Link, Part, Route, Slot, StateDict, Unit
 from outergrad.exchange._common import bias_numel, row_numel, tied_in_use, used_slots
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state
@@ -130,7 +130,7 @@ class LowRankExchange:
         if not unit.matrices:
             return math.inf
         triplets = sum(self._triplets_numel(matrix) for matrix in unit.matrices)
-        vectors = unit.dense_numel - sum(m.groups * m.outputs * m.inputs for m in unit.matrices)
+        vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
         gathers = (way or self._low_rank_route(sites)) == Route.GATHER
         return (triplets + vectors) * (1.0 if gathers else 2 / sites)
 
@@ -182,9 +182,9 @@ class LowRankExchange:
         """What the site will send in the next step."""
         self._gathered.agree(slot, site, rows)
 
-    def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
-        """The leading triplets of the gradient and of what was not sent before."""
-        return self._gathered.compress(slot, gradient, rows)
+    def compress(self, parts: Sequence[Part]) -> list[Factors]:
+        """The leading triplets of each gradient and of what was not sent of it before."""
+        return self._gathered.compress(parts)
 
     def settle(self, *, applied: bool) -> None:
         """Keeps what the step left, or, if the step is void, what there was before it."""

@@ -17,7 +17,7 @@ class Memory:
     """What is remembered of one slot.
 
     Attributes:
-        q_GIR: right singular directions found: where to start from.
+        q_GIR: right singular directions found.
         unsent: what was not sent and is added to the gradient of the next step, as factors or
             as a matrix, if anything.
         columns: R of the next step where the sites choose it together.
@@ -43,7 +43,11 @@ class Memories:
         return self._next.get(slot.place) or self[slot]
 
     def __setitem__(self, slot: Slot, memory: Memory) -> None:
-        self._next[slot.place] = _own(memory)
+        self._next[slot.place] = compact(memory)
+
+    def keep(self, slot: Slot, memory: Memory) -> None:
+        """The same, in views of tensors that are no larger than what is remembered of all slots."""
+        self._next[slot.place] = memory
 
     def held(self) -> Mapping[Place, Memory]:
         """All of them, as the last step that was applied left them."""
@@ -61,8 +65,11 @@ class Memories:
         self._next.clear()
 
 
-def _own(memory: Memory) -> Memory:
-    """In tensors that are no views of larger ones."""
+def compact(memory: Memory) -> Memory:
+    """In tensors that are no views of larger ones, laid out as they will be when they are loaded.
+
+    So that products with them round alike.
+    """
     unsent = memory.unsent
     if isinstance(unsent, Factors):
         unsent = Factors(_compact(unsent.d_GRO), _compact(unsent.a_GRI))
@@ -72,7 +79,6 @@ def _own(memory: Memory) -> Memory:
 
 
 def _compact(t: Tensor) -> Tensor:
-    """Laid out as it will be when it has been saved and loaded: so that products round alike."""
     widths = [max(size, 1) for size in t.shape]
     plain = tuple(math.prod(widths[i + 1 :]) for i in range(len(widths)))
     if t.stride() == plain and t.untyped_storage().nbytes() == t.nbytes:
@@ -83,13 +89,6 @@ def _compact(t: Tensor) -> Tensor:
 def unsent_of(memory: Memory | None) -> Gradient | None:
     """What the last step left, if there was one and it left something."""
     return None if memory is None else memory.unsent
-
-
-def warm_start(memory: Memory | None) -> Tensor | None:
-    """Directions that were found before: what was sent, then what was not, if factors hold it."""
-    if memory is None or not isinstance(memory.unsent, Factors):
-        return None if memory is None else memory.q_GIR
-    return torch.cat([memory.q_GIR, memory.unsent.a_GRI.mT.to(memory.q_GIR.dtype)], dim=2)
 
 
 def finite_or_none(factors: Factors) -> Factors | None:

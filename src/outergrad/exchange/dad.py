@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from outergrad._types import Factors, Gradient, Route, Slot, Unit
+from outergrad._types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.exchange._common import (
     bias_numel,
     require,
@@ -101,8 +101,11 @@ class DADExchange(Stateless):
         """Canonical factors have no row sums to take it from."""
         return self._canonical and slot.bias is not None
 
-    def compress(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
+    def compress(self, parts: Sequence[Part]) -> list[Factors]:
         """The raw rows, or canonical ones."""
+        return [self._compressed(*part) for part in parts]
+
+    def _compressed(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
         assert isinstance(gradient, Factors)
         if not self._canonical:
             return gradient

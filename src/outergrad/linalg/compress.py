@@ -42,8 +42,7 @@ def compress(
 
     The rank that comes back is the smallest that meets the tolerance, at most `rank`, at most
     the numerical rank: none for a zero gradient. All groups share it, and the tolerance is
-    theirs together. A factor that is not finite makes its group's gradient NaN throughout, with
-    a warm start every group's.
+    theirs together. A factor that is not finite makes its group's gradient NaN throughout.
 
     Args:
         gradient: d_GNO and a_GNI, any floating dtype; N may be zero. b_GO does not matter. Or

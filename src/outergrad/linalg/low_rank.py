@@ -86,7 +86,9 @@ class LowRank:
             rows: R or more, None for R.
             b_GO: the bias gradient, if the layer has one: it is not in these rows.
         """
-        missing = (0, 0, 0, 0 if rows is None else rows - self.rank)
+        if rows is None or rows == self.rank:
+            return Factors(self.d_GRO, self.a_GRI, b_GO)
+        missing = (0, 0, 0, rows - self.rank)
         return Factors(pad(self.d_GRO, missing), pad(self.a_GRI, missing), b_GO)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient
+from outergrad._types import Factors, Gradient, Slot
 
 _SMALL = 1 << 14
 """Products of at most this many elements are summed in float64, which costs them nothing: a
@@ -23,6 +23,44 @@ def stack(parts: Sequence[Factors]) -> Factors:
         ids_R, d_RO = coalesce(torch.cat([part.a_GRI for part in parts]), d_GRO[0])
         return Factors(d_RO.unsqueeze(0), ids_R)
     return Factors(d_GRO, torch.cat([part.a_GRI for part in parts], dim=1))
+
+
+def together(gradients: Sequence[Gradient]) -> Gradient:
+    """Several gradients as one, their groups behind each other, padded with zeros to one shape."""
+    formed_GOI = [g for g in gradients if isinstance(g, Tensor)]
+    if formed_GOI:
+        return padded(formed_GOI)
+    factors = [g for g in gradients if isinstance(g, Factors)]
+    return Factors(padded([f.d_GRO for f in factors]), padded([f.a_GRI for f in factors]))
+
+
+def apart(factors: Factors, slots: Sequence[Slot]) -> list[Factors]:
+    """Those of several slots, as views, from the groups of all behind each other."""
+    groups = [slot.groups for slot in slots]
+    triples = zip(slots, factors.d_GRO.split(groups), factors.a_GRI.split(groups), strict=True)
+    return [Factors(d[..., : slot.outputs], a[..., : slot.inputs]) for slot, d, a in triples]
+
+
+def padded(parts: Sequence[Tensor], width: int = 0) -> Tensor:
+    """Behind each other along the first dimension, with zeros up to the largest of the others.
+
+    A single one that is large enough is returned as it is.
+
+    Args:
+        parts: of three dimensions.
+        width: what the last dimension is to be at least.
+    """
+    first = parts[0]
+    if len(parts) == 1 and first.shape[2] >= width:
+        return first
+    if first.shape[2] >= width and all(part.shape[1:] == first.shape[1:] for part in parts):
+        return torch.cat(list(parts))
+    height = max(part.shape[1] for part in parts)
+    width = max(width, *(part.shape[2] for part in parts))
+    whole = first.new_zeros(sum(len(part) for part in parts), height, width)
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        view[:, : part.shape[1], : part.shape[2]].copy_(part)
+    return whole
 
 
 def added(gradient: Gradient, plus: Factors) -> Gradient:

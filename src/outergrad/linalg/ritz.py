@@ -16,7 +16,7 @@ def rayleigh_ritz(gradient: Product | Total, p_GOK: Tensor, rank: int, tolerance
     """The truncated singular value decomposition of `p pᵀ dW`, a projection of the gradient.
 
     A projection never exceeds its original, so the result is no worse than nothing, however
-    poor the basis. If a product with it is not finite, no group's result is.
+    poor the basis. A group whose product with it is not finite becomes NaN throughout.
     Source: Halko, Martinsson and Tropp, 2011, section 5.1.
 
     Args:
@@ -27,7 +27,9 @@ def rayleigh_ritz(gradient: Product | Total, p_GOK: Tensor, rank: int, tolerance
     """
     z_GIK, scale_G = gradient.transposed_times(p_GOK), gradient.scale_G
     if not math.isfinite(z_GIK.sum().item()):  # LAPACK would raise
-        z_GIK, scale_G = torch.zeros_like(z_GIK), torch.full_like(scale_G, math.nan)
+        void_G = ~z_GIK.isfinite().all(dim=2).all(dim=1)
+        z_GIK = z_GIK.masked_fill(void_G[:, None, None], 0.0)
+        scale_G = scale_G.masked_fill(void_G, math.nan)
     q_GIK, r_GKK = torch.linalg.qr(z_GIK)  # faster than to decompose z, which is tall
     u_GKK, sigma_GK, wt_GKK = torch.linalg.svd(r_GKK, full_matrices=False)
     rest_G = gradient.without(p_GOK).energy() if tolerance > 0 else None
