@@ -22,30 +22,31 @@ class DenseBucket:
         self.params = frozenset(params)
         self.dense_params: Sequence[str] = tuple(params)
         self._params = dict(params)
-        self._buffer: Tensor | None = None
+        self._kept: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def start(self, sender: Sender) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
-        buffer, sites = self._scratch(), sender.comm.world_size
-        views = self._views(buffer)
+        buffer, views = self._scratch()
+        sites = sender.comm.world_size
         buffer[-2] = float(sender.state == State.SURPRISED)
         buffer[-1] = float(sender.state == State.FAILED)
-        for (name, p), view in zip(self._params.items(), views, strict=True):
-            copy_scaled(name, p, view, 1.0 / sites if sender.state == State.GOOD else 0.0)
+        for name, view in views.items():
+            copy_scaled(
+                name, self._params[name], view, 1.0 / sites if sender.state == State.GOOD else 0.0
+            )
             sender.add(name, "dense", 2 * (sites - 1) * view.nbytes // sites)
         work = sender.comm.all_reduce(buffer)
-        return _DensePending(work, dict(zip(self._params, views, strict=True)))
+        return _DensePending(work, views)
 
-    def _scratch(self) -> Tensor:
-        if self._buffer is None:
-            numel = sum(p.numel() for p in self._params.values())
+    def _scratch(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The buffer, and views of it."""
+        if self._kept is None:
+            sizes = [p.numel() for p in self._params.values()]
             first = next(iter(self._params.values()))
-            self._buffer = first.new_empty(numel + 2, requires_grad=False)
-        return self._buffer
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        parts = buffer[:-2].split([p.numel() for p in self._params.values()])
-        return [part.view(p.shape) for part, p in zip(parts, self._params.values(), strict=True)]
+            buffer = first.new_empty(sum(sizes) + 2, requires_grad=False)
+            pairs = zip(self._params.items(), buffer[:-2].split(sizes), strict=True)
+            self._kept = buffer, {name: part.view(p.shape) for (name, p), part in pairs}
+        return self._kept
 
 
 class _DensePending:

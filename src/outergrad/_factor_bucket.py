@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender
-from outergrad._message import Cargo, Layout, read_all, sums_of_riders
+from outergrad._layout import Layout
+from outergrad._message import Cargo, read_all, sums_of_riders
 from outergrad._protocols import Work
 from outergrad._types import Factors
 from outergrad.comm.wire import Preamble, State
@@ -89,5 +90,5 @@ class _FactorPending:
         parts_SK = [layout.factors(message) for layout, message in pairs]
         additions = self._bucket.gradients(parts_SK, self._params, tapped=True)
         means = self._bucket.gradients(parts_SK, self._params, tapped=False)
-        means.update(sums_of_riders([layout.rider_views(message) for layout, message in pairs]))
+        means.update(sums_of_riders(self._layouts, messages))
         return Result(means, additions, state, cargo.mixed(preambles))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Carried, Load, Sender, copy_scaled
+from outergrad._layout import Layout
 from outergrad._protocols import Exchange
 from outergrad._types import Factors, Part, Slot
-from outergrad.comm.wire import Header, Piece, Preamble, State, aligned
+from outergrad.comm.wire import Header, Piece, Preamble, State
+
+_KEPT_LAYOUTS = 64
+"""The steps of a training have few different ones, or nearly as many as steps."""
 
 
 class Cargo(Carried):
@@ -34,6 +37,7 @@ class Cargo(Carried):
     ) -> None:
         super().__init__(loads, riders)
         self._index, self._exchange = index, exchange
+        self._layouts: dict[tuple[tuple[str, ...], tuple[Piece, ...]], Layout] = {}
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -68,8 +72,14 @@ class Cargo(Carried):
         self, pieces: Sequence[Piece], riders: Mapping[str, nn.Parameter] | None = None
     ) -> Layout:
         """A message of these pieces and riders, all of the bucket's if None."""
-        start = Preamble.nbytes(len(self.names), len(self.slots))
-        return Layout(start, self.riders if riders is None else riders, pieces)
+        riders = self.riders if riders is None else riders
+        key = tuple(riders), tuple(pieces)
+        if key not in self._layouts:
+            if len(self._layouts) == _KEPT_LAYOUTS:
+                self._layouts.clear()
+            start = Preamble.nbytes(len(self.names), len(self.slots))
+            self._layouts[key] = Layout(start, riders, pieces)
+        return self._layouts[key]
 
     def pack(
         self, sender: Sender, layout: Layout, message: Tensor, travels: str, receivers: int
@@ -83,7 +93,7 @@ class Cargo(Carried):
             travels: what the rows are called in statistics.
             receivers: how many other sites the message is sent to.
         """
-        for name, view in layout.rider_views(message).items():
+        for name, view in layout.by_name(layout.flats(message)).items():
             copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
             sender.add(name, "dense", view.nbytes * receivers)
         began = time.perf_counter()
@@ -110,57 +120,20 @@ class Cargo(Carried):
         return [name for name, flag in zip(self.names, flags, strict=True) if any(flag)]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where things stand in one message: the preamble, riders, the rows of slots.
-
-    Attributes:
-        start: length of the preamble, bytes.
-        riders: by name.
-        pieces: the rows.
-    """
-
-    start: int
-    riders: Mapping[str, nn.Parameter]
-    pieces: Sequence[Piece]
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the message."""
-        return self._end_of_riders + sum(piece.nbytes for piece in self.pieces)
-
-    @property
-    def _end_of_riders(self) -> int:
-        return self.start + sum(aligned(p.nbytes) for p in self.riders.values())
-
-    def rider_views(self, message: Tensor) -> dict[str, Tensor]:
-        """Views of the riders, in their own shapes."""
-        sizes = [aligned(p.nbytes) for p in self.riders.values()]
-        parts = message[self.start : self._end_of_riders].split(sizes)
-        pairs = zip(self.riders.items(), parts, strict=False)  # no sizes still give one part
-        return {n: part[: p.nbytes].view(p.dtype).view(p.shape) for (n, p), part in pairs}
-
-    def factors(self, message: Tensor) -> list[Factors | None]:
-        """Views of the pieces; None for those without rows."""
-        parts = message[self._end_of_riders :].split([piece.nbytes for piece in self.pieces])
-        pairs = zip(self.pieces, parts, strict=False)
-        return [piece.views(part) if piece.rows else None for piece, part in pairs]
-
-
 def read_all(messages: Sequence[Tensor], expected: Preamble) -> tuple[list[Preamble], State]:
     """The preambles of all sites, checked, and the worst of their states."""
     preambles = [Preamble.read(m, expected, rank) for rank, m in enumerate(messages)]
     return preambles, max(preamble.state for preamble in preambles)
 
 
-def sums_of_riders(views: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def sums_of_riders(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dict[str, Tensor]:
     """Over the sites, in their order: every site has divided its own by their number."""
-    first, *others = views
-    sums = {name: view.clone() for name, view in first.items()}
-    for other in others:
-        for name, view in other.items():
-            sums[name] += view
-    return sums
+    flats_S = [layout.flats(message) for layout, message in zip(layouts, messages, strict=True)]
+    sums = [flat.clone() for flat in flats_S[0]]
+    for flats in flats_S[1:]:
+        for whole, flat in zip(sums, flats, strict=True):
+            whole += flat
+    return layouts[0].by_name(sums)
 
 
 def fill(views: Factors, factors: Factors) -> None:

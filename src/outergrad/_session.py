@@ -166,18 +166,24 @@ class Session:
         """A product's delta has arrived."""
         if not self._attached:
             raise RuntimeError("this forward ran before session.detach(): run it again")
-        with self._noting_loss():
+        try:
             self._current().on_factors(slot, factors)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
-        with self._noting_loss():
+        try:
             self._current().on_gradient(name)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
-        with self._noting_loss():
+        try:
             self._current().on_ready(name)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
 
     def _current(self) -> LocalStep | SharedStep:
         """The step of the backward that runs now; its first event begins it."""
@@ -211,9 +217,10 @@ class Session:
             return
         try:
             if isinstance(step, SharedStep):
-                with self._noting_loss():
-                    step.finish()
+                step.finish()
                 self._unshared.clear()
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
         finally:
             self._close(step)
 
@@ -243,14 +250,10 @@ class Session:
             self._lost = error
         self._close(step)
 
-    @contextmanager
-    def _noting_loss(self) -> Iterator[None]:
+    def _lost_by(self, error: ExchangeError) -> RuntimeError:
         """Remembers that the transport failed: its group must not be used again."""
-        try:
-            yield
-        except ExchangeError as error:
-            self._lost = error
-            raise self._lost_error() from error
+        self._lost = error
+        return self._lost_error()
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:

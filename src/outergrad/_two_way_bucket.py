@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from outergrad._bucket import Pending, Result, Sender
-from outergrad._message import Cargo, Layout, book, fill, read_all, sums_of_riders
+from outergrad._layout import Layout
+from outergrad._message import Cargo, book, fill, read_all, sums_of_riders
 from outergrad._protocols import Merger, Work
 from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Piece, State
@@ -106,8 +107,8 @@ class _TwoWayPending:
     def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
         layout, others = self._merged[self._rank], self._sender.comm.world_size - 1
         pairs = list(zip(self._theirs, messages, strict=True))
-        sums = sums_of_riders([theirs.rider_views(message) for theirs, message in pairs])
-        for name, view in layout.rider_views(merged).items():
+        sums = sums_of_riders(self._theirs, messages)
+        for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])
             self._sender.add(name, "dense", view.nbytes * others)
         parts_KS = zip(*(theirs.factors(message) for theirs, message in pairs), strict=True)
@@ -136,7 +137,7 @@ class _TwoWayPending:
         means: dict[str, Tensor] = {}
         additions: dict[str, Tensor] = {}
         for layout, message in zip(self._merged, messages, strict=True):
-            means.update(layout.rider_views(message))
+            means.update(layout.by_name(layout.flats(message)))
             self._add_gradients(layout, message, means, additions)
         return Result(means, additions, state, self._mixed)
 

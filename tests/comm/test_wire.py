@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from outergrad import Slot
+from outergrad._layout import Layout
 from outergrad._types import ExchangeError
 from outergrad.comm.wire import DTYPES, Header, Piece, Preamble, State, Use
 
@@ -69,17 +71,37 @@ def test_preambles_come_back(flags, wanted_rows, state):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [torch.float64, torch.float32, None])
 @pytest.mark.parametrize("lookup", [True, False])
-def test_pieces_hold_their_tensors_apart(dtype, bias, lookup):
+def test_messages_hold_their_tensors_apart(dtype, bias, lookup):
     slot = Slot("l", "l.w", 5, 7, bias="l.b", groups=1 if lookup else 3, lookup=lookup)
     piece = Piece(slot, 9, dtype, None if lookup else bias)
-    payload = torch.zeros(piece.nbytes, dtype=torch.uint8)
-    views = [view for view in piece.views(payload) if view is not None]
-    for i, view in enumerate(views):
+    nothing = Piece(slot, 0, dtype, bias)
+    riders = {
+        "a": nn.Parameter(torch.zeros(3, 2)),
+        "b": nn.Parameter(torch.zeros(5, dtype=torch.float64)),
+        "c": nn.Parameter(torch.zeros(7)),
+    }
+    start = Preamble.nbytes(3, 3)
+    layout = Layout(start, riders, [piece, nothing, piece])
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+
+    def views():
+        rows, none, more = layout.factors(message)
+        assert none is None
+        named = layout.by_name(layout.flats(message))
+        return [*rows, *more, *named.values()], named
+
+    found = [view for view in views()[0] if view is not None]
+    for i, view in enumerate(found):
         view.fill_(i + 1)
-    for i, view in enumerate(piece.views(payload)[: len(views)]):
+    for i, view in enumerate(view for view in views()[0] if view is not None):
         assert bool((view == i + 1).all())
-    assert views[0].shape == (slot.groups, 9, 5)
-    assert len(views) == 2 + (bias is not None and not lookup)
+    assert found[0].shape == (slot.groups, 9, 5)
+    assert len(found) == 2 * (2 + (bias is not None and not lookup)) + len(riders)
+    named = views()[1]
+    assert {n: (v.shape, v.dtype) for n, v in named.items()} == {
+        n: (p.shape, p.dtype) for n, p in riders.items()
+    }
+    assert not message[:start].any()
 
 
 def test_no_rows_no_bytes():

@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from outergrad._types import ExchangeError, Factors, Slot
+from outergrad._types import ExchangeError, Slot
 
 _MAGIC = 0x6F757465726701  # "outerg", version 1 of the format
 _FIXED_WORDS = 64
@@ -134,27 +134,19 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes on the wire; none without rows."""
-        if not self.rows:
-            return 0
-        return sum(aligned(math.prod(s) * dtype.itemsize) for s, dtype in self._tensors())
+        return sum(aligned(math.prod(s) * dtype.itemsize) for s, dtype in self.tensors())
 
-    def _tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of its deltas, its activations and its bias gradient, if it has any."""
         slot, rows = self.slot, self.rows
+        if not rows:
+            return []
         deltas = ((slot.groups, rows, slot.outputs), self.dtype)
         if slot.lookup:
             return [deltas, ((rows,), torch.int64)]
         activations = ((slot.groups, rows, slot.inputs), self.dtype)
         biases = [((slot.groups, slot.outputs), self.bias)] if self.bias else []
         return [deltas, activations, *biases]
-
-    def views(self, payload: Tensor) -> Factors:
-        """The piece's tensors as views of its bytes; there must be rows."""
-        views, offset = [], 0
-        for shape, dtype in self._tensors():
-            nbytes = math.prod(shape) * dtype.itemsize
-            views.append(payload[offset : offset + nbytes].view(dtype).view(shape))
-            offset += aligned(nbytes)
-        return Factors(*views)
 
 
 @dataclass(frozen=True)

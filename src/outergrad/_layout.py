@@ -1,0 +1,81 @@
+"""Where things stand in one message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from outergrad._types import Factors
+from outergrad.comm.wire import Piece, aligned
+
+
+class Layout:
+    """A message of a preamble, of gradients that ride along, and of the rows of slots.
+
+    Riders of one dtype stand side by side, so that they can be added in one piece.
+
+    Args:
+        start: length of the preamble, bytes.
+        riders: parameters by name.
+        pieces: the rows.
+
+    Attributes:
+        nbytes: length of the message.
+    """
+
+    def __init__(
+        self, start: int, riders: Mapping[str, nn.Parameter], pieces: Sequence[Piece]
+    ) -> None:
+        self.nbytes = start
+        self.riders, self.pieces = riders, pieces
+        dtypes = dict.fromkeys(p.dtype for p in riders.values())
+        self._riders = [{n: p for n, p in riders.items() if p.dtype == d} for d in dtypes]
+        self._flats = [
+            self._spot((sum(p.numel() for p in members.values()),), dtype)
+            for dtype, members in zip(dtypes, self._riders, strict=True)
+        ]
+        self._rows = [[self._spot(*tensor) for tensor in piece.tensors()] for piece in pieces]
+
+    def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
+        """The next one."""
+        start = self.nbytes
+        self.nbytes += aligned(math.prod(shape) * dtype.itemsize)
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return _Spot(shape, strides, start // dtype.itemsize, dtype)
+
+    def flats(self, message: Tensor) -> list[Tensor]:
+        """The riders, a flat view per dtype."""
+        return [spot.view(message.view(spot.dtype)) for spot in self._flats]
+
+    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Views of such flat tensors, each rider in its own shape."""
+        views: dict[str, Tensor] = {}
+        for members, flat in zip(self._riders, flats, strict=True):
+            parts = flat.split([p.numel() for p in members.values()])
+            pairs = zip(members.items(), parts, strict=True)
+            views.update({name: part.view(p.shape) for (name, p), part in pairs})
+        return views
+
+    def factors(self, message: Tensor) -> list[Factors | None]:
+        """Views of the rows; None where there are none."""
+        dtypes = {spot.dtype for spots in self._rows for spot in spots}
+        typed = {dtype: message.view(dtype) for dtype in dtypes}
+        views = [[spot.view(typed[spot.dtype]) for spot in spots] for spots in self._rows]
+        return [Factors(*tensors) if tensors else None for tensors in views]
+
+
+class _Spot(NamedTuple):
+    """A contiguous tensor within a message; `start` counts its own elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    dtype: torch.dtype
+
+    def view(self, typed: Tensor) -> Tensor:
+        """Of the message, seen as the dtype."""
+        return typed.as_strided(self.shape, self.strides, self.start)
