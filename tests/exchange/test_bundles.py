@@ -23,6 +23,7 @@ SLOTS = [
 METHODS = {
     "plain": og.RankDAD(rank=4, error_feedback=None),
     "feedback": og.RankDAD(rank=4),
+    "all kept": og.RankDAD(rank=4, error_feedback="dense"),
     "more": og.RankDAD(rank=9, feedback_rank=3),
 }
 
@@ -71,8 +72,11 @@ def test_what_is_not_finite_stays_in_its_layer_and_is_not_remembered(label, valu
 
 
 KINDS = st.builds(
-    lambda rows, has_unsent, shape: Kind(rows, has_unsent, (torch.float32,), (torch.Size(shape),)),
+    lambda rows, has_unsent, whole, shape: Kind(
+        rows, has_unsent, whole, (torch.float32,), (torch.Size(shape),)
+    ),
     st.sampled_from([4, 8]),
+    st.booleans(),
     st.booleans(),
     st.tuples(st.integers(1, 3), st.integers(1, 500), st.integers(1, 500)),
 )
@@ -84,7 +88,7 @@ def test_everything_is_in_one_bundle_that_is_not_mostly_zeros(kinds):
     assert sorted(i for bundle in found for i in bundle) == list(range(len(kinds)))
     for bundle in found:
         members = [kinds[i] for i in bundle]
-        assert len({kind[:3] for kind in members}) == 1
+        assert len({kind[:4] for kind in members}) == 1
         shapes = [kind.shapes[0] for kind in members]
         groups, heights, widths = zip(*shapes, strict=True)
         assert sum(groups) * max(heights) * max(widths) - sum(s.numel() for s in shapes) <= _PADDING

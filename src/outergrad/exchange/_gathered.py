@@ -17,14 +17,14 @@ from outergrad._types import (
     StateDict,
     place_name,
 )
-from outergrad.exchange._bundles import Warm, bundles, compress_together
+from outergrad.exchange._bundles import Warm, bundles, compress_together, without
 from outergrad.exchange._common import without_silent_ids
 from outergrad.exchange._memory import Memories, Memory, compact
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.outer import apart, formed, row_sum, shape_of
+from outergrad.linalg.outer import apart, formed, matrices_apart, row_sum, shape_of
 from outergrad.linalg.subspace import OVERSAMPLING
 
 _SPARE_PER_ROW = 2
@@ -89,21 +89,24 @@ class Gathered:
                 usual.append(warm)
         for places in bundles(tuple(warm.kind for warm in usual)):
             members = [usual[i] for i in places]
-            found.update(self._kept(compress_together(members), [warm.part for warm in members]))
+            triplets, rest_GOI = compress_together(members)
+            found.update(self._kept([warm.part for warm in members], triplets, rest_GOI))
         return [found[part.slot] for part in parts]
 
     def _warm(self, part: Part) -> Warm | None:
         """The usual: what one iteration from where the last step ended is enough for."""
         settings, memory = self._settings, self._memories[part.slot]
         by_choice = settings.solver != "auto" or settings.iterations or settings.tolerance
-        if memory is None or by_choice or isinstance(memory.unsent, Tensor):
+        if memory is None or by_choice or self._is_exact(part, memory.unsent):
             return None
-        if settings.error_feedback == "dense" or self._is_exact(part, memory.unsent):
+        whole = settings.keeps_whole(part, memory.unsent)
+        form = Tensor if whole else Factors
+        if memory.unsent is not None and not isinstance(memory.unsent, form):
             return None
-        if memory.q_GIR.shape[2] < part.rows:
+        if memory.q_GIR.shape[2] < part.rows or (whole and isinstance(part.gradient, Factors)):
             return None
-        columns = min(_columns(part.rows, self._extra), *shape_of(part.gradient))
-        return Warm(part, memory.unsent, memory.q_GIR, columns)
+        columns = min(self._columns(part.rows, whole=whole), *shape_of(part.gradient))
+        return Warm(part, memory.unsent, whole, memory.q_GIR, columns)
 
     # -- one by one -----------------------------------------------------------------------------
 
@@ -116,15 +119,17 @@ class Gathered:
                 return without_silent_ids(gradient)
             if self._is_exact(part, unsent):
                 return canonical(gradient, rows, bias=slot.bias is not None)
-        if self._settings.error_feedback != "dense" and not isinstance(unsent, Tensor):
-            return self._kept(self._found(slot, gradient, rows, unsent), [part])[slot]
+        if not self._settings.keeps_whole(part, unsent):
+            assert not isinstance(unsent, Tensor)
+            columns = self._columns(self._needed(rows), whole=False)
+            return self._kept([part], self._found(slot, gradient, columns, unsent))[slot]
         whole_GOI = formed(gradient, unsent)
-        found = self._found(slot, whole_GOI, rows)
-        kept = found.leading(rows)
-        rest_GOI = whole_GOI.baddbmm_(kept.d_GRO.mT, kept.a_GRI, alpha=-1)
-        if bool(rest_GOI.isfinite().all()):
-            self._memories[slot] = Memory(found.a_GRI.mT, rest_GOI)
-        return _with_bias(part, kept.factors(rows))
+        found = self._found(slot, whole_GOI, self._columns(self._needed(rows), whole=True))
+        return self._kept([part], found, without(whole_GOI, found.leading(rows)))[slot]
+
+    def _needed(self, rows: int) -> int:
+        """Triplets for this step and for the choice of the next one's rank."""
+        return max(rows, self._settings.rank) if self._settings.tolerance else rows
 
     def _is_exact(self, part: Part, unsent: Gradient | None) -> bool:
         """Whether so many rows hold everything there is to send."""
@@ -137,14 +142,13 @@ class Gathered:
         return rows >= all_rows and not self._settings.tolerance and unsent is None
 
     def _found(
-        self, slot: Slot, gradient: Gradient, rows: int, unsent: Factors | None = None
+        self, slot: Slot, gradient: Gradient, columns: int, unsent: Factors | None = None
     ) -> LowRank:
-        """Triplets for this step, for the choice of the next one's rank and for feedback."""
+        """As many triplets as columns."""
         settings, memory = self._settings, self._memories[slot]
-        needed = max(rows, settings.rank) if settings.tolerance else rows
         found = compress(
             gradient,
-            _columns(needed, self._extra),
+            columns,
             _ANY_ERROR if settings.tolerance else 0.0,
             solver=settings.solver,
             iterations=settings.iterations,
@@ -158,23 +162,28 @@ class Gathered:
 
     # -- both -------------------------------------------------------------------------------------
 
-    @property
-    def _extra(self) -> int:
-        """Triplets that a memory in factors keeps."""
-        return self._settings.feedback_rank if self._settings.error_feedback == "factored" else 0
+    def _columns(self, rows: int, *, whole: bool) -> int:
+        """Directions to iterate on: for what is sent, for what is kept, and spare ones."""
+        extra = 0 if whole else self._settings.kept_triplets
+        return rows + extra + max(OVERSAMPLING, rows // _SPARE_PER_ROW)
 
-    def _kept(self, found: LowRank, parts: Sequence[Part]) -> dict[Slot, Factors]:
+    def _kept(
+        self, parts: Sequence[Part], found: LowRank, rest_GOI: Tensor | None = None
+    ) -> dict[Slot, Factors]:
         """What is sent of the triplets of several slots; all directions are remembered.
 
         Args:
-            found: the groups of all slots behind each other, padded to one shape.
             parts: the slots, as many rows of each.
+            found: the groups of all slots behind each other, padded to one shape.
+            rest_GOI: all that is not sent, if it is kept.
         """
         rows, slots = parts[0].rows, [part.slot for part in parts]
         sent = apart(found.leading(rows).factors(rows), slots)
-        unsent: Sequence[Factors | None] = [None] * len(parts)
-        if self._extra and found.rank > rows:
-            more = slice(rows, rows + self._extra)
+        unsent: Sequence[Gradient | None] = [None] * len(parts)
+        more = slice(rows, rows + self._settings.kept_triplets)
+        if rest_GOI is not None:
+            unsent = matrices_apart(rest_GOI, slots)
+        elif self._settings.kept_triplets and found.rank > rows:
             unsent = apart(Factors(found.d_GRO[:, more].clone(), found.a_GRI[:, more]), slots)
         starts = apart(Factors(found.d_GRO, found.a_GRI), slots)
         finite = _finite(found.sigma_GR, slots)
@@ -182,11 +191,6 @@ class Gathered:
             if is_finite:
                 self._memories.keep(slot, Memory(start.a_GRI.mT, rest))
         return {p.slot: _with_bias(p, factors) for p, factors in zip(parts, sent, strict=True)}
-
-
-def _columns(rows: int, extra: int) -> int:
-    """Directions to iterate on: for what is sent, for what is kept, and spare ones."""
-    return rows + extra + max(OVERSAMPLING, rows // _SPARE_PER_ROW)
 
 
 def _finite(sigma_GR: Tensor, slots: Sequence[Slot]) -> list[bool]:

@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from outergrad._types import Gradient, Part
 from outergrad.linalg.compress import Solver
 
 Reduce = Literal["auto", "gather", "two_way", "all_reduce"]
 Feedback = Literal["factored", "dense"] | None
 Wire = Literal["fp32", "bf16"]
 WIRES: dict[Wire, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
+
+_SMALL = 40_000
+"""Elements of a formed gradient of which a copy costs less time than to find more triplets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +40,15 @@ class LowRankSettings:
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
     taps: bool = True
+
+    @property
+    def kept_triplets(self) -> int:
+        """How many a memory in factors holds."""
+        return self.feedback_rank if self.error_feedback == "factored" else 0
+
+    def keeps_whole(self, part: Part, unsent: Gradient | None) -> bool:
+        """Whether all of what is not sent is remembered, as a matrix: once so, always so."""
+        if self.error_feedback == "dense" or isinstance(unsent, Tensor):
+            return True
+        is_small = isinstance(part.gradient, Tensor) and part.slot.numel <= _SMALL
+        return self.error_feedback == "factored" and is_small

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outergrad._types import Factors, Gradient, Slot
+from outergrad._types import Factors, Gradient, Part, Slot
 from outergrad.exchange._memory import Memories, Memory, unsent_of
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.orthonormal import orthonormal, principal
@@ -63,15 +63,17 @@ class GlobalSketches:
         memory, columns = self._memories[slot], self.columns(slot)
         unsent = unsent_of(memory)
         whole_GOI, others = None, ()
-        if self._settings.error_feedback == "dense" or isinstance(unsent, Tensor):
+        if self._settings.keeps_whole(Part(slot, gradient, columns), unsent):
+            count = columns
             whole_GOI = formed(gradient, unsent)
             main = unscaled(whole_GOI)
         else:
-            more = columns + self._memory_rows(slot, columns)
-            main = cheapest(unscaled(gradient), more, 1, with_energy=False)
+            assert not isinstance(unsent, Tensor)
+            count = columns + self._memory_rows(slot, columns)
+            main = cheapest(unscaled(gradient), count, 1, with_energy=False)
             others = () if unsent is None else (unscaled(unsent),)
         matrix = total(main, *others)
-        y_GOL = matrix.times(self._start(slot, main, memory, columns))
+        y_GOL = matrix.times(_start(main, memory, columns, count))
         self._turns[slot] = _Turn(matrix, whole_GOI, y_GOL[..., columns:])
         return y_GOL[..., :columns]
 
@@ -97,8 +99,7 @@ class GlobalSketches:
         """What is left of this site's part."""
         assert turn.p_GOK is not None
         columns = turn.p_GOK.shape[2]
-        if self._settings.error_feedback == "dense":
-            assert turn.whole_GOI is not None
+        if turn.whole_GOI is not None:
             return turn.whole_GOI.baddbmm_(turn.p_GOK, z_GIL[..., :columns].mT, alpha=-1)
         rest = Factors(basis_GOL[..., columns:].mT, z_GIL[..., columns:].mT)
         return rest if rest.d_GRO.shape[1] else None
@@ -114,7 +115,8 @@ class GlobalSketches:
             q_GIK, columns = self._adapted(mean, rest_norm)
         elif self._rounds:
             q_GIK = self._basis(mean)
-        self._memories[slot] = Memory(_usable(q_GIK), turn.unsent, columns)
+        if math.isfinite(q_GIK.sum().item()):
+            self._memories[slot] = Memory(_usable(q_GIK), turn.unsent, columns)
         return Factors(p_GOK.mT, mean.mT)
 
     def _adapted(self, z_GIK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
@@ -143,22 +145,20 @@ class GlobalSketches:
         self._turns.clear()
 
     def _memory_rows(self, slot: Slot, columns: int) -> int:
-        if self._settings.error_feedback != "factored":
-            return 0
-        return min(self._settings.feedback_rank, slot.outputs - columns, slot.inputs - columns)
+        return min(self._settings.kept_triplets, slot.outputs - columns, slot.inputs - columns)
 
-    def _start(self, slot: Slot, main: Product, memory: Memory | None, columns: int) -> Tensor:
-        """Directions for the sum, then for the memory; fixed random ones where there are none."""
-        count = columns + self._memory_rows(slot, columns)
-        if memory is None:
-            return start(main.a_GNI, count, None)
-        q_GIK = memory.q_GIR[..., :columns]
-        found = [pad(q_GIK, (0, columns - q_GIK.shape[2]))]
-        if count > columns and isinstance(memory.unsent, Factors):
-            found.append(memory.unsent.a_GRI.mT.to(q_GIK.dtype))
-        x_GIL = torch.cat(found, dim=2).to(main.dtype)
-        complete = q_GIK.shape[2] == columns and x_GIL.shape[2] == count
-        return x_GIL if complete else start(main.a_GNI, count, x_GIL)
+
+def _start(main: Product, memory: Memory | None, columns: int, count: int) -> Tensor:
+    """Directions for the sum, then for the memory; fixed random ones where there are none."""
+    if memory is None:
+        return start(main.a_GNI, count, None)
+    q_GIK = memory.q_GIR[..., :columns]
+    found = [pad(q_GIK, (0, columns - q_GIK.shape[2]))]
+    if count > columns and isinstance(memory.unsent, Factors):
+        found.append(memory.unsent.a_GRI.mT.to(q_GIK.dtype))
+    x_GIL = torch.cat(found, dim=2).to(main.dtype)
+    complete = q_GIK.shape[2] == columns and x_GIL.shape[2] == count
+    return x_GIL if complete else start(main.a_GNI, count, x_GIL)
 
 
 def _usable(q_GIK: Tensor) -> Tensor:

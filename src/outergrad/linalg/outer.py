@@ -41,6 +41,13 @@ def apart(factors: Factors, slots: Sequence[Slot]) -> list[Factors]:
     return [Factors(d[..., : slot.outputs], a[..., : slot.inputs]) for slot, d, a in triples]
 
 
+def matrices_apart(whole_GOI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+    """The same of matrices."""
+    parts = whole_GOI.split([slot.groups for slot in slots])
+    pairs = zip(slots, parts, strict=True)
+    return [part[:, : slot.outputs, : slot.inputs] for slot, part in pairs]
+
+
 def padded(parts: Sequence[Tensor], width: int = 0) -> Tensor:
     """Behind each other along the first dimension, with zeros up to the largest of the others.
 
