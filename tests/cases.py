@@ -146,6 +146,26 @@ def _masks(call: dict[str, Any], x: Tensor) -> dict[str, Any]:
     return made
 
 
+def cell(kind: type[nn.RNNCellBase], *, given: bool = False, **kwargs: Any) -> Case:
+    """A recurrent cell over four steps in time, from zeros or from a state that is given."""
+
+    def forward(self: Branches, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        state = (h, c) if kind is nn.LSTMCell else h
+        state, outputs = state if given else None, []
+        for t in range(4):
+            state = self.layer(x[..., t, :], state)
+            outputs.append(torch.cat(state, -1) if isinstance(state, tuple) else state)
+        return torch.cat(outputs)
+
+    shapes = [(4, 6)] * 4 if kwargs.pop("unbatched", False) else [(n, 4, 6) for n in (3, 2, 5, 1)]
+    batches = [
+        (torch.randn(shape), torch.randn(*shape[:-2], 5), torch.randn(*shape[:-2], 5))
+        for shape in shapes
+    ]
+    model = Branches(forward, layer=kind(6, 5, **kwargs))
+    return Case(model, batches, factors=("layer.weight_ih", "layer.weight_hh"))
+
+
 def tied() -> Case:
     """Embedding and head of one table."""
     embed, head = nn.Embedding(20, 6), nn.Linear(6, 20, bias=False)
@@ -314,6 +334,14 @@ def build() -> dict[str, Callable[[], Case]]:
         ),
         "transformer": transformer,
     }
+    cells = {
+        "rnn cell": lambda: cell(nn.RNNCell),
+        "rnn cell relu": lambda: cell(nn.RNNCell, nonlinearity="relu", given=True),
+        "gru cell": lambda: cell(nn.GRUCell),
+        "gru cell without bias": lambda: cell(nn.GRUCell, given=True, bias=False),
+        "lstm cell": lambda: cell(nn.LSTMCell),
+        "lstm cell unbatched": lambda: cell(nn.LSTMCell, given=True, unbatched=True),
+    }
     others = {
         "frozen": frozen,
         "unused": only_on_site_0,
@@ -346,4 +374,4 @@ def build() -> dict[str, Callable[[], Case]]:
             rows(6),
         ),
     }
-    return {**linear, **convolution, **embedding, **heads, **others}
+    return {**linear, **convolution, **embedding, **heads, **cells, **others}

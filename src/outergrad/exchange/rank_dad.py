@@ -38,8 +38,8 @@ class RankDAD:
             measures the link when the model is distributed and takes the fastest.
         error_feedback: what a site does not send in one step is added to its gradient in the
             next. "factored": its `feedback_rank` leading triplets, in a memory of a few rows, or
-            all of it where the matrix is small.
-            "dense": all of it, in a memory of the size of the model. None: it is lost.
+            all of it where the matrix is small. "dense": all of it, in a memory of the size of the
+            model. None: it is lost.
         feedback_rank: triplets that "factored" keeps; None for half of `rank`, and 8 at least.
         wire: "bf16" rounds what is sent to half the bytes; it is computed in float32.
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than

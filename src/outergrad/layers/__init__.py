@@ -11,6 +11,7 @@ from torch import nn
 
 from outergrad._protocols import Rule, Rules
 from outergrad.layers.attention import MultiheadAttentionRule
+from outergrad.layers.cells import GRUCellRule, LSTMCellRule, RNNCellRule
 from outergrad.layers.conv import ConvRule
 from outergrad.layers.embedding import EmbeddingRule
 from outergrad.layers.linear import LinearRule
@@ -22,6 +23,9 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Conv3d: ConvRule(),
     nn.Embedding: EmbeddingRule(),
     nn.MultiheadAttention: MultiheadAttentionRule(),
+    nn.RNNCell: RNNCellRule(),
+    nn.GRUCell: GRUCellRule(),
+    nn.LSTMCell: LSTMCellRule(),
 }
 RULES: Rules = MappingProxyType(_RULES)
 """The rules that `distribute` uses by default, by exact type of module."""
