@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from outergrad.exchange import _settings
+
 
 @pytest.fixture(autouse=True)
 def no_leaks():
@@ -17,6 +19,12 @@ def no_leaks():
     left = [t.name for t in threading.enumerate() if t.name.startswith("rank ")]
     assert not left, f"threads left: {left}"
     assert not dist.is_initialized(), "a default process group was left"
+
+
+@pytest.fixture
+def large_matrices(monkeypatch):
+    """Takes the small matrices of tests for large ones, of which low rank is found in factors."""
+    monkeypatch.setattr(_settings, "_SMALL", 0)
 
 
 @pytest.fixture(autouse=True, scope="session")

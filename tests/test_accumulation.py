@@ -16,6 +16,8 @@ import outergrad as og
 from cases import SHARED_STREAM, build, relative_error, run, to_double
 from ranks import run_on_lasting_groups
 
+pytestmark = pytest.mark.usefixtures("large_matrices")
+
 SITES = 2
 PASSES = 8
 CASES = build()

@@ -16,6 +16,8 @@ import outergrad as og
 from outergrad.exchange._settings import Feedback, Reduce
 from ranks import run_on_lasting_groups, try_ranks
 
+pytestmark = pytest.mark.usefixtures("large_matrices")
+
 REDUCES = [way for way in get_args(Reduce) if way != "auto"]
 FEEDBACKS: list[Feedback] = [None, "factored", "dense"]
 

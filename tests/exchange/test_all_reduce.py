@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import outergrad as og
 from ranks import run_on_lasting_groups
 
+pytestmark = pytest.mark.usefixtures("large_matrices")
+
 METHODS = {
     "factored": og.RankDAD(rank=4, reduce="all_reduce"),
     "dense": og.RankDAD(rank=4, reduce="all_reduce", error_feedback="dense"),

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import outergrad as og
+from low_rank import train
+from outergrad.exchange import _settings
 from outergrad.exchange._bundles import _LARGE, _PADDING, Kind, bundles
 from outergrad.linalg.outer import weight_gradient
 
@@ -40,9 +42,11 @@ def gradient(slot, step, *, formed):
     return d_GNO.mT @ a_GNI if formed else og.Factors(d_GNO, a_GNI)
 
 
+@pytest.mark.parametrize("small", [0, 50_000])
 @pytest.mark.parametrize("formed", [True, False])
 @pytest.mark.parametrize("label", METHODS)
-def test_together_as_alone(label, formed):
+def test_together_as_alone(label, formed, small, monkeypatch):
+    monkeypatch.setattr(_settings, "_SMALL", small)
     method = METHODS[label]
     joint, single = method.exchange(), {slot: method.exchange() for slot in SLOTS}
     for step in range(5):
@@ -69,6 +73,18 @@ def test_what_is_not_finite_stays_in_its_layer_and_is_not_remembered(label, valu
         finite = [bool(weight_gradient(f).isfinite().all()) for f in exchange.compress(parts)]
         assert finite == [True, step not in (0, 2), True, True]
         exchange.settle(applied=True)
+
+
+@pytest.mark.parametrize("reduce", ["gather", "two_way", "all_reduce"])
+def test_of_small_matrices_all_is_remembered(reduce):
+    """As if that had been asked for of every matrix."""
+    factored, dense = (
+        train(og.RankDAD(rank=4, reduce=reduce, error_feedback=feedback), 2, 4)
+        for feedback in ("factored", "dense")
+    )
+    for found, expected in zip(factored, dense, strict=True):
+        for gradients, others in zip(found[0], expected[0], strict=True):
+            assert all(g.equal(others[name]) for name, g in gradients.items())
 
 
 KINDS = st.builds(

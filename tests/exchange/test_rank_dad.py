@@ -25,6 +25,8 @@ from outergrad._types import Route, Unit
 from outergrad.linalg.compress import Solver
 from ranks import run_on_lasting_groups
 
+pytestmark = pytest.mark.usefixtures("large_matrices")
+
 SOLVERS: tuple[Solver, ...] = ("small_core", "subspace_iteration", "power_iteration")
 LINEAR = Unit(
     (og.Slot("l", "l.weight", 60, 50, bias="l.bias"),),

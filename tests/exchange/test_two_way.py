@@ -27,6 +27,8 @@ from outergrad.exchange._owners import heaviest_share, owners
 from outergrad.exchange._reduce import best_way
 from ranks import run_on_lasting_groups, run_ranks
 
+pytestmark = pytest.mark.usefixtures("large_matrices")
+
 SITES = [2, 3, 4]
 
 

@@ -34,7 +34,7 @@ def test_the_output_is_the_cells_own(name, given, shape):
 @pytest.mark.parametrize("name", CELLS)
 def test_what_is_no_batch_of_rows_is_refused(name):
     cell, x = CELLS[name], torch.randn(2, 3, 6)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="1D or 2D"):
         cell(x)
     with pytest.raises(ValueError, match=r"1-D or 2-D, not \(2, 3, 6\)"):
         og.RULES[type(cell)].forward(cell, untapped, x)

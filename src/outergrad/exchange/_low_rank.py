@@ -95,7 +95,9 @@ class LowRankExchange:
             return self.route(unit, rows_SK, tapped=True) == Route.GATHER
         if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
             return False
-        if self._settings.error_feedback == "dense" or any(slot.lookup for slot in unit.slots):
+        if self._settings.error_feedback == "dense":
+            return False
+        if any(slot.lookup or self._settings.forms(slot) for slot in unit.slots):
             return False
         return all(
             self._cheaper_from_factors(slot, max(rows_S))

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outergrad._types import Gradient, Part
+from outergrad._types import Gradient, Part, Slot
 from outergrad.linalg.compress import Solver
 
 Reduce = Literal["auto", "gather", "two_way", "all_reduce"]
@@ -17,8 +17,8 @@ Wire = Literal["fp32", "bf16"]
 WIRES: dict[Wire, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
-_SMALL = 40_000
-"""Elements of a formed gradient of which a copy costs less time than to find more triplets."""
+_SMALL = 50_000
+"""Elements of a gradient that is formed and remembered in less time than more triplets take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,5 +50,8 @@ class LowRankSettings:
         """Whether all of what is not sent is remembered, as a matrix: once so, always so."""
         if self.error_feedback == "dense" or isinstance(unsent, Tensor):
             return True
-        is_small = isinstance(part.gradient, Tensor) and part.slot.numel <= _SMALL
-        return self.error_feedback == "factored" and is_small
+        return isinstance(part.gradient, Tensor) and self.forms(part.slot)
+
+    def forms(self, slot: Slot) -> bool:
+        """Whether to form a gradient, and to remember all of it, is less work than factors are."""
+        return self.error_feedback == "factored" and slot.numel <= _SMALL
