@@ -78,4 +78,5 @@ class _Spot(NamedTuple):
 
     def view(self, typed: Tensor) -> Tensor:
         """Of the message, seen as the dtype."""
-        return typed.as_strided(self.shape, self.strides, self.start)
+        start = typed.storage_offset() + self.start
+        return typed.as_strided(self.shape, self.strides, start)

@@ -14,7 +14,7 @@ from outergrad._protocols import Exchange
 from outergrad._types import Factors, Part, Slot
 from outergrad.comm.wire import Header, Piece, Preamble, State
 
-_KEPT_LAYOUTS = 64
+_KEPT_LAYOUTS = 256
 """The steps of a training have few different ones, or nearly as many as steps."""
 
 

@@ -87,6 +87,62 @@ def test_of_small_matrices_all_is_remembered(reduce):
             assert all(g.equal(others[name]) for name, g in gradients.items())
 
 
+@pytest.mark.parametrize("formed", [True, False])
+@pytest.mark.parametrize("label", METHODS)
+@pytest.mark.parametrize("small", [0, 50_000])
+def test_after_steps_without_a_gradient_it_goes_on(label, formed, small, monkeypatch):
+    """Nor after one of lower rank: whole rows of outputs never have a gradient."""
+    monkeypatch.setattr(_settings, "_SMALL", small)
+    exchange, slot = METHODS[label].exchange(), og.Slot("f", "f.weight", 60, 50)
+    generator = torch.Generator().manual_seed(3)
+    for scales in ([1.0] * 4, [0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0, 0, 0], [1.0] * 4):
+        for _ in range(4):
+            d_GRO = torch.randn(1, 4, 60, generator=generator) * torch.tensor(scales)[:, None]
+            d_GRO[..., :30] = 0.0
+            factors = og.Factors(d_GRO.repeat(1, 5, 1), torch.randn(1, 20, 50, generator=generator))
+            whole_GOI = factors.d_GRO.mT @ factors.a_GRI
+            (found,) = exchange.compress([og.Part(slot, whole_GOI if formed else factors, 4)])
+            exchange.settle(applied=True)
+    if label == "plain":
+        left = weight_gradient(found) - whole_GOI[0]
+        assert left.norm() < 1e-4 * whole_GOI.norm(), "four triplets hold all of rank four"
+    assert weight_gradient(found).norm() > 0.5 * whole_GOI.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_a_batch_of_few_rows_loses_nothing_that_was_owed(rows):
+    """It has fewer rows than there are directions, but the memory has rows of its own."""
+    exchange, slot = og.RankDAD(rank=4).exchange(), og.Slot("f", "f.weight", 300, 400)
+    generator = torch.Generator().manual_seed(3)
+    for count in (64, 64, 64, rows):
+        d_GRO = torch.randn(1, count, 300, generator=generator)
+        factors = og.Factors(d_GRO, torch.randn(1, count, 400, generator=generator))
+        before = exchange._memories[slot]
+        (found,) = exchange.compress([og.Part(slot, factors, min(4, count))])
+        exchange.settle(applied=True)
+    owed = weight_gradient(before.unsent) + weight_gradient(factors)
+    after = weight_gradient(exchange._memories[slot].unsent)
+    lost = (owed - weight_gradient(found) - after).norm() / owed.norm()
+    assert lost < 1e-4
+
+
+def test_memory_does_not_grow_where_other_layers_are_used_in_each_step():
+    """Views of one tensor for several layers do not outlive what was remembered of the others."""
+    slots = [og.Slot(f"{i}", f"{i}.weight", 40, 50) for i in range(20)]
+    exchange = og.RankDAD(rank=4).exchange()
+    for used in range(len(slots), 0, -1):
+        parts = [og.Part(slot, torch.randn(1, 40, 50), 4) for slot in slots[:used]]
+        exchange.compress(parts)
+        exchange.settle(applied=True)
+    held = [memory for memory in map(exchange._memories.__getitem__, slots) if memory]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for memory in held
+        for t in (memory.q_GIR, memory.unsent)
+    }
+    assert sum(storages.values()) <= 1.01 * sum(m.q_GIR.nbytes + m.unsent.nbytes for m in held)
+
+
 KINDS = st.builds(
     lambda rows, has_unsent, whole, shape: Kind(
         rows, has_unsent, whole, (torch.float32,), (torch.Size(shape),)

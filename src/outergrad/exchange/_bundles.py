@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -63,31 +63,37 @@ class Kind(NamedTuple):
 @lru_cache(maxsize=256)
 def bundles(kinds: tuple[Kind, ...]) -> list[list[int]]:
     """Who is computed together, by their places; large ones alone."""
-    found: list[list[int]] = []
-    for i in sorted(range(len(kinds)), key=lambda i: -_numel([kinds[i]])):
-        home = next((b for b in found if _go_together([kinds[j] for j in (*b, i)])), None)
-        if home is None:
-            found.append([i])
-        else:
-            home.append(i)
-    return found
+    found: list[_Bundle] = []
+    for i in sorted(range(len(kinds)), key=lambda i: -_numel(kinds[i].shapes)):
+        if not any(bundle.takes(i, kinds[i]) for bundle in found):
+            found.append(_Bundle(i, kinds[i]))
+    return [bundle.places for bundle in found]
 
 
-def _go_together(kinds: Sequence[Kind]) -> bool:
-    first = kinds[0]
-    alike = all(kind[:4] == first[:4] for kind in kinds)
-    if not alike or max(_numel([kind]) for kind in kinds) > _LARGE:
-        return False
-    groups = sum(kind.shapes[0][0] for kind in kinds)
-    tensors = zip(*(kind.shapes for kind in kinds), strict=True)
-    whole = sum(
-        groups * max(s[1] for s in shapes) * max(s[2] for s in shapes) for shapes in tensors
-    )
-    return whole - _numel(kinds) <= _PADDING
+class _Bundle:
+    def __init__(self, place: int, kind: Kind) -> None:
+        self.places, self._kind, self._shapes = [place], kind, kind.shapes
+        self._numel = _numel(kind.shapes)
+
+    def takes(self, place: int, kind: Kind) -> bool:
+        """Adds a member, if it goes with the others."""
+        numel = self._numel + _numel(kind.shapes)
+        if kind[:4] != self._kind[:4] or self._is_large():
+            return False
+        pairs = zip(self._shapes, kind.shapes, strict=True)
+        shapes = tuple(torch.Size((a[0] + b[0], *map(max, a[1:], b[1:]))) for a, b in pairs)
+        if _numel(shapes) - numel > _PADDING:
+            return False
+        self.places.append(place)
+        self._shapes, self._numel = shapes, numel
+        return True
+
+    def _is_large(self) -> bool:
+        return _numel(self._kind.shapes) > _LARGE
 
 
-def _numel(kinds: Sequence[Kind]) -> int:
-    return sum(shape.numel() for kind in kinds for shape in kind.shapes)
+def _numel(shapes: Iterable[torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes)
 
 
 def compress_together(members: Sequence[Warm]) -> tuple[LowRank, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -103,9 +104,14 @@ class Gathered:
         form = Tensor if whole else Factors
         if memory.unsent is not None and not isinstance(memory.unsent, form):
             return None
-        if memory.q_GIR.shape[2] < part.rows or (whole and isinstance(part.gradient, Factors)):
+        if whole and isinstance(part.gradient, Factors):
             return None
-        columns = min(self._columns(part.rows, whole=whole), *shape_of(part.gradient))
+        rows, inputs, outputs = shape_of(part.gradient)
+        if isinstance(memory.unsent, Factors):
+            rows += memory.unsent.d_GRO.shape[1]
+        columns = min(self._columns(part.rows, whole=whole), inputs, outputs)
+        if min(rows, memory.q_GIR.shape[2]) < columns:  # not enough to begin with, or so few
+            return None  # rows that an exact decomposition costs nothing
         return Warm(part, memory.unsent, whole, memory.q_GIR, columns)
 
     # -- one by one -----------------------------------------------------------------------------
@@ -113,7 +119,7 @@ class Gathered:
     def _alone(self, part: Part) -> Factors:
         slot, gradient, rows = part
         memory = self._memories[slot]
-        unsent = None if memory is None else compact(memory).unsent
+        unsent = None if memory is None else compact(memory.unsent)
         if isinstance(gradient, Factors):
             if slot.lookup:
                 return without_silent_ids(gradient)
@@ -122,7 +128,8 @@ class Gathered:
         if not self._settings.keeps_whole(part, unsent):
             assert not isinstance(unsent, Tensor)
             columns = self._columns(self._needed(rows), whole=False)
-            return self._kept([part], self._found(slot, gradient, columns, unsent))[slot]
+            found = self._found(slot, gradient, columns, unsent)
+            return self._kept([part], found)[slot]
         whole_GOI = formed(gradient, unsent)
         found = self._found(slot, whole_GOI, self._columns(self._needed(rows), whole=True))
         return self._kept([part], found, without(whole_GOI, found.leading(rows)))[slot]
@@ -152,13 +159,13 @@ class Gathered:
             _ANY_ERROR if settings.tolerance else 0.0,
             solver=settings.solver,
             iterations=settings.iterations,
-            q_GIR=None if memory is None else compact(memory).q_GIR,
+            q_GIR=None if memory is None else compact(memory.q_GIR),
             plus=unsent,
         )
         if settings.tolerance:
             wanted = found.rank_within(settings.tolerance)
             self._wanted[slot.place] = max(1, min(settings.rank, wanted))
-        return found
+        return replace(found, a_GRI=compact(found.a_GRI))  # of which a part is kept
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -189,7 +196,7 @@ class Gathered:
         finite = _finite(found.sigma_GR, slots)
         for slot, is_finite, start, rest in zip(slots, finite, starts, unsent, strict=True):
             if is_finite:
-                self._memories.keep(slot, Memory(start.a_GRI.mT, rest))
+                self._memories[slot] = Memory(start.a_GRI.mT, rest)
         return {p.slot: _with_bias(p, factors) for p, factors in zip(parts, sent, strict=True)}
 
 

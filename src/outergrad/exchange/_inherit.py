@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad._types import Factors, Gradient, Inheritance, Place, StateDict, place_name
-from outergrad.exchange._memory import Memory, compact
+from outergrad.exchange._memory import Memory, compacted
 from outergrad.linalg.outer import product_of, stack
 
 Saved = Mapping[str, Any]
@@ -29,7 +29,7 @@ def own_state(held: Mapping[Place, Memory]) -> StateDict:
 
 
 def _saved(memory: Memory) -> StateDict:
-    memory = compact(memory)
+    memory = compacted(memory)
     if memory.unsent is None:
         return {"start": memory.q_GIR}
     if isinstance(memory.unsent, Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -43,10 +44,7 @@ class Memories:
         return self._next.get(slot.place) or self[slot]
 
     def __setitem__(self, slot: Slot, memory: Memory) -> None:
-        self._next[slot.place] = compact(memory)
-
-    def keep(self, slot: Slot, memory: Memory) -> None:
-        """The same, in views of tensors that are no larger than what is remembered of all slots."""
+        """May be views of tensors that hold what is remembered of other slots in the same step."""
         self._next[slot.place] = memory
 
     def held(self) -> Mapping[Place, Memory]:
@@ -61,24 +59,27 @@ class Memories:
     def settle(self, *, applied: bool) -> None:
         """The step is over."""
         if applied:
+            for place in self._held.keys() - self._next.keys():  # the others' tensors are new
+                self._held[place] = compacted(self._held[place])
             self._held |= self._next
         self._next.clear()
 
 
-def compact(memory: Memory) -> Memory:
-    """In tensors that are no views of larger ones, laid out as they will be when they are loaded.
-
-    So that products with them round alike.
-    """
-    unsent = memory.unsent
-    if isinstance(unsent, Factors):
-        unsent = Factors(_compact(unsent.d_GRO), _compact(unsent.a_GRI))
-    elif unsent is not None:
-        unsent = _compact(unsent)
-    return replace(memory, q_GIR=_compact(memory.q_GIR), unsent=unsent)
+def compacted(memory: Memory) -> Memory:
+    """In tensors that are no views of larger ones."""
+    return replace(memory, q_GIR=compact(memory.q_GIR), unsent=compact(memory.unsent))
 
 
-def _compact(t: Tensor) -> Tensor:
+@overload
+def compact(t: Tensor) -> Tensor: ...
+@overload
+def compact(t: Gradient | None) -> Gradient | None: ...
+def compact(t: Gradient | None) -> Gradient | None:
+    """The same laid out as when it has been saved and loaded: so that products round alike."""
+    if isinstance(t, Factors):
+        return Factors(compact(t.d_GRO), compact(t.a_GRI))
+    if t is None:
+        return None
     widths = [max(size, 1) for size in t.shape]
     plain = tuple(math.prod(widths[i + 1 :]) for i in range(len(widths)))
     if t.stride() == plain and t.untyped_storage().nbytes() == t.nbytes:

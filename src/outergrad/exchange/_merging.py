@@ -11,6 +11,7 @@ from outergrad._types import Factors, Gradient, Slot
 from outergrad.exchange._memory import (
     Memories,
     Memory,
+    compact,
     finite_or_none,
     unsent_of,
 )
@@ -36,8 +37,7 @@ class Merging:
 
     def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
         """The leading triplets of the mean, and the mean of the bias gradients."""
-        extra = self._settings.feedback_rank if self._settings.error_feedback == "factored" else 0
-        found = merge(parts, rows + extra, weights=[1 / sites] * len(parts))
+        found = merge(parts, rows + self._settings.kept_triplets, weights=[1 / sites] * len(parts))
         if self._settings.error_feedback:
             self._remember(slot, parts, found, rows, sites)
         biases = [part.b_GO.double() for part in parts if part.b_GO is not None]
@@ -55,7 +55,7 @@ class Merging:
         else:
             whole = self._recompressed(found.rest(rows), unsent, sites)
         if whole is not None:
-            self._memories[slot] = replace(memory, unsent=whole)
+            self._memories[slot] = replace(memory, unsent=compact(whole))
 
     def _with_rest_of(
         self, parts: Sequence[Factors], kept: LowRank, unsent: Gradient | None, sites: int

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outergrad._types import Factors, Gradient, Part, Slot
-from outergrad.exchange._memory import Memories, Memory, unsent_of
+from outergrad.exchange._memory import Memories, Memory, compacted, unsent_of
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.orthonormal import orthonormal, principal
 from outergrad.linalg.outer import formed
@@ -116,7 +116,7 @@ class GlobalSketches:
         elif self._rounds:
             q_GIK = self._basis(mean)
         if math.isfinite(q_GIK.sum().item()):
-            self._memories[slot] = Memory(_usable(q_GIK), turn.unsent, columns)
+            self._memories[slot] = compacted(Memory(_usable(q_GIK), turn.unsent, columns))
         return Factors(p_GOK.mT, mean.mT)
 
     def _adapted(self, z_GIK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:

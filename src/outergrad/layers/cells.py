@@ -22,7 +22,9 @@ class CellRule:
     owns: tuple[str, ...] = ()
 
     def objection(self, module: nn.RNNCellBase) -> str | None:
-        """Parametrised weights are no leaves."""
+        """Parametrised weights are no leaves; without inputs there is nothing to flatten."""
+        if not module.input_size:
+            return "it has no inputs"
         if is_plain(module, "weight_ih", "weight_hh"):
             return None
         return "one of its weights is computed from others"
@@ -80,7 +82,7 @@ class LSTMCellRule(CellRule):
         hx: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As the module's own."""
-        h, c = hx if hx is not None else [_or_zeros(module, input, None)] * 2
+        h, c = (_or_zeros(module, input, state) for state in hx or (None, None))
         x_gates, h_gates = _products(module, tap, input, h)
         i, f, g, o = (x_gates + h_gates).chunk(4, dim=-1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -94,15 +96,18 @@ def _slot(module: nn.RNNCellBase, name: str, part: str) -> Slot:
 
 
 def _or_zeros(module: nn.RNNCellBase, x: Tensor, hx: Tensor | None) -> Tensor:
-    """The hidden state that a cell begins with.
+    """The state that a cell begins with.
 
     Raises:
-        ValueError: the input or the state is no row and no batch of rows.
+        ValueError: the input is no row and no batch of rows.
+        RuntimeError: the state has another number of rows or features.
     """
-    if x.dim() not in (1, 2) or (hx is not None and hx.dim() not in (1, 2)):
-        shapes = f"{tuple(x.shape)} and {None if hx is None else tuple(hx.shape)}"
-        raise ValueError(f"{type(module).__name__}: input and hx must be 1-D or 2-D, not {shapes}")
-    return x.new_zeros(*x.shape[:-1], module.hidden_size) if hx is None else hx
+    name, shape = type(module).__name__, (*x.shape[:-1], module.hidden_size)
+    if x.dim() not in (1, 2):
+        raise ValueError(f"{name}: the input must be 1-D or 2-D, not {tuple(x.shape)}")
+    if hx is not None and hx.shape != shape:
+        raise RuntimeError(f"{name}: the state must be {shape}, not {tuple(hx.shape)}")
+    return x.new_zeros(shape) if hx is None else hx
 
 
 def _products(module: nn.RNNCellBase, tap: TapFn, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,21 +65,20 @@ def warm_iteration(matrix: Product | Total, x_GIK: Tensor) -> LowRank:
     """One iteration from directions that were leading before: all K triplets, without ceremony.
 
     Args:
-        matrix: the gradient, unscaled; if it is not finite, nor is the result.
+        matrix: the gradient, unscaled; a group that is not finite becomes NaN.
         x_GIK: as many directions as are wanted, usable ones.
     """
     p_GOK = orthonormal(matrix.times(x_GIK))
-    z_GIK = matrix.transposed_times(p_GOK)
-    z64_GIK = z_GIK.double()
-    gram_GKK = z64_GIK.mT @ z64_GIK
-    if not math.isfinite(gram_GKK.sum().item()):  # LAPACK would raise
-        gram_GKK = gram_GKK.where(gram_GKK.isfinite(), 0.0)
-    w_GKK = torch.linalg.eigh(gram_GKK).eigenvectors.flip(2).to(z_GIK.dtype)
-    y_GIK = z_GIK @ w_GKK
-    sigma_GK = y_GIK.norm(dim=1)
-    a_GIK = y_GIK / sigma_GK.clamp(min=torch.finfo(y_GIK.dtype).tiny)[:, None]
-    d_GOK = (p_GOK @ w_GKK) * sigma_GK[:, None]
-    return LowRank(d_GOK.mT, a_GIK.mT, sigma_GK, None)
+    z_GIK, void_G11 = matrix.transposed_times(p_GOK), None
+    if not math.isfinite(z_GIK.sum().item()):  # LAPACK would raise
+        void_G11 = ~z_GIK.isfinite().all(dim=2).all(dim=1)[:, None, None]
+        z_GIK = z_GIK.masked_fill(void_G11, 0.0)
+    q_GIK, r_GKK = torch.linalg.qr(z_GIK)
+    u_GKK, sigma_GK, wt_GKK = torch.linalg.svd(r_GKK)
+    if void_G11 is not None:
+        sigma_GK = sigma_GK.masked_fill(void_G11[:, 0], math.nan)
+    d_GOK = p_GOK @ (wt_GKK * sigma_GK[:, :, None]).mT
+    return LowRank(d_GOK.mT, (q_GIK @ u_GKK).mT, sigma_GK, None)
 
 
 def start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
