@@ -18,11 +18,12 @@ from outergrad.exchange._settings import Feedback, Reduce
 from ranks import run_on_lasting_groups, try_ranks
 
 
-@pytest.fixture(autouse=True, params=[0, 50_000], ids=["large", "small"])
+@pytest.fixture(autouse=True)
 def small(request, monkeypatch):
-    """Matrices of the tests count as large, or, but for one test, as small."""
-    monkeypatch.setattr(_settings, "_SMALL", request.param)
-    return request.param
+    """The matrices of the tests count as large, if a test does not want them small."""
+    size = getattr(request, "param", 0)
+    monkeypatch.setattr(_settings, "_SMALL", size)
+    return size
 
 
 REDUCES = [way for way in get_args(Reduce) if way != "auto"]
@@ -133,12 +134,14 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("small", [0, 50_000], ids=["large", "small"], indirect=True)
 @pytest.mark.parametrize("method", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("sites", [1, 2])
-def test_every_method_goes_on_to_the_bit(method, sites):
+def test_every_method_goes_on_to_the_bit(method, sites, small):
     interrupted(method, sites)
 
 
+@pytest.mark.parametrize("small", [0, 50_000], ids=["large", "small"], indirect=True)
 @pytest.mark.parametrize("rows", [8, 400])
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_what_was_tapped_is_tapped_again(reduce, rows, small):
