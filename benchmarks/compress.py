@@ -14,7 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
+from outergrad.exchange._memory import Memory
 from outergrad.linalg.outer import stack, weight_gradient
 
 SITES = 2
@@ -110,12 +111,20 @@ def median_ms(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 
 
 def kept_bytes(tensors: object) -> int:
-    """Bytes of all tensors inside, in whatever containers."""
+    """Bytes of what all tensors inside, in whatever containers, are views of."""
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: object) -> dict[int, int]:
     if isinstance(tensors, Tensor):
-        return tensors.nbytes
-    if isinstance(tensors, dict):
-        return sum(map(kept_bytes, tensors.values()))
-    return sum(map(kept_bytes, tensors)) if isinstance(tensors, (list, tuple)) else 0
+        storage = tensors.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    if isinstance(tensors, Memory):
+        return _storages([tensors.q_GIR, tensors.unsent])
+    parts = tensors.values() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(parts, Iterable) or isinstance(parts, str):
+        return {}
+    return {key: size for part in parts for key, size in _storages(part).items()}
 
 
 def parse() -> argparse.Namespace:
@@ -161,7 +170,7 @@ def measure(options: argparse.Namespace) -> None:
         works[name] = way(exchange, slot, factors, formed=name == "og.PowerSGD")
     times = median_ms(works, options.rounds)
     times["hook"] -= times.pop("forward")
-    kept = {name: kept_bytes(exchange.state()) for name, exchange in exchanges.items()}
+    kept = {name: kept_bytes(exchange._memories.held()) for name, exchange in exchanges.items()}
     state = hook.state
     kept["hook"] = kept_bytes([state.error_dict, state.p_memory_dict, state.q_memory_dict])
     print(f"N={options.rows}, I=O={width}, R={rank}, {options.threads} thread(s)")
