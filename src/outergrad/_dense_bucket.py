@@ -28,12 +28,11 @@ class DenseBucket:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         buffer, views = self._scratch()
         sites = sender.comm.world_size
+        scale = 1.0 / sites if sender.state == State.GOOD else 0.0
         buffer[-2] = float(sender.state == State.SURPRISED)
         buffer[-1] = float(sender.state == State.FAILED)
         for name, view in views.items():
-            copy_scaled(
-                name, self._params[name], view, 1.0 / sites if sender.state == State.GOOD else 0.0
-            )
+            copy_scaled(name, self._params[name], view, scale)
             sender.add(name, "dense", 2 * (sites - 1) * view.nbytes // sites)
         work = sender.comm.all_reduce(buffer)
         return _DensePending(work, views)

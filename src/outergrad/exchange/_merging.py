@@ -48,7 +48,7 @@ class Merging:
         self, slot: Slot, parts: Sequence[Factors], found: LowRank, rows: int, sites: int
     ) -> None:
         kept = found.leading(rows)
-        memory = self._memories.latest(slot) or Memory(kept.a_GRI.mT)
+        memory = self._memories.latest(slot) or Memory(compact(kept.a_GRI.mT))
         unsent = unsent_of(memory)
         if self._settings.error_feedback == "dense" or isinstance(unsent, Tensor):
             whole = self._with_rest_of(parts, kept, unsent, sites)
