@@ -119,7 +119,7 @@ def test_training_goes_on_to_the_bit(reduce, feedback, rank, tolerance):
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_an_adapted_rank_is_saved(reduce):
     state = session_states(trained(og.RankDAD(rank=12, reduce=reduce, tolerance=0.6), 3))[0]
-    common = state["exchange"]["common"]
+    common = state["exchanges"][0]["common"]
     ranks = list(common["columns"].values()) + [min(n) for n in common["sent_rows"].values()]
     assert 1 <= min(ranks) < 12
 
@@ -185,7 +185,7 @@ def test_what_is_remembered_is_laid_out_as_what_is_loaded(reduce, feedback):
     def body(rank, group):
         whole = Site(method, rank, group).steps(0, 2)
         again = Site(method, rank, group).load(whole.save())
-        whole, again = (tensors(site.session._exchange.state()) for site in (whole, again))
+        whole, again = (tensors(site.session._exchanges.states()[0]) for site in (whole, again))
         for name, tensor in whole.items():
             assert tensor.stride() == again[name].stride(), name
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
@@ -208,7 +208,7 @@ def test_a_state_is_plain_and_its_own():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
         assert tensor.equal(tensors(before)[name]), name
         assert not tensor.equal(tensors(later)[name]), name
-    assert {"few.weight", "head.weight"} <= set(state["exchange"]["own"]["memories"])
+    assert {"few.weight", "head.weight"} <= set(state["exchanges"][0]["own"]["memories"])
 
 
 def tensors(value: Any, name: str = "") -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     """What the mean gradient still lacks, per place."""
     total: dict[str, Tensor] = {}
     for state in states:
-        for name, memory in state["exchange"]["own"]["memories"].items():
+        for name, memory in state["exchanges"][0]["own"]["memories"].items():
             total[name] = total.get(name, torch.zeros(())) + unsent(memory) / len(states)
     return total
 
@@ -285,7 +285,7 @@ def test_sketches_begin_alike_even_after_triplets():
     def body(rank, group):
         site = Site(method, rank, group)
         site.session.load_state_dict(states)
-        return site.session.state_dict()["exchange"]["own"]["memories"]
+        return site.session.state_dict()["exchanges"][0]["own"]["memories"]
 
     first, *others = run_on_lasting_groups(3, body)
     for other in others:
@@ -297,13 +297,13 @@ def test_what_was_chosen_by_the_link_stays_chosen(way):
     """At the same number of sites; it is measured anew for another."""
     states = session_states(trained(og.RankDAD(rank=3), 3))
     for state in states:
-        state["exchange"]["common"]["way"] = {"low rank": way}
+        state["exchanges"][0]["common"]["way"] = {"low rank": way}
 
     def body(rank, group):
         site = Site(og.RankDAD(rank=3), rank, group)
         site.session.load_state_dict(states)
         site.steps(3, 5)
-        return site.session.state_dict()["exchange"]["common"]["way"]
+        return site.session.state_dict()["exchanges"][0]["common"]["way"]
 
     assert run_on_lasting_groups(3, body) == [{"low rank": way}] * 3
 

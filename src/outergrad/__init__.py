@@ -10,7 +10,7 @@ from outergrad._session import Session
 from outergrad._step import StepDiscardedError
 from outergrad._types import Call, Event, Factors, Part, Slot
 from outergrad._version import __version__
-from outergrad.exchange import DAD, Dense, PowerSGD, RankDAD
+from outergrad.exchange import DAD, Dense, Local, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "Dense",
     "Event",
     "Factors",
+    "Local",
     "Part",
+    "PerLayer",
     "PowerSGD",
     "RankDAD",
     "Rule",

@@ -11,6 +11,7 @@ from torch import nn
 
 from outergrad._bucket import Bucket, Load
 from outergrad._dense_bucket import DenseBucket
+from outergrad._exchanges import Exchanges
 from outergrad._factor_bucket import FactorBucket
 from outergrad._message import Cargo
 from outergrad._model import Choice, Model
@@ -39,10 +40,8 @@ def loads(model: Model, choice: Choice) -> list[tuple[Load, Route]]:
 class Packer:
     """Fills messages; every site does it alike."""
 
-    def __init__(self, model: Model, exchange: Exchange | None, sites: int) -> None:
-        self._model, self._exchange, self._sites = model, exchange, sites
-        self._sketches = None if exchange is None else exchange.sketches
-        self._merger = None if exchange is None else exchange.merger
+    def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
+        self._model, self._exchanges, self._sites = model, exchanges, sites
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._owners: dict[Slot | str, int] = {}
         self._last: tuple[Choice, list[Bucket]] | None = None
@@ -79,7 +78,7 @@ class Packer:
         ordered = [units[name] for name in self._order if name in units]
         riders = dense if self._may_ride(dense, ordered) else []
         self._owners = self._share_out(ordered, riders)
-        shelf = _Shelf(self, self._exchange, riders)
+        shelf = _Shelf(self, self._exchanges, riders)
         for name in self._order:
             if name in units:
                 shelf.add_unit(*units.pop(name), last=not units)
@@ -91,39 +90,39 @@ class Packer:
         self, index: int, loads: Sequence[Load], riders: Sequence[str]
     ) -> FactorBucket:
         """The message of these units, with these parameters and their own vectors along."""
-        assert self._exchange is not None
-        return FactorBucket(Cargo(index, loads, self._exchange, self._along(loads, riders)))
+        return FactorBucket(self._cargo(index, loads, riders))
 
     def two_way_bucket(
         self, index: int, loads: Sequence[Load], riders: Sequence[str]
     ) -> TwoWayBucket:
         """The two messages of these units, with these parameters and their own vectors along."""
-        assert self._exchange is not None
-        assert self._merger is not None
-        cargo = Cargo(index, loads, self._exchange, self._along(loads, riders))
-        return TwoWayBucket(cargo, self._merger, self._owners)
+        merger = self._exchanges[loads[0].unit].merger
+        assert merger is not None
+        return TwoWayBucket(self._cargo(index, loads, riders), merger, self._owners)
+
+    def _cargo(self, index: int, loads: Sequence[Load], riders: Sequence[str]) -> Cargo:
+        return Cargo(index, loads, self._exchanges[loads[0].unit], self._along(loads, riders))
 
     def _share_out(
         self, ordered: Sequence[tuple[Load, Route, int]], riders: Sequence[str]
     ) -> dict[Slot | str, int]:
         """Who merges what, so that all sites send about the same in a step."""
         loads = [load for load, route, _ in ordered if route == Route.TWO_WAY]
-        if not loads or self._merger is None:
-            return {}
         names = [*(name for load in loads for name in load.vectors), *riders]
         sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
-        for slot in (slot for load in loads for slot in load.slots):
-            rows = self._merger.merged_rows(slot, [slot.outputs])
+        for unit, slot in ((load.unit, slot) for load in loads for slot in load.slots):
+            merger = self._exchanges[unit].merger
+            assert merger is not None
+            rows = merger.merged_rows(slot, [slot.outputs])
             sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
         return owners(sizes, self._sites)
 
     def sketch_bucket(self, loads: Sequence[Load], riders: Sequence[str]) -> SketchBucket:
         """The two messages of these units, with these parameters and their own vectors along."""
-        assert self._exchange is not None
-        assert self._sketches is not None
-        along = self._along(loads, riders)
+        exchange, along = self._exchanges[loads[0].unit], self._along(loads, riders)
+        assert exchange.sketches is not None
         dtype = self.sketched_in(loads[0])
-        return SketchBucket(loads, self._sketches, dtype, self._exchange.wire, along)
+        return SketchBucket(loads, exchange.sketches, dtype, exchange.wire, along)
 
     def sketched_in(self, load: Load) -> torch.dtype:
         """What the sketches of a unit are computed in."""
@@ -164,36 +163,37 @@ class Packer:
         return max(unit.params, key=self._order.index)
 
 
-_Shelved = tuple[Route, torch.dtype]
-"""What shares a message: rows of any dtype, sketches or gradients of one."""
+_Shelved = tuple[Route, torch.dtype, Exchange | None]
+"""What shares a message: one method's rows of any dtype or its sketches of one; or gradients."""
 
 
 class _Shelf:
-    """Buckets being filled: one of factors, and one of sketches and one of gradients per dtype.
+    """Buckets being filled: per method one of rows, one of sketches per dtype; one of gradients.
 
     Args:
         packer: makes the buckets.
-        exchange: says how large a bucket of factors becomes.
+        exchanges: say how large a bucket of factors becomes.
         riders: parameters that go along with the last unit's bucket.
     """
 
-    def __init__(self, packer: Packer, exchange: Exchange | None, riders: Sequence[str]) -> None:
-        self._packer, self._riders = packer, riders
-        self._bucket_bytes = exchange.bucket_bytes if exchange else 0
+    def __init__(self, packer: Packer, exchanges: Exchanges, riders: Sequence[str]) -> None:
+        self._packer, self._exchanges, self._riders = packer, exchanges, riders
         self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
         self._limits: dict[_Shelved, int] = {}
         self._closed: list[Bucket] = []
 
     def add_unit(self, load: Load, route: Route, nbytes: int, *, last: bool) -> None:
         """Adds a unit that travels as factors or sketches; the last one takes the riders."""
-        key = route, torch.float32 if route in OF_ROWS else self._packer.sketched_in(load)
-        full = self._add(key, load, nbytes) >= self._bucket_bytes
+        dtype = torch.float32 if route in OF_ROWS else self._packer.sketched_in(load)
+        exchange = self._exchanges[load.unit]
+        key = route, dtype, exchange
+        full = self._add(key, load, nbytes) >= exchange.bucket_bytes
         if full or (last and self._riders):
             self._close(key, self._riders if last else ())
 
     def add_param(self, name: str, p: nn.Parameter) -> None:
         """Adds a parameter that travels dense; the first bucket is small, to start early."""
-        key = Route.DENSE, p.dtype
+        key = Route.DENSE, p.dtype, None
         if self._add(key, name, p.nbytes) >= self._limits.get(key, _FIRST_DENSE_BYTES):
             self._close(key)
             self._limits[key] = _DENSE_BYTES
@@ -211,7 +211,7 @@ class _Shelf:
 
     def _close(self, key: _Shelved, riders: Sequence[str] = ()) -> None:
         members = [member for member, _ in self._open.pop(key)]
-        packer, route = self._packer, key[0]
+        packer, (route, *_) = self._packer, key
         if route == Route.DENSE:
             bucket = packer.dense_bucket(members)
         elif route == Route.GATHER:

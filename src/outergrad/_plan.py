@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from outergrad._bucket import Load
+from outergrad._exchanges import Exchanges
 from outergrad._foresight import Foresight
 from outergrad._model import Choice, Model
 from outergrad._packing import OF_ROWS, Packer, loads
-from outergrad._protocols import Exchange
 from outergrad._types import Route, Slot, Unit
 from outergrad.comm.wire import Header
 
@@ -24,21 +24,19 @@ _WAYS = {
 class Planner:
     """Turns headers into a choice; every site computes the same."""
 
-    def __init__(self, model: Model, exchange: Exchange | None, sites: int) -> None:
-        self._model, self._exchange, self._sites = model, exchange, sites
+    def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
+        self._model, self._exchanges, self._sites = model, exchanges, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._mixed: set[Unit] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
-        self.packer = Packer(model, exchange, sites)
+        self.packer = Packer(model, exchanges, sites)
         self.foresight = Foresight(self.facts)
 
     def first_wanted(self) -> tuple[bool, ...]:
         """What to tap before any rows are known: whatever could pay with a single row."""
-        exchange = self._exchange
-        if exchange is None:
-            return tuple(False for _ in self._model.units)
+        sites, exchanges = self._sites, self._exchanges
         return tuple(
-            bool(unit.slots) and exchange.break_even(unit, self._sites) > 1
+            bool(unit.slots) and exchanges[unit].break_even(unit, sites) > 1
             for unit in self._model.units
         )
 
@@ -62,19 +60,17 @@ class Planner:
         """What the headers decide: the choice, the length of every message, who has gradients."""
         choice = self.choose(headers)
         of_rows = [load for load, route in loads(self._model, choice) if route in OF_ROWS]
-        slots = [slot for load in of_rows if load.tapped for slot in load.slots]
-        pieces = tuple(self._piece(slot, header) for slot in slots for header in headers)
+        slots = [(load.unit, slot) for load in of_rows if load.tapped for slot in load.slots]
+        pieces = tuple(self._piece(*pair, header) for pair in slots for header in headers)
         return choice, pieces, tuple((header.used, header.alone) for header in headers)
 
-    def _piece(self, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
-        assert self._exchange is not None
+    def _piece(self, unit: Unit, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
         use = header.uses[self._slot_index[slot]]
-        return self._exchange.sent_rows(slot, use.rows, header.rank), use.dtype
+        return self._exchanges[unit].sent_rows(slot, use.rows, header.rank), use.dtype
 
     def settle(self, *, applied: bool) -> None:
-        """Tells the exchange that a step is over, for all sites alike."""
-        if self._exchange is not None:
-            self._exchange.settle(applied=applied)
+        """Tells the exchanges that a step is over, for all sites alike."""
+        self._exchanges.settle(applied=applied)
 
     def captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter."""
@@ -89,16 +85,13 @@ class Planner:
         return self._last[1]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
-        exchange, units = self._exchange, self._model.units
-        if exchange is None:
-            return Choice((), (), (), (), ())
         routes, all_tapped, wanted, sizes, words = [], [], [], [], []
-        for unit in units:
+        for unit in self._model.units:
             index = [self._slot_index[slot] for slot in unit.slots]
             rows_SK = [[header.uses[k].rows for k in index] for header in headers]
             taps = self._taps(unit, rows_SK)
             tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
-            route = exchange.route(unit, rows_SK, tapped=tapped)
+            route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
             load = Load(unit, tapped)
             routes.append(route)
             all_tapped.append(tapped)
@@ -112,17 +105,16 @@ class Planner:
         return self._taps(unit, [rows_K] * self._sites)
 
     def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        exchange = self._exchange
-        if exchange is None or not unit.slots or unit in self._mixed:
+        if not unit.slots or unit in self._mixed:
             return False
-        return exchange.taps(unit, rows_SK)
+        return self._exchanges[unit].taps(unit, rows_SK)
 
     def _why(
         self, load: Load, route: Route, rows_SK: Sequence[Sequence[int]], *, wanted: bool
     ) -> str:
         """In words: "factors", "low rank: " how, or why dense; "{pays}" is when factors pay."""
-        unit, exchange = load.unit, self._exchange
-        note = f"; {exchange.way_note}" if exchange and exchange.way_note else ""
+        unit, way_note = load.unit, self._exchanges[load.unit].way_note
+        note = f"; {way_note}" if way_note else ""
         if route == Route.GATHER and load.tapped:
             return f"factors{note}"
         if route != Route.DENSE:
@@ -140,8 +132,7 @@ class Planner:
         return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
 
     def _size(self, load: Load, rows_K: Sequence[int], site: int) -> int:
-        exchange, numel = self._exchange, 0
-        assert exchange is not None
+        exchange, numel = self._exchanges[load.unit], 0
         rows = rows_K if load.tapped else [matrix.outputs for matrix in load.slots]
         for slot, n in zip(load.slots, rows, strict=True):
             width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-from torch import nn
 
 from outergrad._accumulated import Accumulated
 from outergrad._announcing import Announcer
 from outergrad._calls import LocalStep
 from outergrad._groups import end_unfinished, on_group
-from outergrad._model import Model
+from outergrad._inspect import View
 from outergrad._plan import Planner
-from outergrad._protocols import Comm, Exchange, Recorder
+from outergrad._protocols import Comm, Recorder
 from outergrad._reporting import Reporter
 from outergrad._state import Owner, Progress, resumed, saved
 from outergrad._step import SharedStep
@@ -35,18 +33,18 @@ class Session:
 
     def __init__(
         self,
-        model: Model,
-        frozen: Mapping[str, nn.Parameter],
+        view: View,
         comm: Comm,
-        exchange: Exchange | None,
         fingerprint: int,
         recorder: Recorder | None,
         method: str,
     ) -> None:
-        self._model, self._frozen, self._comm, self._exchange = model, frozen, comm, exchange
+        model, exchanges = view.model, view.exchanges
+        self._model, self._comm, self._exchanges = model, comm, exchanges
+        self._frozen, self._local = view.frozen, view.local
         self._reporter = Reporter(model, recorder)
-        self._owner = Owner(method, model, comm.rank, comm.world_size)
-        self._planner = Planner(model, exchange, comm.world_size)
+        self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
+        self._planner = Planner(model, exchanges, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
         self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
         self._layers: list[TappedLayer] = []
@@ -79,9 +77,10 @@ class Session:
     def coverage(self) -> Coverage:
         """How each parameter travels and why; `print(session.coverage())` shows a table."""
         model = self._model
-        params = {**model.params, **self._frozen}
-        sites = self._comm.world_size
-        return coverage(params, model.units, model.reasons, self._exchange, sites, self._chosen)
+        params = {**model.params, **self._frozen, **self._local}
+        exchanges = [self._exchanges[unit] for unit in model.units]
+        sites, chosen = self._comm.world_size, self._chosen
+        return coverage(params, self._local, model.units, model.reasons, exchanges, sites, chosen)
 
     def stats(self) -> Stats:
         """Bytes and seconds of the last synchronised step, per layer and in total."""
@@ -91,8 +90,10 @@ class Session:
         """What the session remembers, to be saved beside the model and the optimizer.
 
         Every site saves its own, after the same step: what it has not sent yet is known to no
-        other. Plain tensors, numbers, strings, lists and dicts: `torch.load(weights_only=True)`
-        reads it. A step whose backward raised is first ended with the other sites.
+        other. Nor are its `og.Local()` parameters, listed under "local": with these, each site
+        saves its own model, too. Plain tensors, numbers, strings, lists and dicts:
+        `torch.load(weights_only=True)` reads it. A step whose backward raised is first ended with
+        the other sites.
 
         Raises:
             RuntimeError: this site lost the others in the middle of a step.
@@ -100,7 +101,7 @@ class Session:
         end_unfinished(self._comm.group)
         self._refuse_lost()
         progress = Progress(self._stats.step, self._wanted, self._planner.mixed)
-        return saved(self._owner, progress, self._exchange)
+        return saved(self._owner, progress, self._exchanges)
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """Goes on from what the sites saved. Call it on every site: they check it together.
@@ -122,9 +123,8 @@ class Session:
             raise RuntimeError("load a state into an attached session, and not during backward")
         end_unfinished(self._comm.group)
         self._refuse_lost()
-        progress, inheritance = resumed(state, self._owner, self._comm)
-        if self._exchange is not None:
-            self._exchange.load(inheritance)
+        progress, inheritances = resumed(state, self._owner, self._comm)
+        self._exchanges.load(inheritances)
         self._planner.resume(progress.mixed)
         self._wanted = dict(progress.wanted)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outergrad._exchanges import Exchanges
 from outergrad._model import Model
-from outergrad._protocols import Comm, Exchange
+from outergrad._protocols import Comm
 from outergrad._types import Inheritance, Place, StateDict, Unit, place_name
 from outergrad.comm.agree import agree
 
-VERSION = 1
+VERSION = 2
 _REMEDY = "load on every site what all sites saved after the same step"
 
 
@@ -27,12 +28,14 @@ class Owner:
         model: the trained part of the model.
         rank: this site.
         sites: how many there are.
+        local: names of the parameters that each site keeps to itself.
     """
 
     method: str
     model: Model
     rank: int
     sites: int
+    local: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -60,7 +63,7 @@ class Progress:
     mixed: Sequence[str]
 
 
-def saved(owner: Owner, progress: Progress, exchange: Exchange | None) -> StateDict:
+def saved(owner: Owner, progress: Progress, exchanges: Exchanges) -> StateDict:
     """The state of a session, in tensors of its own."""
     wanted = progress.wanted.items()
     return {
@@ -70,16 +73,17 @@ def saved(owner: Owner, progress: Progress, exchange: Exchange | None) -> StateD
         "sites": owner.sites,
         "step": progress.step,
         "shapes": owner.shapes,
+        "local": list(owner.local),
         "tapped": {place_name(p): taps for unit, taps in wanted for p in _places(unit)},
         "mixed": list(progress.mixed),
-        "exchange": {} if exchange is None else _copied(exchange.state()),
+        "exchanges": _copied(exchanges.states()),
     }
 
 
 def resumed(
     given: StateDict | Sequence[StateDict], owner: Owner, comm: Comm
-) -> tuple[Progress, Inheritance]:
-    """What this site goes on from; nothing has changed yet.
+) -> tuple[Progress, list[Inheritance]]:
+    """What this site and each of its exchanges go on from; nothing has changed yet.
 
     Args:
         given: this site's saved state, or those of all sites that there were.
@@ -96,7 +100,9 @@ def resumed(
     except ValueError as raised:
         error = raised
     agree(comm, lines, error, _REMEDY)
-    return _progress(states, owner.model), _inheritance(states, owner, comm.device)
+    exchanges = range(len(next(iter(states.values()))["exchanges"]))
+    inheritances = [_inheritance(states, owner, comm.device, index) for index in exchanges]
+    return _progress(states, owner.model), inheritances
 
 
 # -- whether it can be loaded -----------------------------------------------------------------
@@ -174,8 +180,9 @@ def _common_lines(state: StateDict) -> list[str]:
     """What all sites must have saved alike: the lengths of their messages follow from it."""
     lines = [f"step: {state['step']}", f"saved by {state['sites']} sites"]
     lines += [f"travels dense: {name}" for name in state["mixed"]]
-    for what, values in state["exchange"].get("common", {}).items():
-        lines += [f"{what} of {name}: {value}" for name, value in sorted(values.items())]
+    for exchange in state["exchanges"]:
+        for what, values in exchange.get("common", {}).items():
+            lines += [f"{what} of {name}: {value}" for name, value in sorted(values.items())]
     return lines
 
 
@@ -189,15 +196,15 @@ def _progress(states: Mapping[int, StateDict], model: Model) -> Progress:
 
 
 def _inheritance(
-    states: Mapping[int, StateDict], owner: Owner, device: torch.device
+    states: Mapping[int, StateDict], owner: Owner, device: torch.device, index: int
 ) -> Inheritance:
-    """At the same number of sites each goes on from its own state, and from no other."""
+    """Of one exchange. With as many sites as before each goes on from its own state alone."""
     rank, sites = owner.rank, owner.sites
     old = next(iter(states.values()))["sites"]
     like = rank % old
     first = like if old == sites else 0
     unsent = range(rank, old, sites)
-    used = {k: _copied(states[k]["exchange"], device) for k in {first, like, *unsent}}
+    used = {k: _copied(states[k]["exchanges"][index], device) for k in {first, like, *unsent}}
     return Inheritance(
         place_of=owner.places,
         first=used[first],

@@ -2,7 +2,8 @@
 
 from outergrad.exchange.dad import DAD
 from outergrad.exchange.dense import Dense
+from outergrad.exchange.per_layer import Local, PerLayer
 from outergrad.exchange.powersgd import PowerSGD
 from outergrad.exchange.rank_dad import RankDAD
 
-__all__ = ["DAD", "Dense", "PowerSGD", "RankDAD"]
+__all__ = ["DAD", "Dense", "Local", "PerLayer", "PowerSGD", "RankDAD"]

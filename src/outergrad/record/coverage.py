@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,6 +13,7 @@ from outergrad._types import Unit
 
 _OWN_GRADIENT = "this site's gradient"
 _MEAN_GRADIENT = "the mean gradient"
+_LOCAL = ("local", "each site keeps its own", "nothing")
 _HEADINGS = ("parameter", "shape", "travels", "why", "other sites learn")
 
 
@@ -23,7 +24,7 @@ class Travel:
     Attributes:
         parameter: full name.
         shape: of the parameter.
-        travels: "factors", "low rank", "dense", "not trained", or, before the first step,
+        travels: "factors", "low rank", "dense", "local", "not trained", or, before the first step,
             "factors or dense".
         why: the reason, in words.
         reveals: what the other sites can learn from this site's messages.
@@ -67,9 +68,10 @@ def _cells(line: Travel) -> tuple[str, ...]:
 
 def coverage(
     params: Mapping[str, nn.Parameter],
+    local: Collection[str],
     units: Sequence[Unit],
     reasons: Mapping[str, str],
-    exchange: Exchange | None,
+    exchanges: Sequence[Exchange],
     sites: int,
     chosen: Sequence[str],
 ) -> Coverage:
@@ -77,17 +79,17 @@ def coverage(
 
     Args:
         params: all parameters, frozen ones too.
+        local: names of those that each site keeps to itself.
         units: the units of the trainable ones that have a rule.
         reasons: why the others travel dense.
-        exchange: None where everything does.
+        exchanges: per unit, its own.
         sites: number of sites.
         chosen: per unit, how it travelled in the last step; empty before the first.
     """
     dense = {name: ("dense", why, _dense_reveals(sites)) for name, why in reasons.items()}
-    travels = dict(dense)
+    travels = dense | dict.fromkeys(local, _LOCAL)
     for u, unit in enumerate(units):
-        assert exchange is not None
-        entry = _unit_entry(unit, exchange, sites, chosen[u] if chosen else "")
+        entry = _unit_entry(unit, exchanges[u], sites, chosen[u] if chosen else "")
         travels.update(dict.fromkeys(unit.params, entry))
         if entry[0] == "low rank":
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))

@@ -1,0 +1,58 @@
+"""Who shares what: every part of a model by a method of its own, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from outergrad._protocols import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """A part of the model that is each site's own: nothing of it is sent, at the start neither.
+
+    Its parameters and buffers may differ between sites, in shape and in number, too.
+    """
+
+    def exchange(self) -> None:
+        """None: nothing travels."""
+        return
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """Every parameter travels by the method of the first pattern that its full name matches.
+
+    Attributes:
+        methods: by pattern, as `{"encoder.*": og.Local(), "*": og.DAD()}`; in a pattern `*` is
+            any text, `?` any character, `[ab]` one of them (fnmatch, case-sensitive).
+        joint: what flows back into a `Local` part below shared ones is the mean over the sites of
+            their deltas, row by row, in place of the site's own (docs/methods.md).
+    """
+
+    methods: Mapping[str, Method]
+    joint: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        if not self.methods:
+            raise ValueError("PerLayer: methods={}; give a method per pattern, as {'*': og.DAD()}")
+        for pattern, method in self.methods.items():
+            if isinstance(method, PerLayer) or not callable(getattr(method, "exchange", None)):
+                raise TypeError(
+                    f"PerLayer: {pattern!r}: {method!r} is no method; use og.DAD(), og.Dense(), "
+                    f"og.Local(), ..."
+                )
+        if self.joint and Local() not in self.methods.values():
+            raise ValueError("PerLayer: joint=True; give some pattern the method og.Local()")
+
+    def method_of(self, name: str) -> Method | None:
+        """The method of a parameter, None if no pattern matches."""
+        matching = (m for pattern, m in self.methods.items() if fnmatchcase(name, pattern))
+        return next(matching, None)
+
+    def unmatched(self, names: list[str]) -> list[str]:
+        """Patterns that match none of these names."""
+        return [p for p in self.methods if not any(fnmatchcase(name, p) for name in names)]

@@ -1,0 +1,219 @@
+"""A method per part of the model, and parts that are not shared."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import outergrad as og
+from cases import mlp, relative_error
+from ranks import run_on_lasting_groups, try_ranks
+
+FULL = og.RankDAD(rank=1000)
+MIXTURES = {
+    "two methods": {"0.*": og.DAD(always=True), "*": og.Dense()},
+    "three methods": {"0.*": og.DAD(always=True), "2.*": FULL, "*": og.Dense()},
+    "one, twice": {"0.*": og.DAD(always=True), "2.*": og.Dense(), "*": og.DAD(always=True)},
+    "two of one kind": {"0.*": og.DAD(), "*": og.DAD(always=True, reveal="activations")},
+    "gathered, merged and reduced": {
+        "0.*": FULL,
+        "2.*": og.RankDAD(rank=1000, reduce="two_way"),
+        "*": og.RankDAD(rank=1000, reduce="all_reduce"),
+    },
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return mlp(6, 9, 8, 7, 5)
+
+
+def batches(sites, width=6):
+    return [torch.randn(4 + rank, width) for rank in range(sites)]
+
+
+def loss(y):
+    return (y * y).mean() + y.sin().mean()
+
+
+def pooled(original, inputs):
+    whole = copy.deepcopy(original).double()
+    for x in inputs:
+        (loss(whole(x.double())) / len(inputs)).backward()
+    return {name: p.grad for name, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_mixture_of_exact_methods_is_exact(name, sites):
+    original, inputs = model(), batches(sites)
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        session = og.distribute(replica, og.PerLayer(MIXTURES[name]), group=group)
+        for _ in range(4):
+            replica.zero_grad()
+            loss(replica(inputs[rank])).backward()
+        session.detach()
+        return {name: p.grad for name, p in replica.named_parameters()}
+
+    expected = pooled(original, inputs)
+    for gradients in run_on_lasting_groups(sites, body):
+        for parameter, gradient in gradients.items():
+            assert relative_error(gradient, expected[parameter]) < 2e-6, parameter
+
+
+def test_the_first_pattern_wins():
+    def body(rank, group):
+        method = og.PerLayer({"0.*": og.Dense(), "?.weight": og.DAD(always=True), "*": og.DAD()})
+        with pytest.raises(ValueError, match="travel together"):
+            og.distribute(model(), method, group=group)
+        method = og.PerLayer({"0.*": og.Dense(), "[0-6].*": og.DAD(always=True)})
+        session = og.distribute(model(), method, group=group)
+        lines = {line.parameter: line.why for line in session.coverage()}
+        session.detach()
+        return lines
+
+    for lines in run_on_lasting_groups(2, body):
+        assert lines["0.weight"] == "the method is dense"
+        assert lines["2.weight"] == "always=True"
+
+
+class Parts(nn.Module):
+    """An encoder of any input width and a head."""
+
+    def __init__(self, inputs: int, hidden: int = 8):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.Tanh())
+        self.head = mlp(hidden, 7, 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+ENCODERS = og.PerLayer({"encoder.*": og.Local(), "*": og.DAD(always=True)})
+
+
+def train_parts(rank, group, method=ENCODERS, widths=(6, 9, 5), steps=1):
+    """Encoders of another width on every site."""
+    torch.manual_seed(rank)
+    replica = Parts(widths[rank])
+    before = copy.deepcopy(replica)
+    session = og.distribute(replica, method, group=group)
+    x = torch.randn(4 + rank, widths[rank])
+    for _ in range(steps):
+        replica.zero_grad()
+        loss(replica(x)).backward()
+    return replica, before, x, session
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_local_parts_keep_their_own(sites):
+    results = run_on_lasting_groups(sites, train_parts)
+    own = []
+    for replica, before, x, session in results:
+        alone = copy.deepcopy(before).double()
+        alone.head.load_state_dict(results[0][1].head.double().state_dict())
+        loss(alone(x.double())).backward()
+        own.append(alone)
+        for name, p in replica.encoder.named_parameters():
+            assert p.equal(before.encoder.get_parameter(name)), "the start is the site's own"
+            expected = alone.encoder.get_parameter(name).grad
+            assert (p.grad - expected).norm() < 5e-6 * (1 + expected.norm())
+        assert session.state_dict()["local"] == [
+            f"encoder.{name}" for name, _ in replica.encoder.named_parameters()
+        ]
+        assert {v.travels for v in session.coverage()} == {"local", "factors"}
+        session.detach()
+    for name, p in results[0][0].head.named_parameters():
+        mean = sum(alone.head.get_parameter(name).grad for alone in own) / sites
+        assert all(
+            relative_error(replica.head.get_parameter(name).grad, mean) < 2e-6
+            for replica, *_ in results
+        )
+        assert all(replica.head.get_parameter(name).equal(p) for replica, *_ in results)
+
+
+def test_nothing_of_a_local_part_is_sent():
+    def body(rank, group):
+        *_, session = train_parts(rank, group)
+        session.detach()
+        return session.stats().layers
+
+    for layers in run_on_lasting_groups(2, body):
+        assert layers
+        assert all(name.startswith("head") for name in layers)
+
+
+REFUSED = {
+    "unmatched": ({"0.*": og.DAD()}, "no pattern matches '2.weight'"),
+    "useless": ({"encodr.*": og.Local(), "*": og.DAD()}, "'encodr.\\*' matches no parameter"),
+    "all local": ({"*": og.Local()}, "every parameter is og.Local"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_meant_is_refused_on_all_sites(name):
+    methods, message = REFUSED[name]
+
+    def body(rank, group):
+        og.distribute(model(), og.PerLayer(methods), group=group)
+
+    for error in try_ranks(2, body):
+        assert isinstance(error, ValueError)
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="give a method per pattern"):
+        og.PerLayer({})
+    with pytest.raises(TypeError, match=r"'\*': 'dad' is no method"):
+        og.PerLayer({"*": "dad"})
+    with pytest.raises(TypeError, match="is no method"):
+        og.PerLayer({"*": og.PerLayer({"*": og.DAD()})})
+    with pytest.raises(ValueError, match=r"joint=True; give some pattern the method og.Local"):
+        og.PerLayer({"*": og.DAD()}, joint=True)
+
+
+def test_a_parameter_tied_over_two_methods_is_refused():
+    def body(rank, group):
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        net[2].weight = net[0].weight
+        with pytest.raises(ValueError, match="travel together"):
+            og.distribute(net, og.PerLayer({"0.*": og.DAD(), "*": og.Dense()}), group=group)
+
+    run_on_lasting_groups(2, body)
+
+
+def test_states_of_several_methods_go_on_to_the_bit():
+    method = og.PerLayer({"0.*": og.RankDAD(rank=1), "*": og.RankDAD(rank=2)})
+
+    def steps(replica, rank, which):
+        found = []
+        for step in which:
+            torch.manual_seed(10 * step + rank)
+            x = torch.randn(5, 6)
+            replica.zero_grad()
+            loss(replica(x)).backward()
+            found.append([p.grad.clone() for p in replica.parameters()])
+        return found[-1]
+
+    def body(rank, group):
+        whole = model()
+        session = og.distribute(whole, method, group=group)
+        steps(whole, rank, range(3))
+        state = copy.deepcopy(session.state_dict())
+        expected = steps(whole, rank, range(3, 5))
+        session.detach()
+        again = model()
+        session = og.distribute(again, method, group=group)
+        session.load_state_dict(state)
+        found = steps(again, rank, range(3, 5))
+        session.detach()
+        return [a.equal(b) for a, b in zip(found, expected, strict=True)]
+
+    assert all(all(same) for same in run_on_lasting_groups(2, body))
