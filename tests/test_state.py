@@ -214,6 +214,8 @@ def test_a_state_is_plain_and_its_own():
 def tensors(value: Any, name: str = "") -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {name: value}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = dict(enumerate(value))
     if isinstance(value, dict):
         found = [tensors(item, f"{name}/{key}") for key, item in value.items()]
         return {key: tensor for part in found for key, tensor in part.items()}
