@@ -10,11 +10,12 @@ from outergrad._session import Session
 from outergrad._step import StepDiscardedError
 from outergrad._types import Call, Event, Factors, Part, Slot
 from outergrad._version import __version__
-from outergrad.exchange import DAD, Dense, Local, PerLayer, PowerSGD, RankDAD
+from outergrad.exchange import DAD, EDAD, Dense, Local, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
 
 __all__ = [
     "DAD",
+    "EDAD",
     "RULES",
     "Call",
     "Dense",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from outergrad._accumulated import Earlier
+from outergrad._block_message import Blocks
 from outergrad._groups import on_group
 from outergrad._model import Model
 from outergrad._protocols import Comm
 from outergrad._tap import TappedLayer
-from outergrad._types import Slot
-from outergrad.comm.wire import Header, Use
+from outergrad._types import Block, Slot
+from outergrad.comm.wire import BlockUse, Header, Use
 
 
 class Announcer:
     """Writes the headers of a session."""
 
-    def __init__(self, model: Model, fingerprint: int, comm: Comm) -> None:
+    def __init__(self, model: Model, fingerprint: int, comm: Comm, blocks: Blocks) -> None:
         self._model, self._fingerprint, self._comm = model, fingerprint, comm
+        self._blocks = blocks
         self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
         self._place: dict[Slot, tuple[TappedLayer, int]] = {}
 
@@ -37,7 +39,13 @@ class Announcer:
         formed = waiting - earlier.params
         uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
         alone = len(on_group(self._comm.group).attached) == 1
-        return Header(self._fingerprint, step, self._comm.rank, has_gradient, uses, alone)
+        blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
+        return Header(self._fingerprint, step, self._comm.rank, has_gradient, uses, alone, blocks)
+
+    def _block_use(self, block: Block, formed: set[str]) -> BlockUse:
+        nbytes, untapped = self._blocks.announce(block).nbytes, self._blocks[block].untapped_nbytes
+        suffices = untapped == 0 and formed.isdisjoint(block.params)
+        return BlockUse(nbytes + _rounded_up(untapped), suffices)
 
     def _use(self, slot: Slot, formed: set[str], earlier: Earlier) -> Use:
         layer, k = self._place[slot]
@@ -53,5 +61,9 @@ def _coarse(slot: Slot, rows: int) -> int:
 
     From O + I rows on, factors are never smaller than the product.
     """
-    grain = 1 << max(rows.bit_length() - 3, 0)
-    return min(-(-rows // grain) * grain, slot.outputs + slot.inputs)
+    return min(_rounded_up(rows), slot.outputs + slot.inputs)
+
+
+def _rounded_up(count: int) -> int:
+    grain = 1 << max(count.bit_length() - 3, 0)
+    return -(-count // grain) * grain

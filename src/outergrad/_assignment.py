@@ -45,6 +45,11 @@ class Assignment:
         method = self._methods[name]
         return next(exchange for known, exchange in self._exchanges if known == method)
 
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """One per method, in the order of the parameters."""
+        return [exchange for _, exchange in self._exchanges if exchange is not None]
+
     def check_together(self, names: Sequence[str]) -> None:
         """Checks that parameters which travel together have one method.
 
@@ -62,8 +67,9 @@ class Assignment:
 
     def units_of(self, units: Sequence[Unit]) -> list[tuple[Exchange, list[Unit]]]:
         """Each exchange with its units."""
-        found = [exchange for _, exchange in self._exchanges if exchange is not None]
-        return [(e, [u for u in units if self.exchange_of(u.params[0]) is e]) for e in found]
+        of_unit = [self.exchange_of(unit.params[0]) for unit in units]
+        pairs = list(zip(units, of_unit, strict=True))
+        return [(e, [unit for unit, owner in pairs if owner is e]) for e in self.exchanges]
 
 
 def _by_pattern(method: PerLayer, names: Sequence[str]) -> Mapping[str, Method]:

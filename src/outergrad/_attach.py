@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outergrad._block_tap import TappedBlock
+from outergrad._blocks_found import FoundBlock
 from outergrad._groups import count_session, end_unfinished
 from outergrad._inspect import View, inspect
 from outergrad._protocols import Method, Recorder, Rules
@@ -95,6 +97,7 @@ def _describe(model: nn.Module, method: Method | PerLayer, view: View) -> list[s
     for kind, name, t in _shared_tensors(model, view):
         trained = ", trained" if t.requires_grad else ""
         lines.append(f"{kind} {name}: {tuple(t.shape)} {t.dtype}{trained}")
+    lines += [f"block {found.names}" for found in view.blocks]
     return lines + [str(slot) for slot in view.model.slots]
 
 
@@ -121,6 +124,23 @@ def _attach(
 ) -> Session:
     session = Session(view, comm, fingerprint, recorder, method)
     for layer in view.layers:
-        watched = [session.watched(slot) for slot in layer.slots]
+        watched = [session.watched(slot.params) for slot in layer.slots]
         session.attach(TappedLayer(layer.module, layer.rule, layer.slots, watched, session))
+    for found in view.blocks:
+        _attach_block(session, found)
     return session
+
+
+def _attach_block(session: Session, found: FoundBlock) -> None:
+    watched = [session.watched(params) for params in found.params_of]
+    tapped = TappedBlock(
+        found.block,
+        found.names,
+        found.replayer,
+        watched,
+        raw_inputs=found.raw_inputs,
+        explicit=found.explicit,
+        sink=session,
+    )
+    found.swap(tapped)
+    session.attach_block(tapped)

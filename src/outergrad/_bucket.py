@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from outergrad._block_message import Blocks, block_gradients
 from outergrad._protocols import Comm, FactorsOf
-from outergrad._types import Factors, Gradient, Slot, Unit
+from outergrad._types import Block, Factors, Gradient, Slot, Unit
 from outergrad.comm.wire import Header, State
 from outergrad.record.stats import LayerStats
 
@@ -111,6 +113,7 @@ class Sender:
         slot_index: place of each slot in the headers.
         factors_of: this site's raw rows of a slot, all its uses stacked.
         mixed: names of parameters for which autograd has a gradient of its own on this site.
+        blocks: what is computed again.
         state: this site's; unless GOOD it takes part in everything and sends nothing.
         layers: bytes and seconds by layer, filled by the buckets.
         headers: every site's, in the order of ranks.
@@ -123,6 +126,7 @@ class Sender:
     slot_index: Mapping[Slot, int]
     factors_of: FactorsOf
     mixed: set[str]
+    blocks: Blocks
     state: State = State.GOOD
     layers: dict[str, LayerStats] = field(default_factory=dict)
     headers: Sequence[Header] = ()
@@ -132,6 +136,11 @@ class Sender:
     def compress_s(self) -> float:
         """Seconds spent so far on turning gradients into what is sent."""
         return sum(layer.compress_s for layer in self.layers.values())
+
+    @property
+    def replay_s(self) -> float:
+        """Seconds spent so far on computing blocks again."""
+        return sum(layer.replay_s for layer in self.layers.values())
 
     def take(self, headers: Sequence[Header]) -> None:
         """Goes by these headers of all sites."""
@@ -155,6 +164,16 @@ class Sender:
         self.layers[layer] = LayerStats(
             travels, before.sent_bytes + nbytes, before.compress_s + seconds
         )
+
+    def computed_again(self, block: Block, data_S: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """The mean gradients of a block from what every site sent of it; books the seconds."""
+        began = time.perf_counter()
+        found = block_gradients(self.blocks[block].replayer, data_S, 1.0 / len(data_S))
+        before = self.layers.get(block.name, LayerStats("replayed", 0, 0.0))
+        seconds = before.replay_s + time.perf_counter() - began
+        self.layers[block.name] = replace(before, replay_s=seconds)
+        dtypes = {name: self.params[name].dtype for name in found}
+        return {name: gradient.to(dtypes[name]) for name, gradient in found.items()}
 
 
 def copy_scaled(name: str, p: nn.Parameter, out: Tensor, scale: float) -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from outergrad._accumulated import Accumulated
+from outergrad._block_message import Blocks
+from outergrad._block_tap import Use
 from outergrad._model import Model
-from outergrad._types import Factors, Slot
+from outergrad._types import Block, Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
 
@@ -20,15 +22,22 @@ class Calls:
     Args:
         model: what they belong to.
         used: parameters that this backward leaves a gradient in.
+        blocks: what is computed again.
         accumulated: keeps the rows of what is settled, if they may be shared later.
     """
 
     def __init__(
-        self, model: Model, used: set[str], accumulated: Accumulated | None = None
+        self,
+        model: Model,
+        used: set[str],
+        blocks: Blocks,
+        accumulated: Accumulated | None = None,
     ) -> None:
         self._model, self._used, self._accumulated = model, used, accumulated
+        self._blocks = blocks
+        self._uses: list[tuple[Block, Use]] = []
         self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
-        self.settled: set[Slot] = set()
+        self.settled: set[Slot | Block] = set()
         self._touching: dict[str, list[Slot]] = {}
         for slot in model.slots:
             for name in slot.params:
@@ -37,6 +46,10 @@ class Calls:
     def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps one use of a slot."""
         self._of_slot.setdefault(slot, []).append(factors)
+
+    def add_use(self, block: Block, use: Use) -> None:
+        """Keeps one use of a block's module."""
+        self._uses.append((block, use))
 
     def rows(self, slot: Slot) -> Factors:
         """The rows of all uses of a slot."""
@@ -49,6 +62,15 @@ class Calls:
                 self._write(slot, self.rows(slot))
                 del self._of_slot[slot]
                 self.settled.add(slot)
+        for block, use in [pair for pair in self._uses if name in pair[0].params]:
+            if name in self._blocks[block].params_of(use):
+                self._compute_again(block, use)
+                self._uses.remove((block, use))
+                self.settled.add(block)
+
+    def _compute_again(self, block: Block, use: Use) -> None:
+        gradients = self._blocks[block].replayer.gradients([use.as_sent], use.deltas)
+        accumulate(self._model, {n: g for n, g in gradients.items() if n in self._used})
 
     def _write(self, slot: Slot, factors: Factors) -> None:
         gradients: dict[str, Tensor] = {}
@@ -90,18 +112,28 @@ class LocalStep:
         task: of the backward.
         model: what it runs through.
         used: parameters that it leaves a gradient in.
+        blocks: what is computed again.
         accumulated: keeps its rows for the next shared step; None if there will be none.
     """
 
     def __init__(
-        self, task: int, model: Model, used: set[str], accumulated: Accumulated | None
+        self,
+        task: int,
+        model: Model,
+        used: set[str],
+        blocks: Blocks,
+        accumulated: Accumulated | None,
     ) -> None:
         self.task = task
-        self._calls = Calls(model, used, accumulated)
+        self._calls = Calls(model, used, blocks, accumulated)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its parameters are ready."""
         self._calls.add(slot, factors)
+
+    def on_use(self, block: Block, use: Use) -> None:
+        """Keeps a use of a block until its parameters are ready."""
+        self._calls.add_use(block, use)
 
     def on_gradient(self, name: str) -> None:
         """Nothing: autograd has put it where it belongs."""

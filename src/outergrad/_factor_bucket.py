@@ -32,15 +32,19 @@ class FactorBucket:
     def start(self, sender: Sender) -> Pending:
         """Computes and packs this site's factors and starts the all-gather."""
         comm, cargo = sender.comm, self.cargo
-        layouts = [cargo.layout(cargo.pieces(sender, site)) for site in sender.headers]
+        layouts = [
+            cargo.layout(cargo.pieces(sender, site), blobs=cargo.blobs(sender, site))
+            for site in sender.headers
+        ]
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if sender.state == State.GOOD:
             cargo.pack(sender, own, message, "factors", comm.world_size - 1)
+            cargo.pack_blocks(sender, own, message, comm.world_size - 1)
         preamble = cargo.preamble(sender)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
-        return _FactorPending(work, self, layouts, preamble, sender.params)
+        return _FactorPending(work, self, layouts, preamble, sender)
 
     def gradients(
         self,
@@ -72,10 +76,10 @@ class _FactorPending:
         bucket: FactorBucket,
         layouts: Sequence[Layout],
         expected: Preamble,
-        params: Mapping[str, nn.Parameter],
+        sender: Sender,
     ) -> None:
         self._work, self._bucket, self._layouts = work, bucket, layouts
-        self._expected, self._params = expected, params
+        self._expected, self._sender = expected, sender
 
     def advance(self) -> None:
         """A single round."""
@@ -88,7 +92,19 @@ class _FactorPending:
         cargo.agree(preambles)
         pairs = list(zip(self._layouts, messages, strict=True))
         parts_SK = [layout.factors(message) for layout, message in pairs]
-        additions = self._bucket.gradients(parts_SK, self._params, tapped=True)
-        means = self._bucket.gradients(parts_SK, self._params, tapped=False)
+        params = self._sender.params
+        additions = self._bucket.gradients(parts_SK, params, tapped=True)
+        additions.update(self._computed_again(messages))
+        means = self._bucket.gradients(parts_SK, params, tapped=False)
         means.update(sums_of_riders(self._layouts, messages))
         return Result(means, additions, state, cargo.mixed(preambles))
+
+    def _computed_again(self, messages: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The mean gradients of blocks, which every site computes for all sites."""
+        pairs = zip(self._layouts, messages, strict=True)
+        blobs_SB = [layout.blobs(message) for layout, message in pairs]
+        gradients: dict[str, Tensor] = {}
+        for k, block in enumerate(self._bucket.cargo.blocks):
+            data_S = [blobs_B[k] for blobs_B in blobs_SB]
+            gradients.update(self._sender.computed_again(block, data_S))
+        return gradients

@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from outergrad._assignment import Assignment
+from outergrad._blocks_found import BlockFinder, FoundBlock
 from outergrad._exchanges import Exchanges
 from outergrad._model import Model
-from outergrad._protocols import Rule, Rules
+from outergrad._protocols import Exchange, Rule, Rules
 from outergrad._tap import is_watched
-from outergrad._types import Slot
+from outergrad._types import Block, Slot
 from outergrad.comm.wire import DTYPES
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
@@ -45,6 +46,7 @@ class View:
         model: the trainable part that is shared.
         exchanges: of its units.
         layers: whose classes are to be swapped.
+        blocks: what is computed again by all sites.
         frozen: shared parameters that are not trained.
         local: parameters that each site keeps to itself.
         local_buffers: names of buffers that it does, too.
@@ -53,6 +55,7 @@ class View:
     model: Model
     exchanges: Exchanges
     layers: list[Layer]
+    blocks: list[FoundBlock]
     frozen: dict[str, nn.Parameter]
     local: dict[str, nn.Parameter]
     local_buffers: frozenset[str]
@@ -77,28 +80,42 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
     dense = [n for n in trained if assignment.exchange_of(n) is None]
     reasons = dict.fromkeys(trained, _PLAIN) | dict.fromkeys(dense, "the method is dense")
     names = {id(p): name for name, p in params.items()}
-    layers = list(_layers(model, rules, names, trained, reasons))
+    finders = [_finder(model, exchange, trained, assignment) for exchange in assignment.exchanges]
+    blocks = [block for finder in finders for block in finder.found()]
+    owned = {key for finder in finders for key in finder.owned}
+    layers = list(_layers(model, rules, names, trained, reasons, owned))
     for slot in (slot for layer in layers for slot in layer.slots):
         assignment.check_together(slot.params)
-    shared_model = _model(trained, layers, reasons, assignment)
+    shared_model = _model(trained, layers, [b.block for b in blocks], reasons, assignment)
     exchanges = Exchanges(assignment.units_of(shared_model.units))
     for exchange, units in exchanges.items():
         exchange.refuse(units)
     buffers = _local_buffers(model, method)
-    return View(shared_model, exchanges, layers, frozen, local, buffers)
+    return View(shared_model, exchanges, layers, blocks, frozen, local, buffers)
+
+
+def _finder(
+    model: nn.Module,
+    exchange: Exchange,
+    trained: dict[str, nn.Parameter],
+    assignment: Assignment,
+) -> BlockFinder:
+    own = {id(p): n for n, p in trained.items() if assignment.exchange_of(n) is exchange}
+    return BlockFinder(model, exchange, own)
 
 
 def _model(
     trained: dict[str, nn.Parameter],
     layers: list[Layer],
+    blocks: list[Block],
     reasons: dict[str, str],
     assignment: Assignment,
 ) -> Model:
     slots = [slot for layer in layers for slot in layer.slots]
-    covered = {name for slot in slots for name in slot.params}
+    covered = {name for part in (*slots, *blocks) for name in part.params}
     reasons = {name: why for name, why in reasons.items() if name not in covered}
     plain = [n for n in reasons if _travels_plain(assignment, n) and _is_matrix(trained[n])]
-    return Model.of(trained, slots, reasons, plain)
+    return Model.of(trained, slots, reasons, plain, blocks)
 
 
 def _travels_plain(assignment: Assignment, name: str) -> bool:
@@ -155,9 +172,9 @@ def _layers(
     names: dict[int, str],
     trained: dict[str, nn.Parameter],
     reasons: dict[str, str],
+    owned: set[int],
 ) -> Iterator[Layer]:
-    """Layers with a rule; for the others' parameters, fills in the reasons."""
-    owned: set[int] = set()
+    """Layers with a rule that are not owned; for the others' parameters, fills in the reasons."""
     for prefix, module in model.named_modules():
         if id(module) in owned:
             continue

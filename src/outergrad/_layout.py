@@ -22,13 +22,18 @@ class Layout:
         start: length of the preamble, bytes.
         riders: parameters by name.
         pieces: the rows.
+        blobs: lengths of what is no rows.
 
     Attributes:
         nbytes: length of the message.
     """
 
     def __init__(
-        self, start: int, riders: Mapping[str, nn.Parameter], pieces: Sequence[Piece]
+        self,
+        start: int,
+        riders: Mapping[str, nn.Parameter],
+        pieces: Sequence[Piece],
+        blobs: Sequence[int] = (),
     ) -> None:
         self.nbytes = start
         self.riders, self.pieces = riders, pieces
@@ -39,6 +44,7 @@ class Layout:
             for dtype, members in zip(dtypes, self._riders, strict=True)
         ]
         self._rows = [[self._spot(*tensor) for tensor in piece.tensors()] for piece in pieces]
+        self._blobs = [self._spot((nbytes,), torch.uint8) for nbytes in blobs]
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
         """The next one."""
@@ -66,6 +72,11 @@ class Layout:
         typed = {dtype: message.view(dtype) for dtype in dtypes}
         views = [[spot.view(typed[spot.dtype]) for spot in spots] for spots in self._rows]
         return [Factors(*tensors) if tensors else None for tensors in views]
+
+    def blobs(self, message: Tensor) -> list[Tensor | None]:
+        """Views of what is no rows; None where there is nothing."""
+        views = (spot.view(message) for spot in self._blobs)
+        return [view if len(view) else None for view in views]
 
 
 class _Spot(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ class Cargo(Carried):
     ) -> None:
         super().__init__(loads, riders)
         self._index, self._exchange = index, exchange
-        self._layouts: dict[tuple[tuple[str, ...], tuple[Piece, ...]], Layout] = {}
+        self.blocks = [load.unit.block for load in loads if load.unit.block is not None]
+        self._layouts: dict[Hashable, Layout] = {}
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -69,16 +70,19 @@ class Cargo(Carried):
         return Piece(slot, rows, self._exchange.wire or dtype, bias)
 
     def layout(
-        self, pieces: Sequence[Piece], riders: Mapping[str, nn.Parameter] | None = None
+        self,
+        pieces: Sequence[Piece],
+        riders: Mapping[str, nn.Parameter] | None = None,
+        blobs: Sequence[int] = (),
     ) -> Layout:
-        """A message of these pieces and riders, all of the bucket's if None."""
+        """A message of these pieces and riders, all of the bucket's if None, and blobs of bytes."""
         riders = self.riders if riders is None else riders
-        key = tuple(riders), tuple(pieces)
+        key = tuple(riders), tuple(pieces), tuple(blobs)
         if key not in self._layouts:
             if len(self._layouts) == _KEPT_LAYOUTS:
                 self._layouts.clear()
             start = Preamble.nbytes(len(self.names), len(self.slots))
-            self._layouts[key] = Layout(start, riders, pieces)
+            self._layouts[key] = Layout(start, riders, pieces, blobs)
         return self._layouts[key]
 
     def pack(
@@ -103,6 +107,17 @@ class Cargo(Carried):
         for (_, views), factors in zip(filled, self._exchange.compress(parts), strict=True):
             fill(views, factors)
         book(sender, layout.pieces, travels, receivers, time.perf_counter() - began)
+
+    def pack_blocks(self, sender: Sender, layout: Layout, message: Tensor, receivers: int) -> None:
+        """Fills in what is sent of blocks, and books it."""
+        for block, view in zip(self.blocks, layout.blobs(message), strict=True):
+            if view is not None:
+                sender.blocks.message(block).write(view)
+                sender.add(block.name, "replayed", view.nbytes * receivers)
+
+    def blobs(self, sender: Sender, site: Header) -> list[int]:
+        """Bytes that one site has of each block, as agreed."""
+        return [site.blocks[sender.blocks.index(block)].nbytes for block in self.blocks]
 
     def _part(self, sender: Sender, piece: Piece) -> Part:
         gradient = sender.gradient_of(piece.slot, tapped=self.tapped[piece.slot])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from outergrad._types import Route, Slot, Unit
+from outergrad._types import Block, Route, Slot, Unit
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,18 @@ class Model:
     units: tuple[Unit, ...]
     reasons: Mapping[str, str]
 
+    @property
+    def blocks(self) -> list[Block]:
+        """What is computed again, in the order of the units."""
+        return [unit.block for unit in self.units if unit.block is not None]
+
     @staticmethod
     def of(
         params: Mapping[str, nn.Parameter],
         slots: Sequence[Slot],
         reasons: Mapping[str, str],
         plain: Sequence[str] = (),
+        blocks: Sequence[Block] = (),
     ) -> Model:
         """Groups the slots into units.
 
@@ -40,9 +46,11 @@ class Model:
             slots: as above.
             reasons: as above.
             plain: weights without slots that are units, too, of their formed gradients.
+            blocks: units that are computed again.
         """
         units = [_unit(group, params) for group in _connected(slots)]
         units += [Unit((), (n,), params[n].numel(), (_matrix(n, params[n]),)) for n in plain]
+        units += [_block_unit(block, params) for block in blocks]
         return Model(params, tuple(slots), tuple(units), reasons)
 
 
@@ -50,6 +58,11 @@ def _unit(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> Unit:
     names = tuple(dict.fromkeys(name for slot in slots for name in slot.params))
     dense_numel = sum(params[name].numel() for name in names)
     return Unit(tuple(slots), names, dense_numel, _matrices(slots, params))
+
+
+def _block_unit(block: Block, params: Mapping[str, Tensor]) -> Unit:
+    numel = sum(params[name].numel() for name in block.params)
+    return Unit((), block.params, numel, block=block)
 
 
 def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot, ...]:

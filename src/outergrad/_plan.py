@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +12,8 @@ from outergrad._exchanges import Exchanges
 from outergrad._foresight import Foresight
 from outergrad._model import Choice, Model
 from outergrad._packing import OF_ROWS, Packer, loads
-from outergrad._types import Route, Slot, Unit
-from outergrad.comm.wire import Header
+from outergrad._types import UNSENDABLE, Route, Slot, Unit
+from outergrad.comm.wire import BlockUse, Header
 
 _WAYS = {
     Route.GATHER: "triplets",
@@ -21,12 +22,23 @@ _WAYS = {
 }
 
 
+class _Decision(NamedTuple):
+    """Of one unit, as in `Choice`."""
+
+    route: Route
+    tapped: bool
+    wanted: bool
+    size: int
+    words: str
+
+
 class Planner:
     """Turns headers into a choice; every site computes the same."""
 
     def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
         self._model, self._exchanges, self._sites = model, exchanges, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
+        self._block_index = {block: k for k, block in enumerate(model.blocks)}
         self._mixed: set[Unit] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
         self.packer = Packer(model, exchanges, sites)
@@ -36,7 +48,8 @@ class Planner:
         """What to tap before any rows are known: whatever could pay with a single row."""
         sites, exchanges = self._sites, self._exchanges
         return tuple(
-            bool(unit.slots) and exchanges[unit].break_even(unit, sites) > 1
+            (bool(unit.slots) and exchanges[unit].break_even(unit, sites) > 1)
+            or (unit.block is not None and exchanges[unit].replays_block(unit, [1] * sites))
             for unit in self._model.units
         )
 
@@ -62,7 +75,9 @@ class Planner:
         of_rows = [load for load, route in loads(self._model, choice) if route in OF_ROWS]
         slots = [(load.unit, slot) for load in of_rows if load.tapped for slot in load.slots]
         pieces = tuple(self._piece(*pair, header) for pair in slots for header in headers)
-        return choice, pieces, tuple((header.used, header.alone) for header in headers)
+        indices = [self._block_index[x.unit.block] for x in of_rows if x.unit.block is not None]
+        nbytes = tuple(header.blocks[k].nbytes for k in indices for header in headers)
+        return choice, pieces, nbytes, tuple((header.used, header.alone) for header in headers)
 
     def _piece(self, unit: Unit, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
         use = header.uses[self._slot_index[slot]]
@@ -75,7 +90,9 @@ class Planner:
     def captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter."""
         slots = [k for slot, k in self._slot_index.items() if name in slot.params]
-        return any(header.uses[k].rows for header in headers for k in slots)
+        blocks = [k for block, k in self._block_index.items() if name in block.params]
+        rows = [header.uses[k].rows for header in headers for k in slots]
+        return any([*rows, *(header.blocks[k].nbytes for header in headers for k in blocks)])
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced; the same again for the same."""
@@ -85,20 +102,40 @@ class Planner:
         return self._last[1]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
-        routes, all_tapped, wanted, sizes, words = [], [], [], [], []
-        for unit in self._model.units:
-            index = [self._slot_index[slot] for slot in unit.slots]
-            rows_SK = [[header.uses[k].rows for k in index] for header in headers]
-            taps = self._taps(unit, rows_SK)
-            tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
-            route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
-            load = Load(unit, tapped)
-            routes.append(route)
-            all_tapped.append(tapped)
-            wanted.append(taps)
-            sizes.append(self._largest_size(load, rows_SK) if route != Route.DENSE else 0)
-            words.append(self._why(load, route, rows_SK, wanted=taps))
-        return Choice(tuple(routes), tuple(all_tapped), tuple(wanted), tuple(sizes), tuple(words))
+        decided = [self._decided(unit, headers) for unit in self._model.units]
+        routes, tapped, wanted, sizes, words = zip(*decided, strict=True) if decided else ((),) * 5
+        return Choice(tuple(routes), tuple(tapped), tuple(wanted), tuple(sizes), tuple(words))
+
+    def _decided(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
+        if unit.block is not None:
+            k = self._block_index[unit.block]
+            return self._decided_block(unit, [header.blocks[k] for header in headers])
+        index = [self._slot_index[slot] for slot in unit.slots]
+        rows_SK = [[header.uses[k].rows for k in index] for header in headers]
+        taps = self._taps(unit, rows_SK)
+        tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
+        route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
+        load = Load(unit, tapped)
+        size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0
+        words = self._why(load, route, rows_SK, wanted=taps)
+        return _Decision(route, tapped, taps, size, words)
+
+    def _decided_block(self, unit: Unit, uses_S: Sequence[BlockUse]) -> _Decision:
+        nbytes_S = [use.nbytes for use in uses_S]
+        pays = self._exchanges[unit].replays_block(unit, nbytes_S)
+        wanted = unit not in self._mixed and pays
+        if wanted and all(use.tapped for use in uses_S):
+            return _Decision(Route.GATHER, True, True, max(nbytes_S), "replayed")
+        return _Decision(Route.DENSE, False, wanted, 0, self._why_dense(unit, nbytes_S, wanted))
+
+    def _why_dense(self, unit: Unit, nbytes_S: Sequence[int], wanted: bool) -> str:
+        if wanted:
+            return "accumulated, or not captured in the last step; {pays}"
+        if unit in self._mixed:
+            return "a parameter is also used outside the block"
+        if max(nbytes_S) >= UNSENDABLE:
+            return "it reads what enters the model, or has hooks"
+        return f"what would be sent of it is {max(nbytes_S)} bytes; {{pays}}"
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
         """Whether a unit would be tapped if every site had so many rows per slot (K)."""

@@ -16,9 +16,12 @@ from outergrad._types import (
     Inheritance,
     Link,
     Part,
+    Replays,
     Route,
+    Sent,
     Slot,
     StateDict,
+    Traced,
     Unit,
 )
 
@@ -72,6 +75,38 @@ class Rule(Protocol):
 Rules = Mapping[type[nn.Module], Rule]
 
 
+class Replayer(Protocol):
+    """How the modules of a block compute, and how they are computed again."""
+
+    def trace(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The forward of one of the modules with detached parameters, and what is sent of it."""
+        ...
+
+    def may_trace(self, member: int) -> bool:
+        """Whether a trace would be right now."""
+        ...
+
+    def plain(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward as it is without outergrad."""
+        ...
+
+    def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
+        """About what would be sent of a forward that returned y, had it been traced."""
+        ...
+
+    def gradients(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What uses of which each reads the output of the one before add to the gradients.
+
+        Args:
+            links: the uses.
+            deltas: of the floating outputs of the last one.
+
+        Returns:
+            By full name; the same to the bit from the same bytes.
+        """
+        ...
+
+
 class Exchange(Protocol):
     """How the factors of a unit travel: one per method; owns the method's state."""
 
@@ -81,6 +116,8 @@ class Exchange(Protocol):
     """The dtype that factors travel in; None for that of the deltas."""
     forced: bool
     """Whether factors are sent even where dense would be fewer bytes."""
+    replays: Replays
+    """What is to be computed again by all sites, instead of being sent."""
     takes_plain: bool
     """Whether weights without a rule are its business, too: their formed gradients."""
     sketches: Sketches | None
@@ -118,6 +155,10 @@ class Exchange(Protocol):
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         """Whether its products should be tapped in a forward with so many rows."""
+        ...
+
+    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
+        """Whether a unit that is a block is computed again, for what every site would send."""
         ...
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:

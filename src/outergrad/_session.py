@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from outergrad._accumulated import Accumulated
 from outergrad._announcing import Announcer
+from outergrad._block_message import Blocks
+from outergrad._block_tap import TappedBlock, Use
 from outergrad._calls import LocalStep
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
@@ -23,7 +25,7 @@ from outergrad._tap import (
     current_task,
     refuse_nested_backward,
 )
-from outergrad._types import ExchangeError, Factors, Slot, StateDict
+from outergrad._types import Block, ExchangeError, Factors, Slot, StateDict, Unit
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 
@@ -46,9 +48,12 @@ class Session:
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
         self._planner = Planner(model, exchanges, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
-        self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
+        self._unit_of: dict[Slot | Block, Unit] = {
+            part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
+        }
         self._layers: list[TappedLayer] = []
-        self._announcer = Announcer(model, fingerprint, comm)
+        self._blocks = Blocks()
+        self._announcer = Announcer(model, fingerprint, comm, self._blocks)
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
         self._step: LocalStep | SharedStep | None = None
         self._synchronise, self._attached = True, True
@@ -139,7 +144,7 @@ class Session:
         self._attached = False
         on_group(self._comm.group).attached.discard(self)
         end_unfinished(self._comm.group)
-        for layer in self._layers:
+        for layer in [*self._layers, *self._blocks]:
             layer.restore()
         for watched in self._watched.values():
             watched.remove()
@@ -152,9 +157,13 @@ class Session:
         self._layers.append(layer)
         self._announcer.add(layer)
 
-    def watched(self, slot: Slot) -> list[WatchedParameter]:
-        """The parameters of a slot."""
-        return [self._watched[name] for name in slot.params]
+    def attach_block(self, block: TappedBlock) -> None:
+        """Adds a block whose modules' classes were swapped, in the order of the model."""
+        self._blocks.add(block)
+
+    def watched(self, names: Sequence[str]) -> list[WatchedParameter]:
+        """Parameters by name."""
+        return [self._watched[name] for name in names]
 
     # -- what autograd calls, through the taps --------------------------------------------------
 
@@ -162,10 +171,21 @@ class Session:
         """Whether some product of the layer should travel as factors in the next step."""
         return any(self._wanted[self._unit_of[slot]] for slot in layer.slots)
 
+    def taps_block(self, block: Block) -> bool:
+        """Whether the block should be computed again in the next step."""
+        return self._wanted[self._unit_of[block]]
+
+    def on_use(self, block: Block, use: Use) -> None:
+        """The deltas of a use of a block have arrived."""
+        self._refuse_detached()
+        try:
+            self._current().on_use(block, use)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """A product's delta has arrived."""
-        if not self._attached:
-            raise RuntimeError("this forward ran before session.detach(): run it again")
+        self._refuse_detached()
         try:
             self._current().on_factors(slot, factors)
         except ExchangeError as error:
@@ -202,12 +222,16 @@ class Session:
         alone = self._comm.world_size == 1 and not any(self._wanted.values())
         if alone or not self._synchronise:
             several = self._comm.world_size > 1
-            step = LocalStep(task, self._model, used, self._accumulated if several else None)
+            step = LocalStep(
+                task, self._model, used, self._blocks, self._accumulated if several else None
+            )
             self._unshared |= used if several else set()
         else:
             earlier = self._accumulated.take(used)
             header = self._announcer.header(self._stats.step, used, self._unshared, earlier)
-            step = SharedStep(task, self._model, self._planner, self._comm, header, used, earlier)
+            step = SharedStep(
+                *(task, self._model, self._planner, self._comm, header, used, earlier, self._blocks)
+            )
             on_group(self._comm.group).running.append(self)
         self._step = step
         at_end_of_backward(lambda: self._finish(step))
@@ -229,7 +253,7 @@ class Session:
         if isinstance(step, SharedStep):
             on_group(self._comm.group).running.remove(self)
         if isinstance(step, SharedStep) or self._comm.world_size == 1:  # else they add up
-            for layer in self._layers:
+            for layer in [*self._layers, *self._blocks]:
                 layer.forget_untapped()
         if isinstance(step, SharedStep) and step.choice is not None:
             self._wanted = dict(zip(self._model.units, step.choice.wanted, strict=True))
@@ -254,6 +278,10 @@ class Session:
         """Remembers that the transport failed: its group must not be used again."""
         self._lost = error
         return self._lost_error()
+
+    def _refuse_detached(self) -> None:
+        if not self._attached:
+            raise RuntimeError("this forward ran before session.detach(): run it again")
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:

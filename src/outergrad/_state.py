@@ -216,6 +216,8 @@ def _inheritance(
 
 
 def _places(unit: Unit) -> list[Place]:
+    if unit.block is not None:
+        return [(name, None) for name in unit.params]
     return [slot.place for slot in (*unit.slots, *unit.matrices)]
 
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from outergrad._accumulated import Earlier
+from outergrad._block_message import Blocks
+from outergrad._block_tap import Use
 from outergrad._bucket import Bucket, Pending, Result, Sender
 from outergrad._calls import Calls, accumulate, overwrite
 from outergrad._model import Choice, Model
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
-from outergrad._types import Factors, Slot
+from outergrad._types import Block, Factors, Slot
 from outergrad.comm.wire import Header, State
 from outergrad.record.stats import Stats
 
@@ -44,12 +46,13 @@ class SharedStep:
         header: Header,
         used: set[str],
         earlier: Earlier,
+        blocks: Blocks,
     ) -> None:
         self.task = task
         self._wait_s, self._sent_before = 0.0, comm.sent_bytes
         self.choice: Choice | None = None
         self._model, self._planner, self._comm = model, planner, comm
-        self._calls = Calls(model, used | earlier.params)
+        self._calls = Calls(model, used | earlier.params, blocks)
         for slot, parts in earlier.stacked.items():
             for part in parts:
                 self._calls.add(slot, lambda part=part: part)
@@ -57,7 +60,8 @@ class SharedStep:
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
         index = {slot: k for k, slot in enumerate(model.slots)}
-        self.sender = Sender(comm, model.params, header, index, self._calls.rows, set())
+        rows = self._calls.rows
+        self.sender = Sender(comm, model.params, header, index, rows, set(), blocks)
         foreseen = planner.foresight.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
@@ -75,6 +79,10 @@ class SharedStep:
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its message is started."""
         self._calls.add(slot, factors)
+
+    def on_use(self, block: Block, use: Use) -> None:
+        """Keeps a use of a block until its message is started."""
+        self._calls.add_use(block, use)
 
     def on_gradient(self, name: str) -> None:
         """Notes that autograd has a gradient, besides what taps captured."""
@@ -152,6 +160,7 @@ class SharedStep:
             sent_bytes=self._comm.sent_bytes - self._sent_before,
             total_sent_bytes=self._comm.sent_bytes,
             compress_s=self.sender.compress_s,
+            replay_s=self.sender.replay_s,
             wait_s=self._wait_s,
             layers=self.sender.layers,
         )
@@ -172,10 +181,10 @@ class SharedStep:
         used, state = self.sender.used, State.GOOD
         mixed: dict[str, Tensor] = {}
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
-            began = time.perf_counter()
+            began, replay_s = time.perf_counter(), self.sender.replay_s
             with torch.no_grad():
                 result = pending.wait()
-            self._wait_s += time.perf_counter() - began
+            self._wait_s += time.perf_counter() - began - (self.sender.replay_s - replay_s)
             state = max(state, result.state)
             if write and state == State.GOOD:
                 self._write(bucket, result, used, mixed)
@@ -221,9 +230,11 @@ class SharedStep:
         header, settled = self.sender.header, self._calls.settled
         pairs = zip(self._model.slots, header.uses, strict=True)
         uses = tuple(replace(use, tapped=use.tapped and s not in settled) for s, use in pairs)
+        members = zip(self._model.blocks, header.blocks, strict=True)
+        blocks = tuple(replace(use, tapped=use.tapped and b not in settled) for b, use in members)
         self.choice, self._pending, self.sender.state = None, [], State.GOOD
         self.sender.layers.clear()
-        self._announce(replace(header, uses=uses))
+        self._announce(replace(header, uses=uses, blocks=blocks))
 
     def _zeros(self, names: Collection[str]) -> dict[str, Tensor]:
         params = self._model.params

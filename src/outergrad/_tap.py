@@ -45,6 +45,14 @@ class Sink(Protocol):
         ...
 
 
+class Capturing(Protocol):
+    """Who is told of a block's deltas."""
+
+    def capture(self, ctx: Any, use: Any, deltas: Sequence[Tensor]) -> None:
+        """Takes the deltas of one use."""
+        ...
+
+
 def current_task() -> int:
     """Identity of the backward that runs in this thread, or NO_TASK."""
     return torch._C._current_graph_task_id()
@@ -65,7 +73,7 @@ def refuse_nested_backward() -> None:
     inner, frame = None, sys._getframe()
     while frame is not None:
         runs_function = frame.f_code is BackwardCFunction.apply.__code__
-        if runs_function and inner is not Tap.backward.__code__:
+        if runs_function and inner not in _OURS:
             raise RuntimeError(_REENTRANT)
         inner, frame = frame.f_code, frame.f_back
 
@@ -90,6 +98,36 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
         ctx.layer.capture(ctx, ctx.slot, deltas[0])
         return deltas[0], *(None for _ in ctx.needs_input_grad[1:])
+
+
+class BlockTap(torch.autograd.Function):
+    """The identity of a use's outputs; in backward hands their deltas on.
+
+    It takes the parameters as inputs so that backward reaches them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        block: Capturing,
+        use: Any,
+        saved: Sequence[Tensor],
+        count: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*saved)
+        ctx.block, ctx.use, ctx.born_in = block, use, current_task()
+        # Copies, because an output may be a view, or saved by what made it.
+        return tuple(t.clone() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+        ctx.block.capture(ctx, ctx.use, deltas)
+        parameters = len(ctx.needs_input_grad) - 4 - len(deltas)
+        return None, None, None, None, *deltas, *[None] * parameters
+
+
+_OURS = {Tap.backward.__code__, BlockTap.backward.__code__}
 
 
 class WatchedParameter:
@@ -161,12 +199,18 @@ class TappedLayer:
         self._decided = False
         own = {id(p): name.split(".") for name, p in module.named_parameters()}
         self._places = {p.name: own[id(p.parameter)] for params in watched for p in params}
-        self._plain = type(module)
-        module.__class__ = _tapped_class(self._plain, self)
+        self._swap = ClassSwap(module, self._forward)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.active():
+            return self.rule.forward(self.module, self.tap, *args, **kwargs)
+        if torch.is_grad_enabled():
+            self.note_untapped(args, kwargs)
+        return self._swap.plain_forward(*args, **kwargs)
 
     def restore(self) -> None:
         """Gives the module its own class back."""
-        self.module.__class__ = self._plain
+        self._swap.restore()
 
     def active(self) -> bool:
         """Whether this forward goes through taps; a recomputation does what the forward did."""
@@ -241,13 +285,7 @@ class TappedLayer:
         Raises:
             RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
         """
-        accumulates = [p.accumulates() for p in self._watched[slot]]
-        name = self._watched[slot][0].name
-        if torch.is_grad_enabled():
-            raise RuntimeError(_double_backward(name))
-        if ctx.born_in != NO_TASK:
-            raise RuntimeError(_REENTRANT)
-        if not any(accumulates):  # gradients of inputs alone were asked for
+        if not is_shared(ctx, self._watched[slot]):
             return
         call = Call(ctx.saved_tensors[0], delta)
         self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))
@@ -260,18 +298,50 @@ def _double_backward(name: str) -> str:
     )
 
 
-def _tapped_class(plain: type[nn.Module], layer: TappedLayer) -> type[nn.Module]:
-    """A subclass of a module's class, of the same name, for this one module.
+def is_shared(ctx: Any, watched: Sequence[WatchedParameter]) -> bool:
+    """Whether this backward leaves gradients in the parameters of what was tapped.
 
-    The layer lives in the class, not in the module: state_dict, `vars(module)`, copies and
-    pickles are those of the plain module.
+    Raises:
+        RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
+    """
+    accumulates = [p.accumulates() for p in watched]
+    if torch.is_grad_enabled():
+        raise RuntimeError(_double_backward(watched[0].name))
+    if ctx.born_in != NO_TASK:
+        raise RuntimeError(_REENTRANT)
+    return any(accumulates)  # or gradients of inputs alone were asked for
+
+
+class ClassSwap:
+    """Gives one module a subclass of its class, of the same name, with another forward.
+
+    All else lives in the subclass's forward, not in the module: state_dict, `vars(module)`, copies
+    and pickles are those of the plain module.
+
+    Args:
+        module: the module.
+        forward: what to call in place of its own forward.
     """
 
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._plain = module, type(module)
+        module.__class__ = _subclass(self._plain, module, forward)
+
+    def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self._plain.forward(self._module, *args, **kwargs)
+
+    def restore(self) -> None:
+        """Gives the module its own class back."""
+        self._module.__class__ = self._plain
+
+
+def _subclass(
+    plain: type[nn.Module], module: nn.Module, instead: Callable[..., Any]
+) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is layer.module and layer.active():
-            return layer.rule.forward(self, layer.tap, *args, **kwargs)
-        if self is layer.module and torch.is_grad_enabled():
-            layer.note_untapped(args, kwargs)
+        if self is module:
+            return instead(*args, **kwargs)
         return plain.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> Any:  # noqa: N807

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -54,6 +54,28 @@ class Use:
 
 
 @dataclass(frozen=True)
+class BlockUse:
+    """How a block is used in one step on one site.
+
+    Attributes:
+        nbytes: of what the site sends of it; about that, where it was not captured.
+        tapped: whether it will be captured.
+    """
+
+    nbytes: int
+    tapped: bool
+
+    def encode(self) -> int:
+        """One word of the header."""
+        return self.nbytes << 1 | int(self.tapped)
+
+    @staticmethod
+    def decode(word: int) -> BlockUse:
+        """The inverse of `encode`."""
+        return BlockUse(word >> 1, bool(word & 1))
+
+
+@dataclass(frozen=True)
 class Header:
     """What a site says of a step before anything else is sent.
 
@@ -65,6 +87,7 @@ class Header:
         uses: per slot, how this site uses it.
         alone: whether no other session of this site shares the group: only then may later steps
             leave their headers out, which tell sessions apart.
+        blocks: per block, how this site uses it.
     """
 
     fingerprint: int
@@ -73,17 +96,19 @@ class Header:
     used: tuple[bool, ...]
     uses: tuple[Use, ...]
     alone: bool = True
+    blocks: tuple[BlockUse, ...] = ()
 
     @property
-    def facts(self) -> tuple[tuple[bool, ...], tuple[Use, ...], bool]:
+    def facts(self) -> tuple[Hashable, ...]:
         """What the plan of a step depends on."""
-        return self.used, self.uses, self.alone
+        return self.used, self.uses, self.blocks, self.alone
 
     def words(self) -> list[int]:
         """Its int64 words; small models share one length, so that a mix-up is seen, not fatal."""
         bits = [_pack_bits(self.used[i : i + 60]) for i in range(0, len(self.used), 60)]
         words = [_MAGIC, self.fingerprint, self.step, self.rank, int(self.alone)]
         words += [*bits, *(use.encode() for use in self.uses)]
+        words += [use.encode() for use in self.blocks]
         padded = math.ceil(len(words) / _FIXED_WORDS) * _FIXED_WORDS
         return words + [0] * (padded - len(words))
 
@@ -107,8 +132,11 @@ class Header:
             )
         start = 5 + math.ceil(len(expected.used) / 60)
         used = [bool(words[5 + i // 60] >> i % 60 & 1) for i in range(len(expected.used))]
-        uses = [Use.decode(word) for word in words[start : start + len(expected.uses)]]
-        return Header(fingerprint, step, sender, tuple(used), tuple(uses), bool(words[4]))
+        middle = start + len(expected.uses)
+        stop = middle + len(expected.blocks)
+        uses = tuple(Use.decode(word) for word in words[start:middle])
+        blocks = tuple(BlockUse.decode(word) for word in words[middle:stop])
+        return Header(fingerprint, step, sender, tuple(used), uses, bool(words[4]), blocks)
 
 
 def _pack_bits(bits: Sequence[bool]) -> int:

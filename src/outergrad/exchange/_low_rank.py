@@ -6,7 +6,17 @@ import math
 from collections.abc import Sequence
 
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Factors, Inheritance, Link, Part, Route, Slot, StateDict, Unit
+from outergrad._types import (
+    Factors,
+    Inheritance,
+    Link,
+    Part,
+    Replays,
+    Route,
+    Slot,
+    StateDict,
+    Unit,
+)
 from outergrad.exchange._common import bias_numel, row_numel, tied_in_use, used_slots
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state
@@ -30,6 +40,7 @@ class LowRankExchange:
 
     forced = False
     takes_plain = True
+    replays = Replays()
 
     def __init__(self, settings: LowRankSettings) -> None:
         self._settings = settings
@@ -86,6 +97,10 @@ class LowRankExchange:
         if low_rank * self._settings.min_ratio >= dense:
             return Route.DENSE
         return self._low_rank_route(sites)
+
+    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
+        """Nothing is computed again."""
+        return False
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         """Whether factors are all that is sent, or what triplets are found from in less time."""

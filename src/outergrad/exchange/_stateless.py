@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Inheritance, Link, Slot, StateDict, Unit
+from outergrad._types import Inheritance, Link, Replays, Slot, StateDict, Unit
 
 
 class Stateless:
@@ -16,9 +16,14 @@ class Stateless:
     wire: torch.dtype | None = None
     forced = False
     takes_plain = False
+    replays = Replays()
     sketches: Sketches | None = None
     merger: Merger | None = None
     way_note = ""
+
+    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
+        """Nothing is computed again."""
+        return False
 
     def wants_link(self, sites: int) -> bool:
         """Nothing to choose."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from outergrad._types import Factors, Gradient, Part, Route, Slot, Unit
+from outergrad._types import UNSENDABLE, Factors, Gradient, Part, Replays, Route, Slot, Unit
 from outergrad.exchange._common import (
     bias_numel,
     require,
@@ -56,6 +56,7 @@ class DADExchange(Stateless):
     def __init__(self, method: DAD) -> None:
         self.forced = method.always
         self._canonical = method.reveal == "gradient"
+        self.replays = Replays(recurrent=not self._canonical, raw_inputs=not self._canonical)
         self.bucket_bytes = method.bucket_bytes
 
     def refuse(self, units: Sequence[Unit]) -> None:
@@ -91,6 +92,13 @@ class DADExchange(Stateless):
         largest = max(self._sent_numel(unit, rows_K) for rows_K in rows_SK)
         return largest * len(rows_SK) < 2 * unit.dense_numel
 
+    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
+        """Whether no site sends more than its share of the dense all-reduce would be."""
+        if self.forced:
+            return max(nbytes_S) < UNSENDABLE
+        sites = len(nbytes_S)
+        return sites > 1 and max(nbytes_S) * sites < 2 * 4 * unit.dense_numel
+
     def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
         """N raw rows, or the largest rank that N rows can have."""
         if not self._canonical or slot.lookup:
@@ -115,6 +123,8 @@ class DADExchange(Stateless):
 
     def reveals(self, unit: Unit) -> str:
         """What the coverage table says."""
+        if unit.block is not None:
+            return "what enters the block and the delta that comes back, of each row"
         if all(slot.lookup for slot in unit.slots):
             return "this site's gradient: the ids it looked up and their rows"
         return "this site's gradient" if self._canonical else "activations and deltas of each row"

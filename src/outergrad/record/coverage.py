@@ -24,8 +24,8 @@ class Travel:
     Attributes:
         parameter: full name.
         shape: of the parameter.
-        travels: "factors", "low rank", "dense", "local", "not trained", or, before the first step,
-            "factors or dense".
+        travels: "factors", "low rank", "replayed", "dense", "local", "not trained", or, before the
+            first step, "factors or dense" or "replayed or dense".
         why: the reason, in words.
         reveals: what the other sites can learn from this site's messages.
     """
@@ -89,7 +89,8 @@ def coverage(
     dense = {name: ("dense", why, _dense_reveals(sites)) for name, why in reasons.items()}
     travels = dense | dict.fromkeys(local, _LOCAL)
     for u, unit in enumerate(units):
-        entry = _unit_entry(unit, exchanges[u], sites, chosen[u] if chosen else "")
+        describe = _unit_entry if unit.block is None else _block_entry
+        entry = describe(unit, exchanges[u], sites, chosen[u] if chosen else "")
         travels.update(dict.fromkeys(unit.params, entry))
         if entry[0] == "low rank":
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
@@ -120,6 +121,17 @@ def _unit_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tupl
         is_sum = how.startswith("sketches")
         learnt = f"{_dense_reveals(sites)}, its largest parts" if is_sum else exchange.reveals(unit)
         return "low rank", how, learnt
+    return "dense", chosen.format(pays=pays), _dense_reveals(sites)
+
+
+def _block_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tuple[str, str, str]:
+    most = 8 * unit.dense_numel // sites
+    pays = "always=True" if exchange.forced else f"pays below {most} bytes per step and site"
+    cost = f"every site computes forward and backward of all {sites} sites' rows; {pays}"
+    if not chosen:
+        return "replayed or dense", cost, exchange.reveals(unit)
+    if chosen == "replayed":
+        return "replayed", cost, exchange.reveals(unit)
     return "dense", chosen.format(pays=pays), _dense_reveals(sites)
 
 

@@ -1,0 +1,138 @@
+"""What a site sends of a block in one step, and what comes of what all sites sent."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from torch import Tensor
+
+from outergrad._block_tap import TappedBlock, Use
+from outergrad._protocols import Replayer
+from outergrad._types import Block, Sent
+from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
+
+
+class BlockMessage:
+    """The uses of a block that a backward will capture, as they will be sent.
+
+    Args:
+        uses: in the order of forward.
+
+    Attributes:
+        nbytes: how long it is.
+    """
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        self._sources: list[tuple[Use, str, int]] = []
+        self._shapes: list[Shape] = []
+        self._places: dict[Hashable, int] = {}
+        self._message = Message([self._run(run) for run in _runs(uses)], self._shapes)
+        self.nbytes = self._message.nbytes
+
+    def _run(self, uses: Sequence[Use]) -> Run:
+        links = [self._link(use, follows=k > 0) for k, use in enumerate(uses)]
+        last = uses[-1]
+        pairs = enumerate(last.outputs)
+        return Run(tuple(links), tuple(self._add((last, "deltas", k), s) for k, s in pairs))
+
+    def _link(self, use: Use, *, follows: bool) -> Link:
+        places = [
+            PREVIOUS if follows and k == use.entry else self._place(use, k)
+            for k in range(len(use.shapes))
+        ]
+        return Link(use.member, use.about, tuple(places))
+
+    def _place(self, use: Use, k: int) -> int:
+        """Of a tensor; what several uses are given, as a mask, is sent once."""
+        if k not in use.constants:
+            return self._add((use, "kept", k), use.shapes[k])
+        tensor = use.constants[k][0]
+        key = tensor.data_ptr(), tensor.stride(), use.shapes[k]
+        if key not in self._places:
+            self._places[key] = self._add((use, "kept", k), use.shapes[k])
+        return self._places[key]
+
+    def _add(self, source: tuple[Use, str, int], shape: Shape) -> int:
+        self._sources.append(source)
+        self._shapes.append(shape)
+        return len(self._shapes) - 1
+
+    def write(self, out: Tensor) -> None:
+        """Fills this site's part of a message, once all deltas have arrived."""
+        tensors = [getattr(use, kind)[k] for use, kind, k in self._sources]
+        self._message.write(tensors, out)
+
+
+def _runs(uses: Sequence[Use]) -> list[list[Use]]:
+    """The uses of which each reads the output of the one before, and nothing else does."""
+    runs: list[list[Use]] = []
+    for use in uses:
+        run = next((r for r in runs if use.linked and r[-1] is use.previous), None)
+        if run is None:
+            runs.append([use])
+        else:
+            run.append(use)
+    return runs
+
+
+class Blocks:
+    """The blocks of a session, in the order in which headers count them."""
+
+    def __init__(self) -> None:
+        self._tapped: dict[Block, TappedBlock] = {}
+        self._messages: dict[Block, BlockMessage] = {}
+
+    def add(self, tapped: TappedBlock) -> None:
+        """Takes in the next one."""
+        self._tapped[tapped.block] = tapped
+
+    def __iter__(self) -> Iterator[TappedBlock]:
+        return iter(self._tapped.values())
+
+    def __getitem__(self, block: Block) -> TappedBlock:
+        return self._tapped[block]
+
+    def index(self, block: Block) -> int:
+        """Its place in a header."""
+        return list(self._tapped).index(block)
+
+    def announce(self, block: Block) -> BlockMessage:
+        """What the current backward will capture of it."""
+        self._messages[block] = BlockMessage(self._tapped[block].uses())
+        return self._messages[block]
+
+    def message(self, block: Block) -> BlockMessage:
+        """What was announced of it."""
+        return self._messages[block]
+
+
+def block_gradients(
+    replayer: Replayer, data_S: Sequence[Tensor | None], scale: float
+) -> dict[str, Tensor]:
+    """Gradients of a block's parameters: the sum over the sites, in their order, times scale.
+
+    Args:
+        replayer: computes the block again.
+        data_S: what each site sent; None where it did not use the block.
+        scale: for all.
+    """
+    total: dict[str, Tensor] = {}
+    for data in data_S:
+        runs, tensors = ((), []) if data is None else Message.read(data)
+        for run in runs:
+            deltas = [tensors[k] for k in run.deltas]
+            _add(total, replayer.gradients([_sent(link, tensors) for link in run.links], deltas))
+    return {name: gradient.mul_(scale) for name, gradient in total.items()}
+
+
+def _sent(link: Link, tensors: Sequence[Tensor]) -> Sent:
+    found = [None if place == PREVIOUS else tensors[place] for place in link.places]
+    return Sent(link.member, link.about, found)
+
+
+def _add(total: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        if name in total:
+            total[name] += gradient
+        else:
+            total[name] = gradient.clone()

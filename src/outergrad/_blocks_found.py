@@ -1,0 +1,258 @@
+"""Which parts of a model are computed again by all sites."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from outergrad._block_tap import TappedBlock
+from outergrad._protocols import Exchange, Replayer
+from outergrad._tap import ClassSwap
+from outergrad._types import Block
+from outergrad.replay.chain import Between, Chain, Layer, chains_in, has_hooks, is_layer
+from outergrad.replay.modules import Modules
+
+_RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
+
+
+class Host:
+    """An `nn.Sequential` in which chains run.
+
+    Args:
+        module: the `nn.Sequential`.
+        parts: its children, those of nested ones too.
+    """
+
+    def __init__(self, module: nn.Sequential, parts: Sequence[nn.Module]) -> None:
+        self._module = module
+        self._items: list[Callable[[Any], Any] | None] = list(parts)
+        self._swap: ClassSwap | None = None
+
+    def put(self, tapped: TappedBlock, start: int, last: int) -> None:
+        """Lets a chain run in the place of these parts."""
+        self._items[start] = lambda x: tapped.call(0, (x,), {})
+        self._items[start + 1 : last + 1] = [None] * (last - start)
+        if self._swap is None:
+            self._swap = ClassSwap(self._module, self._forward)
+            tapped.swaps.append(self._swap)
+
+    def _forward(self, input: Any) -> Any:
+        for item in self._items:
+            input = input if item is None else item(input)
+        return input
+
+
+@dataclass(frozen=True)
+class FoundBlock:
+    """A block of a model.
+
+    Attributes:
+        block: its name and parameters.
+        names: full names of its modules.
+        modules: the modules.
+        params_of: per module that can be called, full names of its trained parameters.
+        replayer: computes them.
+        explicit: whether the user named it.
+        raw_inputs: whether it may read nothing but what enters the model.
+        place: where it runs, if it is a chain: the host, its first part there and its last.
+    """
+
+    block: Block
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    params_of: tuple[tuple[str, ...], ...]
+    replayer: Replayer
+    explicit: bool
+    raw_inputs: bool
+    place: tuple[Host, int, int] | None = None
+
+    def swap(self, tapped: TappedBlock) -> None:
+        """Swaps the classes of its modules, or of what holds them."""
+        if self.place is not None:
+            host, start, last = self.place
+            host.put(tapped, start, last)
+            return
+        for k, module in enumerate(self.modules):
+            tapped.swaps.append(ClassSwap(module, _member(tapped, k)))
+
+
+def _member(tapped: TappedBlock, member: int) -> Any:
+    return lambda *args, **kwargs: tapped.call(member, args, kwargs)
+
+
+class BlockFinder:
+    """Looks for the blocks that one exchange asks for.
+
+    Args:
+        model: the model.
+        exchange: what asks.
+        full_names: by identity, of the trained parameters that belong to it.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange, full_names: Mapping[int, str]) -> None:
+        self._model, self._replays, self._full_names = model, exchange.replays, full_names
+        self._modules = dict(model.named_modules())
+        every = model.named_parameters(remove_duplicate=False)
+        self._times = Counter(id(p) for _, p in every)
+        self.owned: set[int] = set()
+
+    def found(self) -> Iterator[FoundBlock]:
+        """The blocks, those of names first.
+
+        Raises:
+            ValueError: what is named cannot be computed again by other sites.
+        """
+        for group in _siblings(self._named()):
+            yield self._of_modules(group, explicit=True)
+        if self._replays.recurrent:
+            for name, module in self._modules.items():
+                if type(module) in _RECURRENT and self._is_fit(module):
+                    yield self._of_modules([name], explicit=False)
+        if self._replays.chains:
+            yield from self._chains()
+
+    # -- modules --------------------------------------------------------------------------------
+
+    def _named(self) -> list[str]:
+        """Names that match a pattern, without those within others."""
+        names: list[str] = []
+        for pattern in self._replays.blocks:
+            matching = [n for n in self._modules if n and fnmatchcase(n, pattern)]
+            if not matching:
+                raise ValueError(
+                    f"EDAD: blocks={pattern!r} matches no module; they are "
+                    f"{', '.join(name for name in self._modules if name)}"
+                )
+            names += matching
+        ordered = [name for name in self._modules if name in names]
+        return [n for n in ordered if not any(n.startswith(f"{other}.") for other in ordered)]
+
+    def _of_modules(self, names: Sequence[str], *, explicit: bool) -> FoundBlock:
+        modules = [self._modules[name] for name in names]
+        if explicit:
+            for name, module in zip(names, modules, strict=True):
+                self._check(name, module)
+        self._own(modules)
+        params_of = tuple(self._params([module]) for module in modules)
+        params = tuple(dict.fromkeys(name for params in params_of for name in params))
+        label = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        replayer = Modules(names, modules, self._full_names)
+        common = (explicit, self._replays.raw_inputs)
+        block = Block(label, params)
+        return FoundBlock(block, tuple(names), tuple(modules), params_of, replayer, *common)
+
+    def _check(self, name: str, module: nn.Module) -> None:
+        for child, part in module.named_modules(prefix=name):
+            if getattr(part, "track_running_stats", False):
+                raise ValueError(
+                    f"EDAD: {child!r} ({type(part).__name__}) keeps running statistics, so block "
+                    f"{name!r} cannot be computed again by other sites: use GroupNorm or "
+                    f"LayerNorm, or leave it out of blocks="
+                )
+            if id(part) in self.owned:
+                raise ValueError(f"EDAD: {child!r} belongs to several of blocks=")
+        parameters = dict(module.named_parameters(prefix=name))
+        if not any(id(p) in self._full_names for p in parameters.values()):
+            raise ValueError(f"EDAD: block {name!r} has no trained parameter of this method")
+        inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        for full, p in parameters.items():
+            if p.requires_grad and id(p) not in self._full_names:
+                raise ValueError(f"EDAD: {full!r} in block {name!r} has another method")
+            if self._times[id(p)] != inside[id(p)]:
+                raise ValueError(
+                    f"EDAD: {full!r} in block {name!r} is tied to a parameter outside: leave the "
+                    f"block out of blocks="
+                )
+
+    def _is_fit(self, module: nn.Module) -> bool:
+        """Whether a module without a name in `blocks` can be computed again."""
+        params = list(module.parameters())
+        plain = all(id(p) in self._full_names and self._times[id(p)] == 1 for p in params)
+        return id(module) not in self.owned and plain and bool(params) and not _is_computed(module)
+
+    def _own(self, modules: Sequence[nn.Module]) -> None:
+        self.owned |= {id(part) for module in modules for part in module.modules()}
+
+    def _params(self, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+        params = (p for module in modules for p in module.parameters())
+        return tuple(dict.fromkeys(self._full_names[id(p)] for p in params if p.requires_grad))
+
+    # -- chains ---------------------------------------------------------------------------------
+
+    def _chains(self) -> Iterator[FoundBlock]:
+        seen: set[int] = set()
+        for name, module in self._modules.items():
+            if _is_plain_sequential(module) and id(module) not in seen | self.owned:
+                parts = list(_flat(module, name))
+                seen |= {id(m) for m in module.modules() if isinstance(m, nn.Sequential)}
+                host = Host(module, [part for _, part in parts])
+                yield from self._chains_of(host, parts)
+
+    def _chains_of(
+        self, host: Host, parts: Sequence[tuple[str, nn.Module]]
+    ) -> Iterator[FoundBlock]:
+        usable = [module if self._may_chain(module) else None for _, module in parts]
+        for first, last in chains_in(usable):
+            start = first if self._replays.raw_inputs else _next_layer(usable, first)
+            if start < last:
+                yield self._chain(host, parts, start, last)
+
+    def _may_chain(self, module: nn.Module) -> bool:
+        return not has_hooks(module) and (not list(module.parameters()) or self._is_fit(module))
+
+    def _chain(
+        self, host: Host, parts: Sequence[tuple[str, nn.Module]], start: int, last: int
+    ) -> FoundBlock:
+        names, modules = zip(*parts[start : last + 1], strict=True)
+        self._own(modules)
+        layers: list[Layer] = []
+        between: list[list[nn.Module]] = []
+        for module in modules:
+            if is_layer(module):
+                layers.append(module)
+                between.append([])
+            else:
+                between[-1].append(module)
+        spaces = [Between(tuple(part)) for part in between[:-1]]
+        params = self._params(modules)
+        label = f"{names[0]} ... {names[-1]}"
+        replayer = Chain(layers, spaces, self._full_names)
+        block = Block(label, params)
+        place = host, start, last
+        return FoundBlock(block, (label,), modules, (params,), replayer, False, True, place)
+
+
+def _siblings(names: Sequence[str]) -> list[list[str]]:
+    """Names with the same parent, in their order."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(groups.values())
+
+
+def _is_computed(module: nn.Module) -> bool:
+    """Whether some weight is computed from others, as by `weight_norm`."""
+    return any(name == "parametrizations" for name, _ in module.named_modules())
+
+
+def _is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _flat(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Full names and children, with those of nested ones in their place."""
+    for key, child in module.named_children():
+        name = f"{prefix}.{key}" if prefix else key
+        if _is_plain_sequential(child) and not has_hooks(child):
+            yield from _flat(child, name)
+        else:
+            yield name, child
+
+
+def _next_layer(modules: Sequence[nn.Module | None], first: int) -> int:
+    return next(i for i in range(first + 1, len(modules)) if is_layer(modules[i]))

@@ -1,0 +1,62 @@
+"""edAD: sites send activations and one delta, and compute the other deltas again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outergrad._types import Replays
+from outergrad.exchange._common import require
+from outergrad.exchange.dad import DAD, DADExchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDAD:
+    """Sites send activations and one delta per chain of layers; the others follow (edAD).
+
+    Exact. Of a chain of linear layers and convolutions in an `nn.Sequential`, with elementwise
+    functions, norms, pooling or dropout between, the activations of every layer travel and the
+    delta of the last. Of other parts, named in `blocks`, only what enters and the delta of what
+    leaves travel; every site then computes forward and backward of the part again, for the rows of
+    all sites: fewer bytes for more arithmetic. `nn.RNN`, `nn.GRU` and `nn.LSTM` are such parts
+    unasked. All else travels as with `DAD`, and nothing where dense is fewer bytes. Source: Baker
+    et al., arXiv 2102.09631 (edAD).
+
+    Attributes:
+        blocks: patterns of full names of modules that are computed again, as ("layers.*",). Modules
+            of one parent that only read each other's outputs need one delta together.
+        inputs: "canonical": nothing that enters the model travels: the first layer of each chain,
+            and every layer outside, sends canonical factors, as `DAD` does, and blocks must read
+            what other trained layers made. "raw": rows of activations are sent of these, too.
+            Activations of hidden layers always travel: docs/methods.md says what they tell.
+        always: also where the dense gradient is fewer bytes.
+        bucket_bytes: payload of one message before the next layer opens another.
+    """
+
+    blocks: tuple[str, ...] | list[str] = ()
+    inputs: Literal["canonical", "raw"] = "canonical"
+    always: bool = False
+    bucket_bytes: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        patterns = not isinstance(self.blocks, str) and all(isinstance(b, str) for b in self.blocks)
+        require(patterns, self, "blocks", 'a list of patterns, as ["layers.*"]')
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        require(self.inputs in ("canonical", "raw"), self, "inputs", "'canonical' or 'raw'")
+        require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
+
+    def exchange(self) -> DADExchange:
+        """A new exchange with these settings."""
+        raw = self.inputs == "raw"
+        exchange = DADExchange(
+            DAD(
+                always=self.always,
+                reveal="activations" if raw else "gradient",
+                bucket_bytes=self.bucket_bytes,
+            )
+        )
+        exchange.replays = Replays(
+            blocks=tuple(self.blocks), chains=True, recurrent=True, raw_inputs=raw
+        )
+        return exchange

@@ -1,0 +1,1 @@
+"""Parts of a model that every site computes again for all sites' rows: no communication here."""

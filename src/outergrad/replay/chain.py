@@ -1,0 +1,230 @@
+"""edAD: of a chain of layers the activations travel and the last delta; the others follow.
+
+With A_l the input of layer l, y_l its output and A_{l+1} = f_l(y_l) what the functions between make
+of it, the deltas of all rows are computed again from the weights that all sites share,
+
+    delta_l = f_l'(y_l) * (delta_{l+1} W_{l+1}),        dW_l = delta_lᵀ A_l,
+
+with f' taken from A_{l+1} where that is enough. Source: Baker et al., arXiv 2102.09631 (edAD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from outergrad._types import Sent, Traced
+from outergrad.replay.autocast import autocast_as, autocast_now
+from outergrad.replay.from_output import delta_before, is_known, reshapes
+from outergrad.replay.streams import recorded, replayed
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+LAYERS = (nn.Linear, *_CONVOLUTIONS)
+
+
+@dataclass(frozen=True)
+class Between:
+    """What stands between two layers.
+
+    Attributes:
+        modules: in their order.
+    """
+
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its derivative follows from its output: of one function, and changes of shape."""
+        functions = [m for m in self.modules if not reshapes(m)]
+        return len(functions) <= 1 and all(map(is_known, self.modules))
+
+    def __call__(self, y: Tensor, params: Mapping[int, Tensor]) -> Tensor:
+        """The activations of the next layer; parameters by the identity of the real ones."""
+        for module in self.modules:
+            own = {n: params[id(p)] for n, p in module.named_parameters()}
+            y = functional_call(module, own, (y,))
+        return y
+
+
+class Chain:
+    """Layers of an `nn.Sequential` whose activations are sent: `Replayer` of a block.
+
+    Args:
+        layers: in their order, each with a bias or without.
+        between: what stands between each two of them.
+        full_names: of the trained parameters, by identity.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], between: Sequence[Between], full_names: Mapping[int, str]
+    ) -> None:
+        self._layers, self._between, self._full_names = layers, between, full_names
+        parts = zip(layers, [*between, Between(())], strict=True)
+        self.modules = [m for layer, part in parts for m in (layer, *part.modules)]
+        self._params = {id(p): p for module in self.modules for p in module.parameters()}
+        self._device = layers[0].weight.device
+
+    def trace(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """See `Replayer`: the activations of every layer, and the last one's output."""
+        (x,) = args
+        detached = {key: p.detach() for key, p in self._params.items()}
+        activations, seeds = [x], list[str | None]()
+        y = _output(self._layers[0], x, detached)
+        shapes = [tuple(y.shape)]
+        for layer, between in zip(self._layers[1:], self._between, strict=True):
+            with recorded(self._device) as draws:
+                activations.append(between(y, detached))
+            seeds.append(None if draws.seed is None else f"{draws.seed:016x}")
+            y = _output(layer, activations[-1], detached)
+            shapes.append(tuple(y.shape))
+        about = {"seeds": seeds, "shapes": shapes, "autocast": autocast_now(self._device)}
+        return Traced(about, activations, [y], lambda new: new[0])
+
+    def may_trace(self, member: int) -> bool:
+        """See `Replayer`: not while a hook wants to see what goes through one of them."""
+        return not any(map(has_hooks, self.modules))
+
+    def plain(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Replayer`."""
+        (y,) = args
+        for module in self.modules:
+            y = module(y)
+        return y
+
+    def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
+        """See `Replayer`: as many numbers per row as the layers read and the last one returns.
+
+        Exact for linear layers; of convolutions the first one's positions count for all.
+        """
+        (x,) = args
+        first = self._layers[0].weight.shape[1] * getattr(self._layers[0], "groups", 1)
+        widths = [m.weight.shape[1] * getattr(m, "groups", 1) for m in self._layers]
+        return x.nbytes * sum(widths) // max(first, 1) + y.nbytes
+
+    def gradients(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `Replayer`: backward through the layers, from the last one's delta."""
+        (link,), (d,) = links, deltas
+        detached = {key: p.detach() for key, p in self._params.items()}
+        found: dict[int, Tensor] = {}
+        with autocast_as(link.about["autocast"], self._device):
+            for k in reversed(range(len(self._layers))):
+                a = link.tensors[k]
+                assert a is not None
+                d = d.reshape(link.about["shapes"][k])
+                d = _backward(self._layers[k], a, d, found, inputs=k > 0)
+                if k:
+                    d = self._before(k - 1, link, d, detached, found)
+        names = self._full_names
+        return {names[key]: gradient for key, gradient in found.items() if key in names}
+
+    def _before(
+        self,
+        k: int,
+        link: Sent,
+        d: Tensor,
+        params: Mapping[int, Tensor],
+        found: dict[int, Tensor],
+    ) -> Tensor:
+        """Delta of the output of layer k, from that of what the functions behind it made of it."""
+        between, (a, after) = self._between[k], link.tensors[k : k + 2]
+        assert a is not None
+        assert after is not None
+        if between.is_known:
+            for module in reversed(between.modules):
+                d = delta_before(module, after, d)
+            return d
+        seed = link.about["seeds"][k]
+        own = [p for module in between.modules for p in module.parameters()]
+        copies = {id(p): params[id(p)].detach().requires_grad_() for p in own}
+        y = _output(self._layers[k], a, params).detach().requires_grad_()
+        with torch.enable_grad(), replayed(None if seed is None else int(seed, 16), self._device):
+            output = between(y.clone(), copies)
+        inputs = [y, *copies.values()]
+        d, *gradients = torch.autograd.grad(output, inputs, d.view(output.shape).to(output.dtype))
+        found.update(zip(copies, gradients, strict=True))
+        return d
+
+
+def _output(layer: Layer, x: Tensor, params: Mapping[int, Tensor]) -> Tensor:
+    bias = None if layer.bias is None else params[id(layer.bias)]
+    weight = params[id(layer.weight)]
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    convolve = _CONVOLUTIONS[type(layer)]
+    return convolve(x, weight, bias, *_geometry(layer), layer.groups)
+
+
+def _geometry(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[Any, Any, Any]:
+    return layer.stride, layer.padding, layer.dilation
+
+
+def _backward(
+    layer: Layer, a: Tensor, d: Tensor, found: dict[int, Tensor], *, inputs: bool
+) -> Tensor:
+    """Adds the gradients of a layer; returns the delta of its input, if that is asked for."""
+    weight, a_d = layer.weight.detach().to(d.dtype), a.to(d.dtype)
+    with torch.autocast(d.device.type, enabled=False):
+        if isinstance(layer, nn.Linear):
+            d_NO, a_NI = d.reshape(-1, d.shape[-1]), a_d.reshape(-1, a.shape[-1])
+            found[id(layer.weight)] = d_NO.mT @ a_NI
+            if layer.bias is not None:
+                found[id(layer.bias)] = d_NO.sum(dim=0)
+            return (d @ weight).to(a.dtype) if inputs else d
+        zeros, sizes = [0] * len(layer.kernel_size), [layer.out_channels]
+        before, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            *(d, a_d, weight, sizes, *_geometry(layer), False, zeros, layer.groups),
+            [inputs, True, layer.bias is not None],
+        )
+    found[id(layer.weight)] = of_weight
+    if layer.bias is not None:
+        found[id(layer.bias)] = of_bias
+    return before.to(a.dtype) if inputs else d
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at what it computes."""
+    return any(value for key, value in vars(module).items() if key.endswith("_hooks"))
+
+
+def chains_in(modules: Sequence[nn.Module | None]) -> list[tuple[int, int]]:
+    """First and last index of the layers of every chain of two and more, as long as they get."""
+    chains: list[tuple[int, int]] = []
+    first = last = None
+    for i, module in enumerate([*modules, None]):
+        if module is not None and is_layer(module):
+            first, last = (i if first is None else first), i
+        elif module is None or not _may_stand_between(module):
+            if first is not None and last is not None and last > first:
+                chains.append((first, last))
+            first = last = None
+    return chains
+
+
+def is_layer(module: Any) -> TypeGuard[Layer]:
+    """Whether it is a layer whose delta and activations make its gradient."""
+    if type(module) is nn.Linear:
+        return True
+    is_convolution = type(module) in _CONVOLUTIONS
+    return is_convolution and module.padding_mode == "zeros" and type(module.padding) is tuple
+
+
+_BETWEEN = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.PReLU),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *(nn.Softmax, nn.LogSoftmax, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink),
+)
+"""Computed again where they stand between two layers."""
+
+
+def _may_stand_between(module: nn.Module) -> bool:
+    return is_known(module) or type(module) in _BETWEEN

@@ -1,0 +1,125 @@
+"""Any module, computed again from its inputs: exact for all its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from outergrad._types import Sent, Traced
+from outergrad.replay.autocast import autocast_as, autocast_now
+from outergrad.replay.streams import recorded, replayed
+from outergrad.replay.structure import flattened, rebuilt
+
+
+class Modules:
+    """Modules whose inputs and output deltas are sent: `Replayer` of a block.
+
+    Args:
+        names: full names of the modules.
+        modules: the modules.
+        full_names: of their trained parameters, by identity.
+    """
+
+    def __init__(
+        self, names: Sequence[str], modules: Sequence[nn.Module], full_names: Mapping[int, str]
+    ) -> None:
+        self._names, self._modules = names, modules
+        self._forwards = [_Forward(module) for module in modules]
+        self._trained = [
+            {n: full_names[id(p)] for n, p in module.named_parameters() if id(p) in full_names}
+            for module in modules
+        ]
+
+    def trace(self, member: int, args: Any, kwargs: Any) -> Traced:
+        """See `Replayer`.
+
+        Raises:
+            TypeError: an argument cannot be sent.
+            RuntimeError: the module changed a buffer.
+        """
+        module, name = self._modules[member], self._names[member]
+        structure, tensors = self._flattened(name, (args, kwargs))
+        device = next(module.parameters()).device
+        buffers = {n: (b, b._version) for n, b in module.named_buffers()}
+        detached = {n: p.detach() for n, p in module.named_parameters()}
+        with recorded(device) as draws:
+            output = self._forwards[member].with_parameters(detached, args, kwargs)
+        for n, (buffer, version) in buffers.items():
+            if buffer._version != version:
+                raise RuntimeError(
+                    f"block {name!r}: its forward changes the buffer {n!r}, so other sites could "
+                    f"not compute it again: leave it out of blocks="
+                )
+        seed = None if draws.seed is None else f"{draws.seed:016x}"
+        about = {"in": structure, "seed": seed, "autocast": autocast_now(device)}
+        shape, leaves = self._flattened(name, output)
+        return Traced(about, tensors, leaves, lambda new: rebuilt(shape, new))
+
+    def may_trace(self, member: int) -> bool:
+        """See `Replayer`."""
+        return True
+
+    def plain(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Replayer`."""
+        return self._forwards[member](*args, **kwargs)
+
+    def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
+        """See `Replayer`: inputs and outputs."""
+        tensors = self._flattened(self._names[member], ((args, kwargs), y))[1]
+        return sum(t.nbytes for t in tensors)
+
+    def _flattened(self, name: str, value: Any) -> tuple[Any, list[Tensor]]:
+        try:
+            return flattened(value)
+        except TypeError as error:
+            raise TypeError(f"block {name!r}: {error}; or leave it out of blocks=") from None
+
+    def gradients(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `Replayer`: forward through all links, then back from the deltas of the last."""
+        copies: dict[str, Tensor] = {}
+        entry, leaves = None, list[Tensor]()
+        for link in links:
+            tensors = [entry if t is None else t for t in link.tensors]
+            leaves = self._forward(link, tensors, copies)
+            entry = leaves[0]
+        pairs = [(y, d) for y, d in zip(leaves, deltas, strict=True) if y.requires_grad]
+        if not pairs:
+            return {}
+        names, wanted = list(copies), list(copies.values())
+        outputs, grad_outputs = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True)
+        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+
+    def _forward(
+        self, link: Sent, tensors: Sequence[Tensor | None], copies: dict[str, Tensor]
+    ) -> list[Tensor]:
+        """The floating outputs, with a graph to copies of the parameters, which it adds."""
+        module, trained = self._modules[link.member], self._trained[link.member]
+        about, device = link.about, next(module.parameters()).device
+        used = {n: p.detach() for n, p in module.named_parameters()}
+        for n, full in trained.items():
+            used[n] = copies.setdefault(full, used[n].requires_grad_())
+        seed = None if about["seed"] is None else int(about["seed"], 16)
+        args, kwargs = rebuilt(about["in"], tensors)  # type: ignore[arg-type]
+        with torch.enable_grad(), replayed(seed, device), autocast_as(about["autocast"], device):
+            output = self._forwards[link.member].with_parameters(used, args, kwargs)
+        return [t for t in flattened(output)[1] if t.is_floating_point()]
+
+
+class _Forward(nn.Module):
+    """The forward of a module's own class, without its hooks and whatever its class is now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self._plain = module, type(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain.forward(self.module, *args, **kwargs)
+
+    def with_parameters(self, params: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+        """Computes with these in the place of the parameters."""
+        return functional_call(self, {f"module.{n}": p for n, p in params.items()}, args, kwargs)

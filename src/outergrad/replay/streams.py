@@ -1,0 +1,62 @@
+"""Random numbers that every site can draw again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Draws:
+    """What `recorded` found out.
+
+    Attributes:
+        seed: with which the numbers can be drawn again; None if none were drawn.
+    """
+
+    seed: int | None = None
+
+
+@contextmanager
+def recorded(device: torch.device) -> Iterator[Draws]:
+    """Draws from a seed of its own inside; outside, the stream goes on as if one had been drawn.
+
+    The seed is a function of the stream's state, and a stream from which nothing was drawn inside
+    is left as it was: a part of a model without dropout changes no random number of the others.
+    """
+    draws, seed = Draws(), _next_seed(device)
+    with _forked(device):
+        torch.manual_seed(seed)
+        before = _state(device)
+        yield draws
+        if not _state(device).equal(before):
+            draws.seed = seed
+    if draws.seed is not None:
+        torch.rand((), device=device)
+
+
+@contextmanager
+def replayed(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draws the same numbers again, and leaves the stream outside as it is."""
+    with _forked(device):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _forked(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _next_seed(device: torch.device) -> int:
+    """A number that the state decides, without drawing it from there."""
+    generator = torch.Generator(device)
+    generator.set_state(_state(device))
+    return int(torch.randint(2**60, (), generator=generator, device=device))

@@ -1,0 +1,72 @@
+"""Arguments of a module as plain values and a list of tensors, and back; no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+Structure = Any
+"""What JSON can hold: a tensor is {"t": its place}, a container {its kind: its items}."""
+
+
+def flattened(value: Any) -> tuple[Structure, list[Tensor]]:
+    """Takes nested arguments apart; a tensor that occurs twice is one.
+
+    Raises:
+        TypeError: there is something in them that cannot be sent.
+    """
+    tensors: list[Tensor] = []
+    return _taken_apart(value, tensors), tensors
+
+
+def rebuilt(structure: Structure, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `flattened`."""
+    if not isinstance(structure, Mapping):
+        return structure
+    ((kind, content),) = structure.items()
+    if kind == "t":
+        return tensors[content]
+    if kind == "dict":
+        return {key: rebuilt(item, tensors) for key, item in content.items()}
+    return _CONTAINERS[kind]([rebuilt(item, tensors) for item in content])
+
+
+def _taken_apart(value: Any, tensors: list[Tensor]) -> Structure:
+    if isinstance(value, Tensor):
+        return {"t": _place(value, tensors)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _taken_apart(item, tensors) for key, item in value.items()}}
+    for kind, of_kind in _KINDS.items():
+        if type(value) is of_kind:
+            return {kind: [_taken_apart(item, tensors) for item in value]}
+    raise TypeError(
+        f"it was called with a {type(value).__name__}, which cannot be sent; pass tensors, "
+        f"numbers, text, None, lists, tuples or dicts of them"
+    )
+
+
+def _place(tensor: Tensor, tensors: list[Tensor]) -> int:
+    known = next((i for i, t in enumerate(tensors) if t is tensor), len(tensors))
+    if known == len(tensors):
+        tensors.append(tensor)
+    return known
+
+
+_KINDS: dict[str, type] = {
+    "list": list,
+    "tuple": tuple,
+    "size": torch.Size,
+    "packed": PackedSequence,
+}
+_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "size": torch.Size,
+    "packed": lambda items: PackedSequence(*items),
+}

@@ -1,0 +1,553 @@
+"""Chains and blocks that every site computes again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import outergrad as og
+from cases import relative_error
+from ranks import run_on_lasting_groups, try_ranks
+
+STEPS = 4
+
+
+def loss(y):
+    y = y[0] if isinstance(y, tuple) else y
+    y = y.data if isinstance(y, PackedSequence) else y
+    return (y * y).mean() + y.sin().mean()
+
+
+def train(original, method, inputs, rank, group, steps=STEPS):
+    replica = copy.deepcopy(original)
+    session = og.distribute(replica, method, group=group)
+    for _ in range(steps):
+        replica.zero_grad()
+        loss(replica(*inputs[rank])).backward()
+    session.detach()
+    return {name: p.grad for name, p in replica.named_parameters()}, session
+
+
+def pooled(original, inputs):
+    model = copy.deepcopy(original).double()
+    for batch in inputs:
+        doubled = [_double(t) for t in batch]
+        (loss(model(*doubled)) / len(inputs)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def _double(t):
+    if isinstance(t, PackedSequence):
+        return t.double()
+    return t.double() if t.is_floating_point() else t
+
+
+def check(original, method, inputs, travels=None):
+    """Exact on all sites, the same to the bit, in each of four steps."""
+    expected = pooled(original, inputs)
+
+    def body(rank, group):
+        return train(original, method, inputs, rank, group)
+
+    results = run_on_lasting_groups(len(inputs), body)
+    for gradients, session in results:
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, expected[name]) < 5e-6, name
+            assert gradient is None or gradient.equal(results[0][0][name]), name
+        for name in travels or ():
+            lines = {line.parameter: line.travels for line in session.coverage()}
+            assert lines[name] == "replayed", lines
+    return results
+
+
+def rows(sites, *shape):
+    return [(torch.randn(4 + 3 * rank, *shape),) for rank in range(sites)]
+
+
+ACTIVATIONS = {
+    "relu": nn.ReLU(),
+    "relu in place": nn.ReLU(inplace=True),
+    "leaky": nn.LeakyReLU(0.2),
+    "relu6": nn.ReLU6(),
+    "hardtanh": nn.Hardtanh(-0.3, 0.7),
+    "hardsigmoid": nn.Hardsigmoid(),
+    "sigmoid": nn.Sigmoid(),
+    "tanh": nn.Tanh(),
+    "softplus": nn.Softplus(2.0),
+    "elu": nn.ELU(0.7),
+    "celu": nn.CELU(0.8),
+    "selu": nn.SELU(),
+    "logsigmoid": nn.LogSigmoid(),
+    "softsign": nn.Softsign(),
+    "identity": nn.Identity(),
+    "gelu": nn.GELU(),
+    "silu": nn.SiLU(),
+    "prelu": nn.PReLU(),
+    "layer norm": nn.LayerNorm(12),
+    "norm and function": nn.Sequential(nn.LayerNorm(12), nn.Tanh()),
+    "two functions": nn.Sequential(nn.Tanh(), nn.ReLU()),
+    "none": nn.Sequential(),
+}
+
+
+def deep(activation, layers=6, width=12):
+    parts = [nn.Linear(10, width)]
+    for _ in range(layers - 2):
+        parts += [copy.deepcopy(activation), nn.Linear(width, width)]
+    return nn.Sequential(*parts, copy.deepcopy(activation), nn.Linear(width, 7), nn.Tanh())
+
+
+@pytest.mark.parametrize("inputs", ["canonical", "raw"])
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_chain_is_exact_with_every_function_between(name, sites, inputs):
+    torch.manual_seed(1)
+    model = deep(ACTIVATIONS[name])
+    whole = [n for n, _ in model.named_parameters()]
+    inside = [n for n in whole if not n.startswith(("0.", "1."))]
+    travels = inside if inputs == "canonical" else whole
+    check(model, og.EDAD(always=True, inputs=inputs), rows(sites, 10), travels)
+
+
+CONVOLUTIONS = {
+    "1d": lambda: nn.Sequential(
+        nn.Conv1d(3, 6, 3), nn.ReLU(), nn.Conv1d(6, 4, 2, stride=2), nn.Tanh(), nn.Conv1d(4, 5, 3)
+    ),
+    "2d, pooled, flattened": lambda: nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(6, 8, 3, groups=2, bias=False), nn.GroupNorm(2, 8), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(8, 5, 3, dilation=2, padding=2), nn.Sigmoid(), nn.Flatten()),
+        nn.Sequential(nn.Linear(45, 9), nn.ELU(), nn.Linear(9, 4)),
+    ),
+    "3d": lambda: nn.Sequential(
+        *(nn.Conv3d(3, 4, 2), nn.ReLU(), nn.Conv3d(4, 3, 2), nn.Softplus(), nn.Conv3d(3, 3, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("inputs", ["canonical", "raw"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_chain_of_convolutions_is_exact(name, inputs):
+    torch.manual_seed(1)
+    model = CONVOLUTIONS[name]()
+    sizes = {"1d": (3, 16), "3d": (3, 5, 5, 5)}.get(name, (3, 10, 10))
+    inside = [n for n, p in model.named_parameters() if n not in ("0.weight", "0.bias")][2:]
+    check(model, og.EDAD(always=True, inputs=inputs), rows(2, *sizes), inside)
+
+
+class Stack(nn.Module):
+    """Pre-norm transformer blocks over embedded ids."""
+
+    def __init__(self, blocks=3, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(20, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, 2, 2 * width, 0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(blocks)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 20)
+
+    def forward(self, ids, mask=None):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.head(self.norm(x))
+
+
+def ids(sites, length=5):
+    return [(torch.randint(0, 20, (3 + rank, length)),) for rank in range(sites)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sites", [2, 3])
+def test_a_stack_of_transformer_blocks_is_exact(sites, masked):
+    torch.manual_seed(1)
+    model, inputs = Stack(), ids(sites)
+    if masked:
+        mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        inputs = [(*batch, mask) for batch in inputs]
+    travels = [name for name, _ in model.layers.named_parameters(prefix="layers")]
+    check(model, og.EDAD(blocks=["layers.*"], always=True), inputs, travels)
+
+
+def test_blocks_that_follow_each_other_send_one_delta():
+    torch.manual_seed(1)
+    model, inputs = Stack(), ids(2)
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        session = og.distribute(replica, og.EDAD(blocks=["layers.*"], always=True), group=group)
+        sent = []
+        for _ in range(3):
+            replica.zero_grad()
+            loss(replica(*inputs[rank])).backward()
+            sent.append(session.stats().layers["layers.0 ... layers.2"].sent_bytes)
+        session.detach()
+        return sent
+
+    for rank, sent in enumerate(run_on_lasting_groups(2, body)):
+        tensor = 4 * inputs[rank][0].numel() * 16
+        assert 6 * tensor < sent[0] < 6 * tensor + 2000  # not known yet who reads what
+        assert sent[1] == sent[2]
+        assert 2 * tensor < sent[1] < 2 * tensor + 2000
+
+
+class Forked(nn.Module):
+    """The output of the first block goes to the second and, if asked, past it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.stem = nn.Linear(6, 8)
+
+    def forward(self, x, past):
+        a = self.first(torch.tanh(self.stem(x)))
+        b = self.second(a)
+        return b + a if bool(past) else b
+
+
+def test_an_output_that_is_read_elsewhere_too_keeps_its_own_delta():
+    torch.manual_seed(1)
+    inputs = [(torch.randn(4, 6), torch.tensor(True)) for _ in range(2)]
+    check(Forked(), og.EDAD(blocks=["first", "second"], always=True), inputs)
+
+
+def test_what_was_read_once_and_is_read_twice_voids_one_step():
+    torch.manual_seed(1)
+    model = Forked()
+    batches = [torch.randn(4, 6) for _ in range(2)]
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        method = og.EDAD(blocks=["first", "second"], always=True)
+        session = og.distribute(replica, method, group=group)
+        for step in range(5):
+            replica.zero_grad()
+            past = torch.tensor(step >= 3 and rank == 0)
+            y = loss(replica(batches[rank], past))
+            if step != 3:
+                y.backward()
+            elif rank == 0:
+                with pytest.raises(RuntimeError, match=r"'first' was read by 'second' alone"):
+                    y.backward()
+            else:
+                with pytest.raises(og.StepDiscardedError):
+                    y.backward()
+        session.detach()
+        return {name: p.grad for name, p in replica.named_parameters()}
+
+    inputs = [(batches[rank], torch.tensor(rank == 0)) for rank in range(2)]
+    expected = pooled(model, inputs)
+    for gradients in run_on_lasting_groups(2, body):
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, expected[name]) < 5e-6, name
+
+
+RECURRENT = {
+    "rnn": lambda: nn.RNN(6, 5, nonlinearity="relu"),
+    "gru, 2 layers, bidirectional": lambda: nn.GRU(6, 5, 2, bidirectional=True),
+    "lstm, 2 layers, bidirectional": lambda: nn.LSTM(6, 5, 2, bidirectional=True),
+    "lstm, projections": lambda: nn.LSTM(6, 5, batch_first=True, proj_size=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_are_replayed_by_raw_dad(name, sites, packed):
+    torch.manual_seed(1)
+    model = RECURRENT[name]()
+    inputs = [torch.randn(4 + rank, 3 + rank, 6) for rank in range(sites)]
+    if packed:
+        lengths = [torch.randint(1, x.shape[0 - model.batch_first] + 1, ()) for x in inputs]
+        inputs = [pack(x, n, model.batch_first) for x, n in zip(inputs, lengths, strict=True)]
+    names = [n for n, _ in model.named_parameters()]
+    check(model, og.DAD(reveal="activations", always=True), [(x,) for x in inputs], names)
+
+
+def pack(x, shortest, batch_first):
+    batch, time = x.shape[not batch_first], x.shape[batch_first]
+    lengths = torch.linspace(time, min(int(shortest), time), batch).long().clamp(min=1).flip(0)
+    return pack_padded_sequence(x, lengths, batch_first=batch_first, enforce_sorted=False)
+
+
+class Cross(nn.Module):
+    """A block that is given tuples, keywords and plain values, and returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, pair, *, scale, how, extra=None):
+        a, b = pair
+        y = (a @ self.weight) * scale
+        y = y.tanh() if how == "tanh" else y
+        return {"y": y + b @ self.weight, "shape": y.shape, "ids": extra}
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.cross = nn.Linear(5, 6), Cross()
+
+    def forward(self, x, scale):
+        a, b = self.stem(x), torch.relu(self.stem(-x))
+        out = self.cross((a, b), scale=scale, how="tanh", extra=torch.arange(3))
+        assert out["shape"] == a.shape
+        assert out["ids"].equal(torch.arange(3))
+        return out["y"]
+
+
+def test_tuples_keywords_and_plain_values_travel_too():
+    torch.manual_seed(1)
+    inputs = [(x, torch.rand(6)) for (x,) in rows(2, 5)]
+    check(Around(), og.EDAD(blocks=["cross"], always=True), inputs, ["cross.weight"])
+
+
+def test_what_cannot_be_sent_is_named():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x, helper):
+            return self.inner(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.odd = nn.Linear(4, 4), Odd()
+
+        def forward(self, x):
+            return self.odd(self.stem(x), object())
+
+    def body(rank, group):
+        model = Outer()
+        og.distribute(model, og.EDAD(blocks=["odd"], always=True), group=group)
+        with pytest.raises(TypeError, match=r"block 'odd': it was called with a object"):
+            model(torch.randn(3, 4))
+
+    run_on_lasting_groups(2, body)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.stem(x))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        return self.inner(self.stem(x))
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+REFUSED = {
+    "no such module": (lambda: nn.Sequential(nn.Linear(4, 4)), "7", "matches no module"),
+    "running statistics": (Norm, "norm", "keeps running statistics"),
+    "tied": (tied, "2", "is tied to a parameter outside"),
+    "no parameters": (tied, "1", "no trained parameter"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_computed_again_is_refused_by_name(name):
+    build, pattern, message = REFUSED[name]
+
+    def body(rank, group):
+        og.distribute(build(), og.EDAD(blocks=[pattern]), group=group)
+
+    for error in try_ranks(2, body):
+        assert isinstance(error, ValueError)
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def test_a_block_that_changes_a_buffer_is_refused_by_name():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x)
+
+    def body(rank, group):
+        model = nn.Sequential(nn.Linear(4, 4), Block())
+        og.distribute(model, og.EDAD(blocks=["1"], always=True), group=group)
+        with pytest.raises(RuntimeError, match=r"block '1': its forward changes the buffer"):
+            model(torch.randn(3, 4))
+
+    run_on_lasting_groups(2, body)
+
+
+def test_what_enters_the_model_is_not_sent_unasked():
+    def body(rank, group):
+        model = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4))
+        og.distribute(model, og.EDAD(blocks=["0"], always=True), group=group)
+        with pytest.raises(ValueError, match="block '0' reads what enters the model"):
+            model(torch.randn(3, 4))
+
+    run_on_lasting_groups(2, body)
+
+
+def test_a_recurrent_layer_on_the_data_travels_otherwise():
+    torch.manual_seed(1)
+    model, inputs = nn.LSTM(6, 5), [(torch.randn(4, 3, 6),) for _ in range(2)]
+    for _, session in check(model, og.EDAD(always=True), inputs):
+        assert {line.travels for line in session.coverage()} == {"dense"}
+        assert "reads what enters the model" in session.coverage()[0].why
+    names = [n for n, _ in model.named_parameters()]
+    check(model, og.EDAD(always=True, inputs="raw"), inputs, names)
+
+
+def test_no_more_is_sent_than_dense_would_be():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6))
+
+    def body(rank, group):
+        _, session = train(model, og.EDAD(), [(torch.randn(50, 6),)] * 2, rank, group)
+        return {line.travels for line in session.coverage()}
+
+    assert run_on_lasting_groups(2, body) == [{"dense"}] * 2
+
+
+def test_batches_that_change_need_no_special_case():
+    """Few rows, many, few again, none on a site: replayed, dense, replayed."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)))
+    counts = [(3, 4), (3, 4), (90, 4), (90, 4), (3, 2), (3, 2), (0, 5), (2, 2)]
+    batches = [[torch.randn(n, 12) for n in pair] for pair in counts]
+
+    def sum_loss(y):
+        return (y * y).sum() / 10
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        session = og.distribute(replica, og.EDAD(), group=group)
+        found, ways = [], []
+        for batch in batches:
+            replica.zero_grad()
+            sum_loss(replica(batch[rank])).backward()
+            found.append({n: p.grad.clone() for n, p in replica.named_parameters()})
+            ways.append(session.coverage()[2].travels)
+        session.detach()
+        return found, ways
+
+    for found, ways in run_on_lasting_groups(2, body):
+        assert ways[0] == ways[1] == ways[-1] == "replayed"
+        assert ways[2] == ways[3] == "dense"
+        for batch, gradients in zip(batches, found, strict=True):
+            whole = copy.deepcopy(model).double()
+            for x in batch:
+                (sum_loss(whole(x.double())) / 2).backward()
+            for name, p in whole.named_parameters():
+                assert relative_error(gradients[name], p.grad) < 5e-6, name
+
+
+def test_accumulated_gradients_count():
+    torch.manual_seed(1)
+    model = Stack(2)
+    batches = [[b[0] for b in ids(2)] for _ in range(3)]
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        method = og.EDAD(blocks=["layers.*"], always=True)
+        session = og.distribute(replica, method, group=group)
+        loss(replica(batches[0][rank])).backward()
+        replica.zero_grad()
+        with session.no_sync():
+            loss(replica(batches[1][rank])).backward()
+        loss(replica(batches[2][rank])).backward()
+        session.detach()
+        return {name: p.grad for name, p in replica.named_parameters()}
+
+    whole = copy.deepcopy(model).double()
+    for batch in batches[1:]:
+        for x in batch:
+            (loss(whole(x)) / 2).backward()
+    for gradients in run_on_lasting_groups(2, body):
+        for name, p in whole.named_parameters():
+            assert relative_error(gradients[name], p.grad) < 5e-6, name
+
+
+def test_a_penalty_on_a_weight_of_a_block_is_shared_too():
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    inputs = rows(2, 6)
+
+    def value(m, x):
+        return loss(m(x)) + m[2].weight.square().sum() * x.mean()
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        session = og.distribute(replica, og.EDAD(always=True), group=group)
+        for _ in range(3):
+            replica.zero_grad()
+            value(replica, inputs[rank][0]).backward()
+        session.detach()
+        return {name: p.grad for name, p in replica.named_parameters()}
+
+    whole = copy.deepcopy(model).double()
+    for (x,) in inputs:
+        (value(whole, x.double()) / 2).backward()
+    for gradients in run_on_lasting_groups(2, body):
+        for name, p in whole.named_parameters():
+            assert relative_error(gradients[name], p.grad) < 5e-6, name
+
+
+def test_a_hook_on_a_layer_of_a_chain_is_called():
+    def body(rank, group):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        session = og.distribute(model, og.EDAD(always=True), group=group)
+        seen = []
+        model[2].register_forward_hook(lambda *_: seen.append(1))
+        for _ in range(2):
+            loss(model(torch.randn(3, 6))).backward()
+        session.detach()
+        return len(seen)
+
+    assert run_on_lasting_groups(2, body) == [2, 2]
+
+
+def test_detach_leaves_the_model_plain():
+    def body(rank, group):
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), Stack())
+        before = [type(m) for m in model.modules()]
+        session = og.distribute(model, og.EDAD(blocks=["4.layers.*"]), group=group)
+        assert [type(m) for m in model.modules()] != before
+        session.detach()
+        assert [type(m) for m in model.modules()] == before
+
+    run_on_lasting_groups(2, body)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="blocks='layers'"):
+        og.EDAD(blocks="layers")
+    with pytest.raises(ValueError, match="inputs='none'"):
+        og.EDAD(inputs="none")
+    assert og.EDAD(blocks=["a"]) == og.EDAD(blocks=("a",))
