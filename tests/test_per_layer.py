@@ -217,3 +217,109 @@ def test_states_of_several_methods_go_on_to_the_bit():
         return [a.equal(b) for a, b in zip(found, expected, strict=True)]
 
     assert all(all(same) for same in run_on_lasting_groups(2, body))
+
+
+# -- joint backpropagation --------------------------------------------------------------------
+
+
+def joint(inputs: int = 6):
+    return og.PerLayer({"encoder.*": og.Local(), "*": og.DAD(always=True)}, joint=True)
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_the_mean_delta_flows_back_into_local_parts(sites):
+    """Against the formula: every encoder goes on with (1 / S) sum of the deltas at its output."""
+    batch = 5
+
+    def body(rank, group):
+        torch.manual_seed(rank)
+        replica = Parts(6 + rank)
+        before = copy.deepcopy(replica)
+        session = og.distribute(replica, joint(), group=group)
+        x = torch.randn(batch, 6 + rank)
+        for _ in range(3):
+            replica.zero_grad()
+            loss(replica(x)).backward()
+        session.detach()
+        return replica, before, x
+
+    results = run_on_lasting_groups(sites, body)
+    head = results[0][1].head.double()
+    encoders = [before.encoder.double() for _, before, _ in results]
+    outputs = [e(x.double()) for e, (_, _, x) in zip(encoders, results, strict=True)]
+    leaves = [y.detach().requires_grad_() for y in outputs]
+    sum(loss(head(leaf)) for leaf in leaves).backward()
+    mean = sum(leaf.grad for leaf in leaves) / sites
+    for (replica, *_), encoder, y in zip(results, encoders, outputs, strict=True):
+        y.backward(mean)
+        for name, p in encoder.named_parameters():
+            found = replica.encoder.get_parameter(name).grad
+            assert (found - p.grad).norm() < 5e-6 * (1 + p.grad.norm()), name
+        for name, p in head.named_parameters():
+            found = replica.head.get_parameter(name).grad
+            assert relative_error(found, p.grad / sites) < 2e-6, name
+
+
+def test_joint_parts_must_return_the_same_shapes():
+    def body(rank, group):
+        torch.manual_seed(0)
+        replica = Parts(6)
+        session = og.distribute(replica, joint(), group=group)
+        with pytest.raises(RuntimeError, match="returned other shapes on site 1 than on site 0"):
+            loss(replica(torch.randn(4 + rank, 6))).backward()
+        replica.zero_grad()
+        loss(replica(torch.randn(4, 6))).backward()  # and training goes on
+        session.detach()
+
+    run_on_lasting_groups(2, body)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, on):
+        ctx.on = on
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        if ctx.on:
+            raise ZeroDivisionError("on purpose")
+        return d, None
+
+
+@pytest.mark.parametrize("where", ["between", "below"])
+def test_a_backward_that_raises_leaves_the_others_in_step(where):
+    def body(rank, group):
+        torch.manual_seed(0)
+        replica = Parts(6)
+        session = og.distribute(replica, joint(), group=group)
+        x = torch.randn(4, 6)
+        outcomes = []
+        for step in range(4):
+            replica.zero_grad()
+            fails = step == 2 and rank == 0
+            if where == "between":
+                y = replica.head(Raises.apply(replica.encoder(x), fails))
+            else:
+                y = replica.head(replica.encoder(Raises.apply(x.clone().requires_grad_(), fails)))
+            try:
+                loss(y).backward()
+                outcomes.append("good")
+            except (ZeroDivisionError, og.StepDiscardedError) as error:
+                outcomes.append(type(error).__name__)
+        session.detach()
+        return outcomes
+
+    first, second = run_on_lasting_groups(2, body)
+    assert first == ["good", "good", "ZeroDivisionError", "good"]
+    assert second == ["good", "good", "StepDiscardedError", "good"]
+
+
+def test_a_local_head_is_not_joined():
+    def body(rank, group):
+        method = og.PerLayer({"head.*": og.Local(), "*": og.DAD()}, joint=True)
+        og.distribute(Parts(6), method, group=group)
+
+    for error in try_ranks(2, body):
+        with pytest.raises(ValueError, match="no module that is all"):
+            raise error

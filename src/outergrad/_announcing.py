@@ -25,7 +25,14 @@ class Announcer:
         """Takes note of a layer whose class was swapped."""
         self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})
 
-    def header(self, step: int, used: set[str], unshared: set[str], earlier: Earlier) -> Header:
+    def header(
+        self,
+        step: int,
+        used: set[str],
+        unshared: set[str],
+        earlier: Earlier,
+        joint: tuple[int, int],
+    ) -> Header:
         """What this site announces in a backward; accumulated gradients count as used.
 
         Args:
@@ -33,14 +40,16 @@ class Announcer:
             used: parameters that the backward leaves a gradient in.
             unshared: those that earlier ones may have left a gradient in.
             earlier: what the step takes over from them.
+            joint: the deltas that are averaged; there always are headers where there are some.
         """
         waiting = {name for name in unshared if self._model.params[name].grad is not None}
         has_gradient = tuple(name in used or name in waiting for name in self._model.params)
         formed = waiting - earlier.params
         uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
-        alone = len(on_group(self._comm.group).attached) == 1
+        alone = len(on_group(self._comm.group).attached) == 1 and not joint[0]
         blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
-        return Header(self._fingerprint, step, self._comm.rank, has_gradient, uses, alone, blocks)
+        own = (self._fingerprint, step, self._comm.rank)
+        return Header(*own, has_gradient, uses, alone, blocks, joint)
 
     def _block_use(self, block: Block, formed: set[str]) -> BlockUse:
         nbytes, untapped = self._blocks.announce(block).nbytes, self._blocks[block].untapped_nbytes

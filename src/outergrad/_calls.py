@@ -10,6 +10,7 @@ from torch import Tensor
 from outergrad._accumulated import Accumulated
 from outergrad._block_message import Blocks
 from outergrad._block_tap import Use
+from outergrad._joint import Point
 from outergrad._model import Model
 from outergrad._types import Block, Factors, Slot
 from outergrad.linalg.gradients import add_gradients
@@ -134,6 +135,10 @@ class LocalStep:
     def on_use(self, block: Block, use: Use) -> None:
         """Keeps a use of a block until its parameters are ready."""
         self._calls.add_use(block, use)
+
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """This site's own."""
+        return delta
 
     def on_gradient(self, name: str) -> None:
         """Nothing: autograd has put it where it belongs."""

@@ -11,6 +11,7 @@ from torch import nn
 from outergrad._assignment import Assignment
 from outergrad._blocks_found import BlockFinder, FoundBlock
 from outergrad._exchanges import Exchanges
+from outergrad._joint import joint_parts
 from outergrad._model import Model
 from outergrad._protocols import Exchange, Rule, Rules
 from outergrad._tap import is_watched
@@ -50,6 +51,7 @@ class View:
         frozen: shared parameters that are not trained.
         local: parameters that each site keeps to itself.
         local_buffers: names of buffers that it does, too.
+        joint_parts: modules whose outputs' deltas are averaged over the sites, by name.
     """
 
     model: Model
@@ -59,6 +61,7 @@ class View:
     frozen: dict[str, nn.Parameter]
     local: dict[str, nn.Parameter]
     local_buffers: frozenset[str]
+    joint_parts: dict[str, nn.Module]
 
 
 def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
@@ -91,7 +94,9 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
     for exchange, units in exchanges.items():
         exchange.refuse(units)
     buffers = _local_buffers(model, method)
-    return View(shared_model, exchanges, layers, blocks, frozen, local, buffers)
+    joint = isinstance(method, PerLayer) and method.joint
+    parts = joint_parts(model, list(local)) if joint else {}
+    return View(shared_model, exchanges, layers, blocks, frozen, local, buffers, parts)
 
 
 def _finder(

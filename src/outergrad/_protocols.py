@@ -272,12 +272,13 @@ class Comm(Protocol):
         """Sums t over the sites in place; `wait` returns it."""
         ...
 
-    def all_gather(self, t: Tensor, sizes: Sequence[int]) -> Work:
+    def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Work:
         """Gathers 1-D tensors whose lengths may differ; `wait` returns one per site.
 
         Args:
             t: this site's, of length `sizes[rank]`.
             sizes: the agreed length on every site.
+            lane: messages of one lane need not come in order with those of another.
         """
         ...
 

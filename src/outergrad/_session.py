@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from outergrad._accumulated import Accumulated
 from outergrad._announcing import Announcer
 from outergrad._block_message import Blocks
@@ -12,6 +14,7 @@ from outergrad._block_tap import TappedBlock, Use
 from outergrad._calls import LocalStep
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
+from outergrad._joint import JointParts, JointStep, Point, described
 from outergrad._plan import Planner
 from outergrad._protocols import Comm, Recorder
 from outergrad._reporting import Reporter
@@ -54,6 +57,8 @@ class Session:
         self._layers: list[TappedLayer] = []
         self._blocks = Blocks()
         self._announcer = Announcer(model, fingerprint, comm, self._blocks)
+        parts = view.joint_parts
+        self._joint = JointParts(parts, self.on_joint) if parts else None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
         self._step: LocalStep | SharedStep | None = None
         self._synchronise, self._attached = True, True
@@ -146,7 +151,7 @@ class Session:
         end_unfinished(self._comm.group)
         for layer in [*self._layers, *self._blocks]:
             layer.restore()
-        for watched in self._watched.values():
+        for watched in [*self._watched.values(), *([self._joint] if self._joint else [])]:
             watched.remove()
         self._accumulated.clear()
 
@@ -180,6 +185,14 @@ class Session:
         self._refuse_detached()
         try:
             self._current().on_use(block, use)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """The delta of an output of a part that is each site's own; returns what flows back."""
+        self._refuse_detached()
+        try:
+            return self._current().on_joint(point, delta)
         except ExchangeError as error:
             raise self._lost_by(error) from error
 
@@ -228,9 +241,13 @@ class Session:
             self._unshared |= used if several else set()
         else:
             earlier = self._accumulated.take(used)
-            header = self._announcer.header(self._stats.step, used, self._unshared, earlier)
+            points = self._joint.points() if self._joint else []
+            joint = described(points)
+            header = self._announcer.header(self._stats.step, used, self._unshared, earlier, joint)
+            averages = JointStep(points, self._comm)
+            parts = self._blocks, averages
             step = SharedStep(
-                *(task, self._model, self._planner, self._comm, header, used, earlier, self._blocks)
+                task, self._model, self._planner, self._comm, header, used, earlier, *parts
             )
             on_group(self._comm.group).running.append(self)
         self._step = step

@@ -14,6 +14,7 @@ from outergrad._block_message import Blocks
 from outergrad._block_tap import Use
 from outergrad._bucket import Bucket, Pending, Result, Sender
 from outergrad._calls import Calls, accumulate, overwrite
+from outergrad._joint import JointStep, Point
 from outergrad._model import Choice, Model
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
@@ -47,8 +48,9 @@ class SharedStep:
         used: set[str],
         earlier: Earlier,
         blocks: Blocks,
+        joint: JointStep,
     ) -> None:
-        self.task = task
+        self.task, self._joint = task, joint
         self._wait_s, self._sent_before = 0.0, comm.sent_bytes
         self.choice: Choice | None = None
         self._model, self._planner, self._comm = model, planner, comm
@@ -84,6 +86,15 @@ class SharedStep:
         """Keeps a use of a block until its message is started."""
         self._calls.add_use(block, use)
 
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """The mean over the sites of a delta below a shared part."""
+        if self.choice is None:
+            self._adopt()
+        began = time.perf_counter()
+        mean = self._joint.mean(point, delta)
+        self._wait_s += time.perf_counter() - began
+        return mean
+
     def on_gradient(self, name: str) -> None:
         """Notes that autograd has a gradient, besides what taps captured."""
         self.sender.mixed.add(name)
@@ -118,6 +129,7 @@ class SharedStep:
         ours = self.sender.header
         headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
         self._plan(headers)
+        self._joint.check([header.joint for header in headers])
         self._planner.foresight.exchanged(headers)
 
     def _plan(self, headers: list[Header]) -> None:
@@ -171,6 +183,9 @@ class SharedStep:
         The last message has not gone yet, so all of them see the failure.
         """
         self.sender.state = State.FAILED
+        if self.choice is None:
+            self._adopt()
+        self._joint.give_up()
         self._outcome(write=False)
         self._planner.settle(applied=False)
 

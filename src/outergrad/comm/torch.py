@@ -80,7 +80,7 @@ class TorchComm:
         assert work is not None
         return TorchWork([work], lambda: t if staged is t else t.copy_(staged))
 
-    def all_gather(self, t: Tensor, sizes: Sequence[int]) -> Ready | TorchWork:
+    def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
 
         A ring would cost S - 1 delays; all pairs at once cost one.
@@ -88,11 +88,12 @@ class TorchComm:
         Args:
             t: this site's tensor.
             sizes: its length on each site, at least 1.
+            lane: messages of one lane do not wait for those of another (on gloo).
         """
         if self.world_size == 1:
             return Ready([t])
         staged = self._staged(t)
-        return self._exchanged([staged] * self.world_size, sizes, t.device)
+        return self._exchanged([staged] * self.world_size, sizes, t.device, lane)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -110,14 +111,18 @@ class TorchComm:
         return t if t.device in (self._wire, self._host) else t.to(self._wire)
 
     def _exchanged(
-        self, outgoing: Sequence[Tensor], sizes: Sequence[int], device: torch.device
+        self,
+        outgoing: Sequence[Tensor],
+        sizes: Sequence[int],
+        device: torch.device,
+        lane: int = 0,
     ) -> TorchWork:
         """What every site has for this one, on the device."""
         own = outgoing[self.rank]
         self.sent_bytes += sum(t.nbytes for t in outgoing) - own.nbytes
         parts = [own.new_empty(size) for size in sizes]
         with _transport():
-            works = self._exchange(outgoing, parts)
+            works = self._exchange(outgoing, parts, _TAG + lane)
 
         def result() -> list[Tensor]:
             parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
@@ -125,7 +130,9 @@ class TorchComm:
 
         return TorchWork(works, result)
 
-    def _exchange(self, outgoing: Sequence[Tensor], parts: list[Tensor]) -> list[dist.Work]:
+    def _exchange(
+        self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
+    ) -> list[dist.Work]:
         """Starts to send every other site its tensor and to receive the other parts."""
         others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         if parts[0].device.type == "cuda":
@@ -139,7 +146,7 @@ class TorchComm:
             return list(dist.batch_isend_irecv([*receives, *sends]))
         # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
-        group, tag = self.group, _TAG
+        group = self.group
         works = [dist.irecv(parts[o], group=group, group_src=o, tag=tag) for o in reversed(others)]
         works += [dist.isend(outgoing[o], group=group, group_dst=o, tag=tag) for o in others]
         return [work for work in works if work is not None]

@@ -14,6 +14,8 @@ from outergrad._types import ExchangeError, Slot
 
 _MAGIC = 0x6F757465726701  # "outerg", version 1 of the format
 _FIXED_WORDS = 64
+_BITS = 7
+"""Words of a header before those that say which parameters are used."""
 _ALIGNMENT = 16
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that factors travel in, by code."""
@@ -88,6 +90,7 @@ class Header:
         alone: whether no other session of this site shares the group: only then may later steps
             leave their headers out, which tell sessions apart.
         blocks: per block, how this site uses it.
+        joint: how many deltas are averaged below shared parts, and a fingerprint of their shapes.
     """
 
     fingerprint: int
@@ -97,6 +100,7 @@ class Header:
     uses: tuple[Use, ...]
     alone: bool = True
     blocks: tuple[BlockUse, ...] = ()
+    joint: tuple[int, int] = (0, 0)
 
     @property
     def facts(self) -> tuple[Hashable, ...]:
@@ -107,7 +111,7 @@ class Header:
         """Its int64 words; small models share one length, so that a mix-up is seen, not fatal."""
         bits = [_pack_bits(self.used[i : i + 60]) for i in range(0, len(self.used), 60)]
         words = [_MAGIC, self.fingerprint, self.step, self.rank, int(self.alone)]
-        words += [*bits, *(use.encode() for use in self.uses)]
+        words += [*self.joint, *bits, *(use.encode() for use in self.uses)]
         words += [use.encode() for use in self.blocks]
         padded = math.ceil(len(words) / _FIXED_WORDS) * _FIXED_WORDS
         return words + [0] * (padded - len(words))
@@ -130,13 +134,14 @@ class Header:
                 f"site {sender} is in its synchronised backward {step}, this site "
                 f"({expected.rank}) in {expected.step}; every site must run the same number"
             )
-        start = 5 + math.ceil(len(expected.used) / 60)
-        used = [bool(words[5 + i // 60] >> i % 60 & 1) for i in range(len(expected.used))]
+        start = _BITS + math.ceil(len(expected.used) / 60)
+        used = [bool(words[_BITS + i // 60] >> i % 60 & 1) for i in range(len(expected.used))]
         middle = start + len(expected.uses)
         stop = middle + len(expected.blocks)
         uses = tuple(Use.decode(word) for word in words[start:middle])
         blocks = tuple(BlockUse.decode(word) for word in words[middle:stop])
-        return Header(fingerprint, step, sender, tuple(used), uses, bool(words[4]), blocks)
+        alone, joint = bool(words[4]), (words[5], words[6])
+        return Header(fingerprint, step, sender, tuple(used), uses, alone, blocks, joint)
 
 
 def _pack_bits(bits: Sequence[bool]) -> int:

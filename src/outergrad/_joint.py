@@ -1,0 +1,159 @@
+"""Joint backpropagation: below a shared part, the mean delta of all sites flows back.
+
+Where a part that is each site's own (`og.Local`) hands its output y to a shared part, every site s
+has a delta of its own there, delta_s. With `joint=True` all sites go on with their mean,
+(1 / S) sum_s delta_s, row by row: the sites' own parts are trained as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from outergrad._protocols import Comm
+from outergrad._tap import DeltaTap
+from outergrad.comm.agree import fingerprint
+from outergrad.comm.wire import State
+from outergrad.replay.structure import flattened, rebuilt
+
+_STATE_BYTES = 16
+_LANE = 1
+"""Apart from the messages of the step: a site that failed cannot know what came between them."""
+
+
+class Point(NamedTuple):
+    """A place in the graph of a forward where deltas are averaged."""
+
+    node: ref[Any]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class JointParts:
+    """The parts of a model whose outputs' deltas are averaged.
+
+    Args:
+        parts: modules that are each site's own, by full name.
+        on_delta: is given a point and this site's delta, and returns the mean.
+    """
+
+    def __init__(
+        self, parts: dict[str, nn.Module], on_delta: Callable[[Point, Tensor], Tensor]
+    ) -> None:
+        self._on_delta, self._points = on_delta, list[Point]()
+        self._handles = [
+            module.register_forward_hook(self._watching(name)) for name, module in parts.items()
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def points(self) -> list[Point]:
+        """Those that the current backward reaches, in the order of forward."""
+        alive = [(point, point.node()) for point in self._points]
+        runs = torch._C._will_engine_execute_node
+        return [point for point, node in alive if node is not None and runs(node)]
+
+    def _watching(self, name: str) -> Callable[..., Any]:
+        def watched(module: nn.Module, args: Any, output: Any) -> Any:
+            try:
+                structure, tensors = flattened(output)
+            except TypeError as error:
+                raise TypeError(f"joint=True: what {name!r} returned: {error}") from None
+            return rebuilt(structure, [self._tapped(t) for t in tensors])
+
+        return watched
+
+    def _tapped(self, y: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and y.requires_grad):
+            return y
+        tapped: Tensor = DeltaTap.apply(y, self._replaced)  # type: ignore[assignment]
+        point = Point(ref(tapped.grad_fn), tapped.shape, tapped.dtype)
+        self._points = [*(p for p in self._points if p.node() is not None), point]
+        return tapped
+
+    def _replaced(self, node: Any, delta: Tensor) -> Tensor:
+        point = next(point for point in self._points if point.node() is node)
+        return self._on_delta(point, delta)
+
+
+def described(points: Sequence[Point]) -> tuple[int, int]:
+    """What the sites must have in common: how many points, and a fingerprint of their shapes."""
+    return len(points), fingerprint([f"{tuple(p.shape)} {p.dtype}" for p in points])
+
+
+class JointStep:
+    """The averages of one backward.
+
+    Args:
+        points: of this backward.
+        comm: the transport.
+    """
+
+    def __init__(self, points: Sequence[Point], comm: Comm) -> None:
+        self._waiting, self._comm = list(points), comm
+
+    def check(self, joints: Sequence[tuple[int, int]]) -> None:
+        """Checks that all sites average the same deltas; none are, if they do not.
+
+        Raises:
+            RuntimeError: on all sites.
+        """
+        odd = next((rank for rank, joint in enumerate(joints) if joint != joints[0]), None)
+        if odd is not None:
+            self._waiting.clear()
+            raise RuntimeError(
+                f"joint=True: the parts that each site keeps to itself returned other shapes on "
+                f"site {odd} than on site 0: use the same batch size and output width on all sites"
+            )
+
+    def mean(self, point: Point, delta: Tensor) -> Tensor:
+        """The mean over the sites; this site's own if some site has failed: the step is void."""
+        self._waiting.remove(point)
+        messages = self._exchange(point, delta, State.GOOD)
+        if any(int(message[0]) != State.GOOD for message in messages):
+            return delta
+        parts = [m[_STATE_BYTES:].view(delta.dtype).view(delta.shape) for m in messages]
+        return sum(parts[1:], parts[0]) / len(parts)
+
+    def give_up(self) -> None:
+        """Tells the others, at each point that is left, that this site has failed."""
+        while self._waiting:
+            self._exchange(self._waiting.pop(0), None, State.FAILED)
+
+    def _exchange(self, point: Point, delta: Tensor | None, state: State) -> list[Tensor]:
+        nbytes = _STATE_BYTES + point.shape.numel() * point.dtype.itemsize
+        message = torch.zeros(nbytes, dtype=torch.uint8, device=self._comm.device)
+        message[0] = int(state)
+        if delta is not None:
+            message[_STATE_BYTES:].view(point.dtype).copy_(delta.reshape(-1))
+        sizes = [nbytes] * self._comm.world_size
+        return self._comm.all_gather(message, sizes, lane=_LANE).wait()
+
+
+def joint_parts(model: nn.Module, local: Sequence[str]) -> dict[str, nn.Module]:
+    """The largest modules that are all local, if shared parameters are registered behind them.
+
+    Raises:
+        ValueError: there are none.
+    """
+    order = [name for name, _ in model.named_parameters()]
+    last_shared = max(i for i, name in enumerate(order) if name not in local)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = [n for n, _ in module.named_parameters(prefix=name)]
+        within = any(name.startswith(f"{other}.") for other in found)
+        whole = inside and not within and set(inside) <= set(local)
+        if whole and order.index(inside[0]) < last_shared:
+            found[name] = module
+    if not found:
+        raise ValueError(
+            "PerLayer: joint=True; no module that is all og.Local() comes before a shared one"
+        )
+    return found
