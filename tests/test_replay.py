@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import outergrad as og
 from cases import relative_error
+from outergrad.replay import streams
 from ranks import run_on_lasting_groups, try_ranks
 
 STEPS = 4
@@ -46,9 +48,25 @@ def _double(t):
     return t.double() if t.is_floating_point() else t
 
 
+def by_ddp(original, inputs):
+    """What DistributedDataParallel leaves: the mean of what each site computes in float32."""
+    model = copy.deepcopy(original)
+    for batch in inputs:
+        (loss(model(*batch)) / len(inputs)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def whole_error(found, expected):
+    """Of all gradients as one vector."""
+    names = [name for name, gradient in expected.items() if gradient is not None]
+    flat = [torch.cat([g[name].double().flatten() for name in names]) for g in (found, expected)]
+    return relative_error(*flat)
+
+
 def check(original, method, inputs, travels=None):
-    """Exact on all sites, the same to the bit, in each of four steps."""
+    """Exact on all sites, the same to the bit."""
     expected = pooled(original, inputs)
+    peer = whole_error(by_ddp(original, inputs), expected)
 
     def body(rank, group):
         return train(original, method, inputs, rank, group)
@@ -58,6 +76,8 @@ def check(original, method, inputs, travels=None):
         for name, gradient in gradients.items():
             assert relative_error(gradient, expected[name]) < 5e-6, name
             assert gradient is None or gradient.equal(results[0][0][name]), name
+        error = whole_error(gradients, expected)
+        assert error <= 2 * peer, f"{error:.1e}, DDP {peer:.1e}"
         for name in travels or ():
             lines = {line.parameter: line.travels for line in session.coverage()}
             assert lines[name] == "replayed", lines
@@ -142,12 +162,12 @@ def test_a_chain_of_convolutions_is_exact(name, inputs):
 class Stack(nn.Module):
     """Pre-norm transformer blocks over embedded ids."""
 
-    def __init__(self, blocks=3, width=16):
+    def __init__(self, blocks=3, width=16, dropout=0.0):
         super().__init__()
         self.embed = nn.Embedding(20, width)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                width, 2, 2 * width, 0.0, activation="gelu", batch_first=True, norm_first=True
+                width, 2, 2 * width, dropout, activation="gelu", batch_first=True, norm_first=True
             )
             for _ in range(blocks)
         )
@@ -174,6 +194,89 @@ def test_a_stack_of_transformer_blocks_is_exact(sites, masked):
         inputs = [(*batch, mask) for batch in inputs]
     travels = [name for name, _ in model.layers.named_parameters(prefix="layers")]
     check(model, og.EDAD(blocks=["layers.*"], always=True), inputs, travels)
+
+
+class Seeds:
+    """A seed for every use of a block, known beforehand: by thread, in the order of forward."""
+
+    def __init__(self):
+        self.local = threading.local()
+
+    def __call__(self, device):
+        self.local.count = getattr(self.local, "count", -1) + 1
+        return 100 * self.local.rank + self.local.count
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_dropout_is_drawn_again(sites, monkeypatch):
+    """Every site draws the masks of all sites: the gradient is that of those masks."""
+    torch.manual_seed(1)
+    model, inputs = Stack(dropout=0.2), ids(sites)
+    seeds = Seeds()
+    monkeypatch.setattr(streams, "next_seed", seeds)
+
+    def body(rank, group):
+        seeds.local.rank = rank
+        return train(model, og.EDAD(blocks=["layers.*"], always=True), inputs, rank, group, 3)[0]
+
+    found = run_on_lasting_groups(sites, body)
+    whole = copy.deepcopy(model).double()
+    for rank, (batch,) in enumerate(inputs):
+        (loss(seeded(whole, batch, range(100 * rank + 6, 100 * rank + 9))) / sites).backward()
+    for gradients in found:
+        for name, p in whole.named_parameters():
+            assert relative_error(gradients[name], p.grad) < 5e-6, name
+            assert gradients[name].equal(found[0][name])
+
+
+def seeded(model, batch, seeds):
+    """The forward of a stack with a seed per block."""
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, seed=seed: torch.manual_seed(seed) and None)
+        for layer, seed in zip(model.layers, seeds, strict=True)
+    ]
+    y = model(batch)
+    for handle in handles:
+        handle.remove()
+    return y
+
+
+def test_dropout_in_a_chain_is_drawn_again(monkeypatch):
+    torch.manual_seed(1)
+    parts = [nn.Linear(10, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 11), nn.Dropout(0.3)]
+    model = nn.Sequential(*parts, nn.Tanh(), nn.Linear(11, 5))
+    inputs, seeds = rows(2, 10), Seeds()
+    monkeypatch.setattr(streams, "next_seed", seeds)
+
+    def body(rank, group):
+        seeds.local.rank = rank
+        return train(model, og.EDAD(always=True, inputs="raw"), inputs, rank, group, 1)[0]
+
+    found = run_on_lasting_groups(2, body)
+    whole = copy.deepcopy(model).double()
+    for rank, (x,) in enumerate(inputs):
+        y = x.double()
+        for k, part in enumerate(whole):
+            if k in (1, 4):  # what follows a layer is drawn from one seed
+                torch.manual_seed(100 * rank + (k == 4))
+            y = part(y)
+        (loss(y) / 2).backward()
+    for gradients in found:
+        for name, p in whole.named_parameters():
+            assert relative_error(gradients[name], p.grad) < 5e-6, name
+
+
+def test_a_block_without_dropout_changes_no_random_number():
+    before = torch.get_rng_state()
+    with streams.recorded(torch.device("cpu")) as draws:
+        pass
+    assert draws.seed is None
+    assert torch.get_rng_state().equal(before)
+    with streams.recorded(torch.device("cpu")) as draws:
+        first = torch.rand(3)
+    assert not torch.get_rng_state().equal(before)
+    with streams.replayed(draws.seed, torch.device("cpu")):
+        assert torch.rand(3).equal(first)
 
 
 def test_blocks_that_follow_each_other_send_one_delta():

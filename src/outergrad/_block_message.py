@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outergrad._block_tap import TappedBlock, Use
 from outergrad._protocols import Replayer
-from outergrad._types import Block, Sent
+from outergrad._types import Block, Sent, SentRun
 from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
 
 
@@ -116,23 +116,20 @@ def block_gradients(
         data_S: what each site sent; None where it did not use the block.
         scale: for all.
     """
-    total: dict[str, Tensor] = {}
-    for data in data_S:
-        runs, tensors = ((), []) if data is None else Message.read(data)
-        for run in runs:
-            deltas = [tensors[k] for k in run.deltas]
-            _add(total, replayer.gradients([_sent(link, tensors) for link in run.links], deltas))
-    return {name: gradient.mul_(scale) for name, gradient in total.items()}
+    return replayer.gradients([r for d in data_S if d is not None for r in _sent_runs(d, scale)])
+
+
+def _sent_runs(data: Tensor, scale: float) -> list[SentRun]:
+    runs, tensors = Message.read(data)
+    return [
+        SentRun(
+            [_sent(link, tensors) for link in run.links],
+            [tensors[k] * scale for k in run.deltas],  # rather than the gradients, which are larger
+        )
+        for run in runs
+    ]
 
 
 def _sent(link: Link, tensors: Sequence[Tensor]) -> Sent:
     found = [None if place == PREVIOUS else tensors[place] for place in link.places]
     return Sent(link.member, link.about, found)
-
-
-def _add(total: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-    for name, gradient in gradients.items():
-        if name in total:
-            total[name] += gradient
-        else:
-            total[name] = gradient.clone()

@@ -12,7 +12,7 @@ from outergrad._block_message import Blocks
 from outergrad._block_tap import Use
 from outergrad._joint import Point
 from outergrad._model import Model
-from outergrad._types import Block, Factors, Slot
+from outergrad._types import Block, Factors, SentRun, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
 
@@ -70,7 +70,7 @@ class Calls:
                 self.settled.add(block)
 
     def _compute_again(self, block: Block, use: Use) -> None:
-        gradients = self._blocks[block].replayer.gradients([use.as_sent], use.deltas)
+        gradients = self._blocks[block].replayer.gradients([SentRun([use.as_sent], use.deltas)])
         accumulate(self._model, {n: g for n, g in gradients.items() if n in self._used})
 
     def _write(self, slot: Slot, factors: Factors) -> None:

@@ -18,7 +18,7 @@ from outergrad._types import (
     Part,
     Replays,
     Route,
-    Sent,
+    SentRun,
     Slot,
     StateDict,
     Traced,
@@ -94,12 +94,8 @@ class Replayer(Protocol):
         """About what would be sent of a forward that returned y, had it been traced."""
         ...
 
-    def gradients(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What uses of which each reads the output of the one before add to the gradients.
-
-        Args:
-            links: the uses.
-            deltas: of the floating outputs of the last one.
+    def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
+        """The sum of what all runs of all sites add to the gradients.
 
         Returns:
             By full name; the same to the bit from the same bytes.

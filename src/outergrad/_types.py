@@ -198,6 +198,18 @@ class Sent(NamedTuple):
     tensors: Sequence[Tensor | None]
 
 
+class SentRun(NamedTuple):
+    """Uses of a block's modules of which each reads the output of the one before.
+
+    Attributes:
+        links: the uses.
+        deltas: of the floating outputs of the last one.
+    """
+
+    links: Sequence[Sent]
+    deltas: Sequence[Tensor]
+
+
 class Call(NamedTuple):
     """What one use of a layer leaves behind in backward.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from outergrad._types import Sent, Traced
+from outergrad._types import Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
 from outergrad.replay.streams import recorded, replayed
 from outergrad.replay.structure import flattened, rebuilt
@@ -78,8 +78,16 @@ class Modules:
         except TypeError as error:
             raise TypeError(f"block {name!r}: {error}; or leave it out of blocks=") from None
 
-    def gradients(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
-        """See `Replayer`: forward through all links, then back from the deltas of the last."""
+    def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
+        """See `Replayer`: one run after the other, for their memory."""
+        total: dict[str, Tensor] = {}
+        for run in runs:
+            for name, gradient in self._of_run(*run).items():
+                total[name] = total[name] + gradient if name in total else gradient
+        return total
+
+    def _of_run(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Forward through all links, then back from the deltas of the last."""
         copies: dict[str, Tensor] = {}
         entry, leaves = None, list[Tensor]()
         for link in links:

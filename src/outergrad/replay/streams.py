@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+_LOCK = threading.RLock()
+"""The default generator belongs to the process: threads would draw from each other's seeds."""
 
 
 class Draws:
@@ -25,15 +29,16 @@ def recorded(device: torch.device) -> Iterator[Draws]:
     The seed is a function of the stream's state, and a stream from which nothing was drawn inside
     is left as it was: a part of a model without dropout changes no random number of the others.
     """
-    draws, seed = Draws(), _next_seed(device)
-    with _forked(device):
-        torch.manual_seed(seed)
-        before = _state(device)
-        yield draws
-        if not _state(device).equal(before):
-            draws.seed = seed
-    if draws.seed is not None:
-        torch.rand((), device=device)
+    draws = Draws()
+    with _LOCK:
+        seed = next_seed(device)
+        with _forked(device):
+            torch.manual_seed(seed)
+            before = _state(device)
+            yield draws
+            draws.seed = None if _state(device).equal(before) else seed
+        if draws.seed is not None:
+            torch.rand((), device=device)
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def replayed(seed: int | None, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _forked(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with _LOCK, torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 
 
@@ -55,7 +60,7 @@ def _state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _next_seed(device: torch.device) -> int:
+def next_seed(device: torch.device) -> int:
     """A number that the state decides, without drawing it from there."""
     generator = torch.Generator(device)
     generator.set_state(_state(device))
