@@ -15,6 +15,7 @@ from outergrad.layers.cells import GRUCellRule, LSTMCellRule, RNNCellRule
 from outergrad.layers.conv import ConvRule
 from outergrad.layers.embedding import EmbeddingRule
 from outergrad.layers.linear import LinearRule
+from outergrad.layers.recurrent import GRURule, LSTMRule, RNNRule
 
 _RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
@@ -26,6 +27,9 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.RNNCell: RNNCellRule(),
     nn.GRUCell: GRUCellRule(),
     nn.LSTMCell: LSTMCellRule(),
+    nn.RNN: RNNRule(),
+    nn.GRU: GRURule(),
+    nn.LSTM: LSTMRule(),
 }
 RULES: Rules = MappingProxyType(_RULES)
 """The rules that `distribute` uses by default, by exact type of module."""
