@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from outergrad.layers._steps import Steps
+from outergrad.layers.recurrent._steps import Steps
 
 Sequences = Tensor | PackedSequence
 States = tuple[Tensor, ...]

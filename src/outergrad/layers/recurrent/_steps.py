@@ -47,8 +47,9 @@ class Steps:
 
     @cached_property
     def last_B(self) -> Tensor:
-        """The row of the last step of every sequence."""
-        return (self._start[self._length_B - 1] + torch.arange(self.batch)).to(self._device)
+        """Where in a table the last state of every sequence stands."""
+        place = self._start[self._length_B - 1] + torch.arange(self.batch)
+        return (self.batch + place).to(self._device)
 
     @cached_property
     def reverse_N(self) -> Tensor:

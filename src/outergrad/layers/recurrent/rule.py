@@ -1,8 +1,4 @@
-"""Recurrent layers: all steps in time are one product with each weight of a direction.
-
-PyTorch's own kernel computes the hidden states. Those before every step are then as good as an
-input, the gates of all steps follow at once, and only deltas are found step by step.
-"""
+"""What the rules of recurrent layers have in common: slots, layers, directions."""
 
 from __future__ import annotations
 
@@ -17,17 +13,9 @@ from torch.nn.utils.rnn import PackedSequence
 from outergrad._protocols import TapFn
 from outergrad._types import Call, Factors, Slot
 from outergrad.layers._common import is_plain, join
-from outergrad.layers._direction import Direction, parts_of
-from outergrad.layers._recursion import (
-    ElmanRecursion,
-    GRURecursion,
-    LSTMRecursion,
-    elman_slope,
-    gru_slopes,
-    lstm_cells,
-)
-from outergrad.layers._sequences import Sequences, States, closed, opened
-from outergrad.layers._steps import TurnedRound
+from outergrad.layers.recurrent._direction import Direction, parts_of
+from outergrad.layers.recurrent._sequences import Sequences, States, closed, opened
+from outergrad.layers.recurrent._steps import Steps, TurnedRound
 from outergrad.layers.linear import linear_factors
 
 
@@ -63,25 +51,30 @@ class RecurrentRule(ABC):
             if place and module.training and module.dropout:
                 x = F.dropout(x, module.dropout)
             directions = [Direction(module, tap, place + i, steps) for i in range(one_layer)]
-            found = [self._through(one, x, firsts) for one in directions]
+            found = [self._through(one, x, firsts, steps) for one in directions]
             x = torch.cat([y for y, _ in found], dim=1) if module.bidirectional else found[0][0]
             lasts += [last for _, last in found]
         states = tuple(torch.stack(state) for state in zip(*lasts, strict=True))
         return closed(module, input, x, steps, states)
 
-    def _through(self, one: Direction, x_NI: Tensor, firsts: States) -> tuple[Tensor, States]:
-        """The hidden state after every row, and the last states of every sequence."""
+    def _through(
+        self, one: Direction, x_NI: Tensor, firsts: States, steps: Steps
+    ) -> tuple[Tensor, States]:
+        """The hidden state after every row, (N, P), and the last states of every sequence."""
         first = tuple(state[one.place] for state in firsts)
         if not one.turned_round:
-            y_NP, *last = self.recur(one, x_NI, first)
-            return y_NP, tuple(last)
-        order_N = one.steps.reverse_N
-        y_NP, *last = self.recur(one, TurnedRound.apply(x_NI, order_N), first)
-        return TurnedRound.apply(y_NP, order_N), tuple(last)
+            y, *last = self.recur(one, x_NI, first)
+            return y.flatten(0, -2), tuple(last)
+        order_N = steps.reverse_N
+        y, *last = self.recur(one, TurnedRound.apply(x_NI, order_N), first)
+        return TurnedRound.apply(y.flatten(0, -2), order_N), tuple(last)
 
     @abstractmethod
     def recur(self, one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-        """The hidden state after every row, and the last states; every weight is tapped."""
+        """The hidden state after every row, (N, P) or (T, B, P), and the last states.
+
+        Every weight is tapped, with rows in the order of `one`.
+        """
 
     def rows(
         self, module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -94,44 +87,6 @@ class RecurrentRule(ABC):
     def factors(self, module: nn.RNNBase, slot: int, call: Call) -> Factors:
         """Inputs, hidden states before or after projection, and deltas."""
         return linear_factors(call)
-
-
-class RNNRule(RecurrentRule):
-    """`h' = tanh(W_ih x + b_ih + W_hh h + b_hh)`, or relu."""
-
-    def recur(self, one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-        """The slope follows from h', so the hidden state's part of the gate is not needed."""
-        known = one.known(x_NI, first)
-        gates = one.tap(one.product(x_NI, "ih"), x_NI, "ih")
-        gates = one.tap(gates, known.before_NP, "hh")
-        slope = elman_slope(known, relu=one.module.mode == "RNN_RELU")
-        return ElmanRecursion.apply(gates, *first, known, slope)
-
-
-class GRURule(RecurrentRule):
-    """`h' = n + z (h - n)` with the gates r, z and n."""
-
-    def recur(self, one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-        """The two parts of the gates have deltas of their own."""
-        known = one.known(x_NI, first)
-        x_NM = one.tap(one.product(x_NI, "ih"), x_NI, "ih")
-        h_NM = one.tap(one.product(known.before_NP, "hh"), known.before_NP, "hh")
-        return GRURecursion.apply(x_NM, h_NM, *first, known, gru_slopes(x_NM, h_NM, known))
-
-
-class LSTMRule(RecurrentRule):
-    """`c' = f c + i g`, `h' = o tanh(c')` with the gates i, f, g and o, or its projection."""
-
-    def recur(self, one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-        """Both parts of the gates have the same delta, so one tensor goes through both taps."""
-        known = one.known(x_NI, first)
-        gates = one.product(x_NI, "ih") + one.product(known.before_NP, "hh")
-        gates = one.tap(one.tap(gates, x_NI, "ih"), known.before_NP, "hh")
-        cells = lstm_cells(gates, first[1], known)
-        projected = None
-        if one.w_PH is not None:
-            projected = one.tap(known.h_NP.clone(), cells.output_NH, "hr")
-        return LSTMRecursion.apply(gates, projected, *first, known, cells, one.w_PH)
 
 
 def _slot(module: nn.RNNBase, name: str, part: str, suffix: str) -> Slot:

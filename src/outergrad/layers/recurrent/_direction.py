@@ -1,4 +1,4 @@
-"""One direction of one layer of a recurrent module: its products, its taps, its states."""
+"""One direction of one layer of a recurrent module: its states, its products, its taps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outergrad._protocols import TapFn
-from outergrad.layers._recursion import Known
-from outergrad.layers._sequences import States
-from outergrad.layers._steps import Steps
+from outergrad.layers.recurrent._sequences import States
+from outergrad.layers.recurrent._steps import Steps
+from outergrad.layers.recurrent._walk import Known
 
 PARTS = ("ih", "hh", "hr")
 """The weights of a direction: of the input, of the hidden state, and of its projection."""
@@ -36,15 +36,20 @@ class Direction:
     """
 
     def __init__(self, module: nn.RNNBase, tap: TapFn, place: int, steps: Steps) -> None:
-        self.module, self._tap, self.place, self.steps = module, tap, place, steps
+        self.module, self.place, self._tap, self._steps = module, place, tap, steps
         self.turned_round = module.bidirectional and place % 2 == 1
         self._params = [p.detach() for p in module.all_weights[place]]
         self.w_PH = self._params[-1] if module.proj_size else None
 
     def product(self, x_NI: Tensor, part: str) -> Tensor:
-        """Of one weight with all rows at once, and its bias."""
+        """Of one weight with all rows at once, and its bias: (N, M)."""
         at = PARTS.index(part)
         return F.linear(x_NI, self._params[at], self._params[at + 2] if self.module.bias else None)
+
+    def gates(self, x_NI: Tensor) -> Tensor:
+        """The product of the input, and both biases: (N, M)."""
+        bias = self._params[2] + self._params[3] if self.module.bias else None
+        return F.linear(x_NI, self._params[0], bias)
 
     def tap(self, y_NO: Tensor, a_NI: Tensor, part: str) -> Tensor:
         """What has the delta of a product, through the tap of its weight."""
@@ -52,23 +57,21 @@ class Direction:
         return self._tap(y_NO, a_NI, slot)
 
     @torch.no_grad()
-    def known(self, x_NI: Tensor, states: States) -> Known:
+    def known(self, x_NI: Tensor, first: States) -> Known:
         """The states after every row, by PyTorch's own kernel, and those before."""
-        h_NP, *finals = self._run(x_NI, states)
-        before_NP = self.steps.before(torch.cat([states[0], h_NP]))
-        return Known(self.steps, h_NP, tuple(finals), before_NP, self._params[1])
+        h, *last = self._run(x_NI, [state.unsqueeze(0) for state in first])
+        before_NP = self._steps.before(torch.cat([first[0], h.flatten(0, -2)]))
+        return Known(h, tuple(t.squeeze(0) for t in last), before_NP, self._params[1], self._steps)
 
-    def _run(self, x_NI: Tensor, states: States) -> list[Tensor]:
-        module, steps, first = self.module, self.steps, [state[None] for state in states]
-        kernel, hx = _KERNELS[module.mode], first if isinstance(module, nn.LSTM) else first[0]
+    def _run(self, x_NI: Tensor, first: list[Tensor]) -> tuple[Tensor, ...]:
+        steps, module, kernel = self._steps, self.module, _KERNELS[self.module.mode]
+        hx = first if isinstance(module, nn.LSTM) else first[0]
         options = 1, 0.0, False, False  # layers, dropout, training, bidirectional
         with _without_cudnn(x_NI):
             if steps.packed:
-                y, *finals = kernel(x_NI, steps.sizes_T, hx, self._params, module.bias, *options)
-            else:
-                x_TBI = x_NI.unflatten(0, (len(steps.sizes), steps.batch))
-                y, *finals = kernel(x_TBI, hx, self._params, module.bias, *options, False)
-        return [y.view(len(x_NI), y.shape[-1]), *(last[0] for last in finals)]
+                return kernel(x_NI, steps.sizes_T, hx, self._params, module.bias, *options)
+            x_TBI = x_NI.unflatten(0, (len(steps.sizes), steps.batch))
+            return kernel(x_TBI, hx, self._params, module.bias, *options, False)
 
 
 def parts_of(module: nn.RNNBase) -> tuple[str, ...]:
@@ -77,5 +80,5 @@ def parts_of(module: nn.RNNBase) -> tuple[str, ...]:
 
 
 def _without_cudnn(x: Tensor) -> AbstractContextManager[None]:
-    """It warns of weights that are not the whole module's, and rounds them in another way."""
+    """It warns of weights that are not the whole module's, and rounds products to TF32."""
     return torch.backends.cudnn.flags(enabled=False) if x.is_cuda else nullcontext()

@@ -1,0 +1,14 @@
+"""Recurrent layers: all steps in time are one product with each weight of a direction.
+
+PyTorch's own kernel computes the hidden states. Those before every step are then as good as an
+input, the gates of all steps follow at once, and only deltas are found step by step.
+
+Letters: N rows of all steps, B sequences, T steps, H hidden width, M gates times H, P width of the
+hidden state (H, or less where it is projected).
+"""
+
+from outergrad.layers.recurrent.gru import GRURule
+from outergrad.layers.recurrent.lstm import LSTMRule
+from outergrad.layers.recurrent.rnn import RNNRule
+
+__all__ = ["GRURule", "LSTMRule", "RNNRule"]

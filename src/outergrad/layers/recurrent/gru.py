@@ -1,0 +1,84 @@
+"""`nn.GRU`: `h' = n + z (h - n)` with the gates r and z, and `n = tanh(x_n + r h_n)`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from outergrad.layers.recurrent._direction import Direction
+from outergrad.layers.recurrent._sequences import States
+from outergrad.layers.recurrent._walk import (
+    Known,
+    from_outside,
+    hidden_weight,
+    outputs,
+    times_sigmoid_slope,
+    times_tanh_slope,
+    wide,
+)
+from outergrad.layers.recurrent.rule import RecurrentRule
+
+
+class GRURule(RecurrentRule):
+    """The gates' parts x_n and h_n have deltas of their own, that of h_n being r times as large."""
+
+    def recur(self, one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
+        """Both parts of the gates, each through its tap."""
+        known = one.known(x_NI, first)
+        x_NM, h_NM = one.product(x_NI, "ih"), one.product(known.before_NP, "hh")
+        slopes = _slopes(wide(x_NM), wide(h_NM), known.before_NP)
+        x_NM, h_NM = one.tap(x_NM, x_NI, "ih"), one.tap(h_NM, known.before_NP, "hh")
+        return GRURecursion.apply(x_NM, h_NM, *first, known, slopes)
+
+
+class _Slopes(NamedTuple):
+    """In h': of r, z and h_n; of x_n; of h."""
+
+    h_NM: Tensor
+    n_NH: Tensor
+    z_NH: Tensor
+
+
+@torch.no_grad()
+def _slopes(x_NM: Tensor, h_NM: Tensor, before_NH: Tensor) -> _Slopes:
+    """From both parts of the gates, in whose memory they are computed."""
+    (r, z, n), (h_r, h_z, h_n) = x_NM.chunk(3, dim=1), h_NM.chunk(3, dim=1)
+    r.add_(h_r).sigmoid_()
+    z.add_(h_z).sigmoid_()
+    n.addcmul_(r, h_n).tanh_()
+    keeps, candidate = z.contiguous(), 1 - z
+    times_tanh_slope(candidate, n, out=candidate)
+    times_sigmoid_slope(h_n.mul_(candidate), r, out=h_r)
+    times_sigmoid_slope(torch.sub(before_NH, n, out=n), z, out=h_z)
+    torch.mul(candidate, r, out=h_n)
+    return _Slopes(h_NM, candidate, keeps)
+
+
+class GRURecursion(torch.autograd.Function):
+    """The hidden states, as they depend on both parts of the gates and on the first ones."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NM: Tensor, h_NM: Tensor, h_BH: Tensor, known: Known, slopes: _Slopes
+    ) -> tuple[Tensor, ...]:
+        return outputs(ctx, known, hidden_weight(known, h_NM), *slopes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, y: Tensor | None, last_BH: Tensor | None) -> tuple[Any, ...]:
+        w_MH, h_NM, n_NH, z_NH = ctx.saved_tensors
+        steps, d_NM = ctx.steps, torch.empty_like(h_NM)
+        dh = from_outside(steps, w_MH, y, last_BH)
+        d_N3H, h_N3H = (t.unflatten(1, (3, -1)) for t in (d_NM, h_NM))
+        rows, tables = (d_NM, d_N3H, h_N3H, z_NH), (dh, dh.unsqueeze(1))
+        for (d, d_3, slope, z), (after, wide_after), (before, _) in reversed(
+            steps.split(rows, tables)
+        ):
+            torch.mul(wide_after, slope, out=d_3)
+            before.addcmul_(after, z).addmm_(d, w_MH)
+        x_N3H = d_N3H.clone()
+        torch.mul(dh[steps.batch :], n_NH, out=x_N3H[:, 2])
+        return x_N3H.flatten(1), d_NM, dh[: steps.batch], None, None

@@ -1,0 +1,135 @@
+"""`nn.LSTM`: `c' = f c + i g` with the gates i, f, g and o, and `h' = o tanh(c')`.
+
+With a projection, `h' = W_hr o tanh(c')`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from outergrad.layers.recurrent._direction import Direction
+from outergrad.layers.recurrent._sequences import States
+from outergrad.layers.recurrent._steps import Steps
+from outergrad.layers.recurrent._walk import (
+    Known,
+    from_outside,
+    hidden_weight,
+    outputs,
+    times_sigmoid_slope,
+    times_tanh_slope,
+    wide,
+)
+from outergrad.layers.recurrent.rule import RecurrentRule
+
+
+class LSTMRule(RecurrentRule):
+    """Both parts of the gates have the same delta, so one tensor goes through both taps."""
+
+    def recur(self, one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
+        """The gates, the cells and, where what they put out is projected, its tap."""
+        known, gates_NM = one.known(x_NI, first), one.gates(x_NI)
+        cells = _cells(_add_hidden(gates_NM, known), first[1], known.steps)
+        gates_NM = one.tap(one.tap(gates_NM, x_NI, "ih"), known.before_NP, "hh")
+        projected_NP = None
+        if one.w_PH is not None:
+            projected_NP = one.tap(known.h.flatten(0, -2).clone(), cells.output_NH, "hr")
+        return LSTMRecursion.apply(gates_NM, projected_NP, *first, known, cells, one.w_PH)
+
+
+@torch.no_grad()
+def _add_hidden(gates_NM: Tensor, known: Known) -> Tensor:
+    """The gates before activation, in the memory of the input's part."""
+    w_MP = hidden_weight(known, gates_NM)
+    return wide(gates_NM).addmm_(wide(known.before_NP), w_MP.t())
+
+
+class _Cells(NamedTuple):
+    """Slopes in what the cells put out, `o tanh(c')`, and this itself.
+
+    Attributes:
+        gates_NM: of the gates: those of i, f and g in c', that of o in the output.
+        c_NH: of c' in the output.
+        f_NH: of c in c'.
+        output_NH: what is projected.
+    """
+
+    gates_NM: Tensor
+    c_NH: Tensor
+    f_NH: Tensor
+    output_NH: Tensor
+
+
+@torch.no_grad()
+def _cells(gates_NM: Tensor, c_BH: Tensor, steps: Steps) -> _Cells:
+    """From the gates before activation, in whose memory their slopes are computed."""
+    i, f, g, o = gates_NM.chunk(4, dim=1)
+    for gate in (i, f, o):
+        gate.sigmoid_()
+    g.tanh_()
+    keeps_NH = f.contiguous()
+    c = _cell_states(torch.cat([c_BH.to(g.dtype), i * g]), keeps_NH, steps)
+    tanh_NH = torch.tanh(c[steps.batch :])
+    output_NH, c_slope = o * tanh_NH, torch.empty_like(tanh_NH)
+    times_tanh_slope(o, tanh_NH, out=c_slope)
+    times_sigmoid_slope(tanh_NH, o, out=o)
+    times_sigmoid_slope(steps.before(c), f, out=f)
+    i_slope = times_sigmoid_slope(g, i, out=tanh_NH)
+    times_tanh_slope(i, g, out=g)
+    i.copy_(i_slope)
+    return _Cells(gates_NM, c_slope, keeps_NH, output_NH)
+
+
+def _cell_states(c: Tensor, keeps_NH: Tensor, steps: Steps) -> Tensor:
+    """A table of all c, in the memory of one of the first and of what each step adds."""
+    for (keeps,), (after,), (before,) in steps.split((keeps_NH,), (c,)):
+        after.addcmul_(keeps, before)
+    return c
+
+
+class LSTMRecursion(torch.autograd.Function):
+    """The states, as they depend on the gates, the projections, if any, and the first states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gates_NM: Tensor,
+        projected_NP: Tensor | None,
+        h_BP: Tensor,
+        c_BH: Tensor,
+        known: Known,
+        cells: _Cells,
+        w_PH: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        projection = () if w_PH is None else (wide(w_PH.to(gates_NM.dtype)),)
+        return outputs(ctx, known, hidden_weight(known, gates_NM), *cells[:3], *projection)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, y: Tensor | None, last_BP: Tensor | None, last_BH: Tensor | None
+    ) -> tuple[Any, ...]:
+        w_MP, gates_NM, c_NH, f_NH, *projection = ctx.saved_tensors
+        steps, batch, d_NM = ctx.steps, ctx.steps.batch, torch.empty_like(gates_NM)
+        dh = from_outside(steps, w_MP, y, last_BP)
+        dc = from_outside(steps, f_NH, None, last_BH)
+        d_N4H, slopes_N4H = (t.unflatten(1, (4, -1)) for t in (d_NM, gates_NM))
+        rows = (d_NM, *_cell_and_output(d_N4H), *_cell_and_output(slopes_N4H), c_NH, f_NH)
+        for of_row, (dh_after, dc_after, wide_after), (dh_before, dc_before, _) in reversed(
+            steps.split(rows, (dh, dc, dc.unsqueeze(1)))
+        ):
+            d, d_ifg, d_o, ifg, o, c, f = of_row
+            d_output = dh_after @ projection[0] if projection else dh_after
+            torch.mul(d_output, o, out=d_o)
+            dc_after.addcmul_(d_output, c)
+            torch.mul(wide_after, ifg, out=d_ifg)
+            dc_before.addcmul_(dc_after, f)
+            dh_before.addmm_(d, w_MP)
+        return d_NM, dh[batch:] if projection else None, dh[:batch], dc[:batch], None, None, None
+
+
+def _cell_and_output(gates_N4H: Tensor) -> tuple[Tensor, Tensor]:
+    return gates_N4H[:, :3], gates_N4H[:, 3]
