@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
@@ -167,6 +168,43 @@ def cell(kind: type[nn.RNNCellBase], *, given: bool = False, **kwargs: Any) -> C
     ]
     model = Branches(forward, layer=kind(6, 5, **kwargs))
     return Case(model, batches, factors=("layer.weight_ih", "layer.weight_hh"))
+
+
+def recurrent(
+    kind: type[nn.RNNBase],
+    lengths: Sequence[int] = (),
+    *,
+    given: bool = False,
+    unbatched: bool = False,
+    **kwargs: Any,
+) -> Case:
+    """A recurrent layer over four steps in time, whose last states count as the output does.
+
+    With lengths the sequences are packed; the first states are zeros unless they are given.
+    """
+    layer = kind(6, 5, **kwargs)
+
+    def forward(self: Branches, x: Tensor, *states: Tensor) -> Tensor:
+        sequences = x
+        if lengths:
+            used = lengths[: x.shape[1]]
+            sequences = pack_padded_sequence(x, used, self.layer.batch_first, enforce_sorted=False)
+        hx = states if isinstance(self.layer, nn.LSTM) else states[0]
+        y, last = self.layer(sequences, hx if given else None)
+        y = y.data if isinstance(y, PackedSequence) else y
+        return torch.cat([t.flatten() for t in (y, *last)])
+
+    shapes = [(4,)] * 4 if unbatched else [(4, n) for n in (3, 2, 5, 1)]
+    widths = layer.proj_size or 5, 5
+    batches = [
+        (
+            torch.randn(*(reversed(shape) if layer.batch_first else shape), 6),
+            *(torch.randn(len(layer.all_weights), *shape[1:], width) for width in widths),
+        )
+        for shape in shapes
+    ]
+    weights = [f"layer.{name}" for name, _ in layer.named_parameters() if "weight" in name]
+    return Case(Branches(forward, layer=layer), batches, factors=tuple(weights))
 
 
 def tied() -> Case:
@@ -345,6 +383,20 @@ def build() -> dict[str, Callable[[], Case]]:
         "lstm cell": lambda: cell(nn.LSTMCell),
         "lstm cell unbatched": lambda: cell(nn.LSTMCell, given=True, unbatched=True),
     }
+    layers_in_time = {
+        "rnn relu": lambda: recurrent(nn.RNN, nonlinearity="relu", num_layers=2),
+        "rnn unbatched": lambda: recurrent(nn.RNN, unbatched=True, given=True, bias=False),
+        "gru": lambda: recurrent(nn.GRU, batch_first=True),
+        "gru both ways": lambda: recurrent(nn.GRU, given=True, num_layers=2, bidirectional=True),
+        "gru packed": lambda: recurrent(nn.GRU, (2, 4, 1, 4, 3), given=True),
+        "lstm": lambda: recurrent(nn.LSTM, given=True, batch_first=True, bias=False),
+        "lstm packed both ways": lambda: recurrent(
+            nn.LSTM, (2, 4, 1, 4, 3), num_layers=2, bidirectional=True
+        ),
+        "lstm projected": lambda: recurrent(
+            nn.LSTM, (4, 4, 3, 2, 1), proj_size=3, num_layers=2, given=True
+        ),
+    }
     others = {
         "frozen": frozen,
         "unused": only_on_site_0,
@@ -360,7 +412,9 @@ def build() -> dict[str, Callable[[], Case]]:
         ),
         "checkpointing": checkpointed,
         "plain parameters": plain_parameters,
-        "recurrent": lambda: Case(nn.GRU(6, 5, batch_first=True), rows(4, 6)),
+        "no rule": lambda: Case(
+            Branches(lambda m, x: m.layer(x, x), layer=nn.Bilinear(6, 6, 5)), rows(4, 6)
+        ),
         "transposed convolution": lambda: Case(nn.ConvTranspose2d(4, 3, 3), rows(4, 5, 5)),
         "batch norm": lambda: Case(
             nn.Sequential(
@@ -377,4 +431,4 @@ def build() -> dict[str, Callable[[], Case]]:
             rows(6),
         ),
     }
-    return {**linear, **convolution, **embedding, **heads, **cells, **others}
+    return {**linear, **convolution, **embedding, **heads, **cells, **layers_in_time, **others}

@@ -69,7 +69,7 @@ class Direction:
         options = 1, 0.0, False, False  # layers, dropout, training, bidirectional
         with _without_cudnn(x_NI):
             if steps.packed:
-                return kernel(x_NI, steps.sizes_T, hx, self._params, module.bias, *options)
+                return kernel(x_NI, steps.sizes_tensor, hx, self._params, module.bias, *options)
             x_TBI = x_NI.unflatten(0, (len(steps.sizes), steps.batch))
             return kernel(x_TBI, hx, self._params, module.bias, *options, False)
 

@@ -41,25 +41,27 @@ class Steps:
         self._ragged = any(size != batch for size in self.sizes)
 
     @cached_property
-    def sizes_T(self) -> Tensor:
+    def sizes_tensor(self) -> Tensor:
         """The same as a tensor on the CPU, which is where PyTorch wants them."""
         return torch.tensor(self.sizes, dtype=torch.int64)
 
     @cached_property
-    def last_B(self) -> Tensor:
+    def last_rows(self) -> Tensor:
         """Where in a table the last state of every sequence stands."""
-        place = self._start[self._length_B - 1] + torch.arange(self.batch)
+        place = self._start[self._lengths - 1] + torch.arange(self.batch)
         return (self.batch + place).to(self._device)
 
     @cached_property
-    def reverse_N(self) -> Tensor:
+    def reversed_rows(self) -> Tensor:
         """The rows with every sequence turned round: steps of the same sizes."""
-        time_N = self._length_B[self._place_N] - 1 - self._time_N
-        return (self._start[time_N] + self._place_N).to(self._device)
+        step_N = self._lengths[self._place_of_row] - 1 - self._step_of_row
+        return (self._start[step_N] + self._place_of_row).to(self._device)
 
     def before(self, table: Tensor) -> Tensor:
         """The state that each row begins its step with, (N, H)."""
-        return table.index_select(0, self._before_N) if self._ragged else table[: sum(self.sizes)]
+        if self._ragged:
+            return table.index_select(0, self._before_rows)
+        return table[: sum(self.sizes)]
 
     def split(self, rows: Sequence[Tensor], tables: Sequence[Tensor]) -> list[Step]:
         """Views of each step's part, the first step first."""
@@ -72,25 +74,25 @@ class Steps:
         return [Step(*parts) for parts in zip(rows_T, after_T, before_T, strict=True)]
 
     @cached_property
-    def _before_N(self) -> Tensor:
+    def _before_rows(self) -> Tensor:
         start = torch.cat([torch.zeros(1, dtype=torch.int64), self._start + self.batch])
-        return (start[self._time_N] + self._place_N).to(self._device)
+        return (start[self._step_of_row] + self._place_of_row).to(self._device)
 
     @cached_property
     def _start(self) -> Tensor:
-        return self.sizes_T.cumsum(0) - self.sizes_T
+        return self.sizes_tensor.cumsum(0) - self.sizes_tensor
 
     @cached_property
-    def _time_N(self) -> Tensor:
-        return torch.arange(len(self.sizes)).repeat_interleave(self.sizes_T)
+    def _step_of_row(self) -> Tensor:
+        return torch.arange(len(self.sizes)).repeat_interleave(self.sizes_tensor)
 
     @cached_property
-    def _place_N(self) -> Tensor:
-        return torch.arange(sum(self.sizes)) - self._start[self._time_N]
+    def _place_of_row(self) -> Tensor:
+        return torch.arange(sum(self.sizes)) - self._start[self._step_of_row]
 
     @cached_property
-    def _length_B(self) -> Tensor:
-        return (self.sizes_T[:, None] > torch.arange(self.batch)).sum(0)
+    def _lengths(self) -> Tensor:
+        return (self.sizes_tensor[:, None] > torch.arange(self.batch)).sum(0)
 
 
 class TurnedRound(torch.autograd.Function):

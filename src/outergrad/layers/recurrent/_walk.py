@@ -69,4 +69,4 @@ def from_outside(steps: Steps, like: Tensor, rows: Tensor | None, last: Tensor |
     d = like.new_zeros(steps.batch + sum(steps.sizes), like.shape[1])
     if rows is not None:
         d[steps.batch :] = rows.reshape(-1, like.shape[1])
-    return d if last is None else d.index_add_(0, steps.last_B, last.to(d.dtype))
+    return d if last is None else d.index_add_(0, steps.last_rows, last.to(d.dtype))

@@ -31,7 +31,7 @@ class GRURule(RecurrentRule):
         x_NM, h_NM = one.product(x_NI, "ih"), one.product(known.before_NP, "hh")
         slopes = _slopes(wide(x_NM), wide(h_NM), known.before_NP)
         x_NM, h_NM = one.tap(x_NM, x_NI, "ih"), one.tap(h_NM, known.before_NP, "hh")
-        return GRURecursion.apply(x_NM, h_NM, *first, known, slopes)
+        return _Recursion.apply(x_NM, h_NM, *first, known, slopes)
 
 
 class _Slopes(NamedTuple):
@@ -45,9 +45,9 @@ class _Slopes(NamedTuple):
 @torch.no_grad()
 def _slopes(x_NM: Tensor, h_NM: Tensor, before_NH: Tensor) -> _Slopes:
     """From both parts of the gates, in whose memory they are computed."""
-    (r, z, n), (h_r, h_z, h_n) = x_NM.chunk(3, dim=1), h_NM.chunk(3, dim=1)
-    r.add_(h_r).sigmoid_()
-    z.add_(h_z).sigmoid_()
+    x_N3H, h_N3H = (t.unflatten(1, (3, -1)) for t in (x_NM, h_NM))
+    x_N3H[:, :2].add_(h_N3H[:, :2]).sigmoid_()
+    (r, z, n), (h_r, h_z, h_n) = x_N3H.unbind(1), h_N3H.unbind(1)
     n.addcmul_(r, h_n).tanh_()
     keeps, candidate = z.contiguous(), 1 - z
     times_tanh_slope(candidate, n, out=candidate)
@@ -57,7 +57,7 @@ def _slopes(x_NM: Tensor, h_NM: Tensor, before_NH: Tensor) -> _Slopes:
     return _Slopes(h_NM, candidate, keeps)
 
 
-class GRURecursion(torch.autograd.Function):
+class _Recursion(torch.autograd.Function):
     """The hidden states, as they depend on both parts of the gates and on the first ones."""
 
     @staticmethod
@@ -68,10 +68,10 @@ class GRURecursion(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, y: Tensor | None, last_BH: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         w_MH, h_NM, n_NH, z_NH = ctx.saved_tensors
         steps, d_NM = ctx.steps, torch.empty_like(h_NM)
-        dh = from_outside(steps, w_MH, y, last_BH)
+        dh = from_outside(steps, w_MH, *deltas)
         d_N3H, h_N3H = (t.unflatten(1, (3, -1)) for t in (d_NM, h_NM))
         rows, tables = (d_NM, d_N3H, h_N3H, z_NH), (dh, dh.unsqueeze(1))
         for (d, d_3, slope, z), (after, wide_after), (before, _) in reversed(

@@ -35,9 +35,9 @@ class LSTMRule(RecurrentRule):
         cells = _cells(_add_hidden(gates_NM, known), first[1], known.steps)
         gates_NM = one.tap(one.tap(gates_NM, x_NI, "ih"), known.before_NP, "hh")
         projected_NP = None
-        if one.w_PH is not None:
+        if one.w_PH is not None:  # its product is the hidden state, which is known
             projected_NP = one.tap(known.h.flatten(0, -2).clone(), cells.output_NH, "hr")
-        return LSTMRecursion.apply(gates_NM, projected_NP, *first, known, cells, one.w_PH)
+        return _Recursion.apply(gates_NM, projected_NP, *first, known, cells, one.w_PH)
 
 
 @torch.no_grad()
@@ -66,10 +66,11 @@ class _Cells(NamedTuple):
 @torch.no_grad()
 def _cells(gates_NM: Tensor, c_BH: Tensor, steps: Steps) -> _Cells:
     """From the gates before activation, in whose memory their slopes are computed."""
-    i, f, g, o = gates_NM.chunk(4, dim=1)
-    for gate in (i, f, o):
-        gate.sigmoid_()
+    gates_N4H = gates_NM.unflatten(1, (4, -1))
+    gates_N4H[:, :2].sigmoid_()
+    i, f, g, o = gates_N4H.unbind(1)
     g.tanh_()
+    o.sigmoid_()
     keeps_NH = f.contiguous()
     c = _cell_states(torch.cat([c_BH.to(g.dtype), i * g]), keeps_NH, steps)
     tanh_NH = torch.tanh(c[steps.batch :])
@@ -90,7 +91,7 @@ def _cell_states(c: Tensor, keeps_NH: Tensor, steps: Steps) -> Tensor:
     return c
 
 
-class LSTMRecursion(torch.autograd.Function):
+class _Recursion(torch.autograd.Function):
     """The states, as they depend on the gates, the projections, if any, and the first states."""
 
     @staticmethod
@@ -109,13 +110,11 @@ class LSTMRecursion(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, y: Tensor | None, last_BP: Tensor | None, last_BH: Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         w_MP, gates_NM, c_NH, f_NH, *projection = ctx.saved_tensors
         steps, batch, d_NM = ctx.steps, ctx.steps.batch, torch.empty_like(gates_NM)
-        dh = from_outside(steps, w_MP, y, last_BP)
-        dc = from_outside(steps, f_NH, None, last_BH)
+        dh = from_outside(steps, w_MP, *deltas[:2])
+        dc = from_outside(steps, f_NH, None, deltas[2])
         d_N4H, slopes_N4H = (t.unflatten(1, (4, -1)) for t in (d_NM, gates_NM))
         rows = (d_NM, *_cell_and_output(d_N4H), *_cell_and_output(slopes_N4H), c_NH, f_NH)
         for of_row, (dh_after, dc_after, wide_after), (dh_before, dc_before, _) in reversed(

@@ -23,7 +23,7 @@ class RNNRule(RecurrentRule):
         slope_NH = wide(gates_NH)
         _slope(wide(known.h), out=slope_NH, relu=one.module.mode == "RNN_RELU")
         gates_NH = one.tap(one.tap(gates_NH, x_NI, "ih"), known.before_NP, "hh")
-        return ElmanRecursion.apply(gates_NH, *first, known, slope_NH)
+        return _Recursion.apply(gates_NH, *first, known, slope_NH)
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def _slope(h: Tensor, out: Tensor, *, relu: bool) -> None:
         torch.mul(h_NH, h_NH, out=out).neg_().add_(1)
 
 
-class ElmanRecursion(torch.autograd.Function):
+class _Recursion(torch.autograd.Function):
     """The hidden states, as they depend on the gates before f and on the first ones."""
 
     @staticmethod
@@ -47,9 +47,9 @@ class ElmanRecursion(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, y: Tensor | None, last_BH: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         w_HH, slope_NH = ctx.saved_tensors
-        dh = from_outside(ctx.steps, w_HH, y, last_BH)
+        dh = from_outside(ctx.steps, w_HH, *deltas)
         d_NH = torch.empty_like(slope_NH)
         for (d, slope), (after,), (before,) in reversed(ctx.steps.split((d_NH, slope_NH), (dh,))):
             torch.mul(after, slope, out=d)

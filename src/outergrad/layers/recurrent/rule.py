@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 from outergrad._protocols import TapFn
 from outergrad._types import Call, Factors, Slot
 from outergrad.layers._common import is_plain, join
+from outergrad.layers.linear import linear_factors
 from outergrad.layers.recurrent._direction import Direction, parts_of
 from outergrad.layers.recurrent._sequences import Sequences, States, closed, opened
 from outergrad.layers.recurrent._steps import Steps, TurnedRound
-from outergrad.layers.linear import linear_factors
 
 
 class RecurrentRule(ABC):
@@ -65,7 +65,7 @@ class RecurrentRule(ABC):
         if not one.turned_round:
             y, *last = self.recur(one, x_NI, first)
             return y.flatten(0, -2), tuple(last)
-        order_N = steps.reverse_N
+        order_N = steps.reversed_rows
         y, *last = self.recur(one, TurnedRound.apply(x_NI, order_N), first)
         return TurnedRound.apply(y.flatten(0, -2), order_N), tuple(last)
 
@@ -76,9 +76,7 @@ class RecurrentRule(ABC):
         Every weight is tapped, with rows in the order of `one`.
         """
 
-    def rows(
-        self, module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[int]:
+    def rows(self, module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """All steps of all sequences, for every weight."""
         x = args[0] if args else kwargs["input"]
         x = x.data if isinstance(x, PackedSequence) else x
