@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from outergrad._types import Call
@@ -194,6 +195,21 @@ def test_a_second_backward_adds_the_same(name):
     result.backward()
     twice = [*tapped.gradients.values(), *(t.grad for t in inputs)]
     torch.testing.assert_close(twice, [2 * t for t in once])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_checkpoint_recomputes_the_same(name):
+    module = build(name, **({"dropout": 0.4} if "both" in name else {}))
+    tapped, inputs = Tapped(module), leaves(module, "packed unsorted")
+
+    def recomputed(*args):
+        return checkpoint(tapped, *args, use_reentrant=False)
+
+    torch.manual_seed(3)
+    found = gradients(recomputed, module, "packed unsorted", inputs)
+    torch.manual_seed(3)
+    torch.testing.assert_close(found, gradients(module, module, "packed unsorted", inputs))
+    torch.testing.assert_close(tapped.gradients, own_gradients(module))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
