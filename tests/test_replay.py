@@ -516,14 +516,59 @@ def test_what_enters_the_model_is_not_sent_unasked():
     run_on_lasting_groups(2, body)
 
 
-def test_a_recurrent_layer_on_the_data_travels_otherwise():
+class HeadFirst(nn.Module):
+    """Registers its layers in another order than it calls them in."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.lstm = nn.Linear(5, 4), nn.LSTM(6, 5)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+@pytest.mark.parametrize("first", ["lstm", "head"])
+def test_a_recurrent_layer_on_the_data_is_not_replayed_unasked(first):
     torch.manual_seed(1)
-    model, inputs = nn.LSTM(6, 5), [(torch.randn(4, 3, 6),) for _ in range(2)]
+    model = nn.LSTM(6, 5) if first == "lstm" else HeadFirst()
+    inputs = [(torch.randn(4, 3, 6),) for _ in range(2)]
+    names = [n for n, _ in model.named_parameters() if "_l0" in n]
     for _, session in check(model, og.EDAD(always=True), inputs):
-        assert {line.travels for line in session.coverage()} == {"dense"}
-        assert "reads what enters the model" in session.coverage()[0].why
-    names = [n for n, _ in model.named_parameters()]
+        lines = {line.parameter: line for line in session.coverage()}
+        assert {lines[n].travels for n in names} == {"factors" if first == "lstm" else "dense"}
+        if first == "head":
+            assert "reads what enters the model" in lines["lstm.weight_ih_l0"].why
     check(model, og.EDAD(always=True, inputs="raw"), inputs, names)
+
+
+BYTES = {
+    "edad": (og.EDAD(always=True), og.DAD(always=True), 0.62),
+    "edad raw": (
+        *(og.EDAD(always=True, inputs="raw"), og.DAD(always=True, reveal="activations")),
+        0.56,
+    ),
+}
+
+
+def sent(model, method, inputs):
+    def body(rank, group):
+        return train(model, method, inputs, rank, group, 3)[1].stats().sent_bytes
+
+    return run_on_lasting_groups(len(inputs), body)[0]
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_deep_chain_takes_little_more_than_half_of_the_bytes(name):
+    ours, other, most = BYTES[name]
+    layers = [m for _ in range(10) for m in (nn.Linear(256, 256), nn.ReLU())]
+    model, inputs = nn.Sequential(*layers[:-1]), [(torch.randn(32, 256),) for _ in range(2)]
+    assert sent(model, ours, inputs) <= most * sent(model, other, inputs)
+
+
+def test_a_stack_of_blocks_takes_a_fifth_of_the_bytes():
+    model, inputs = Stack(4, 64), [(torch.randint(0, 20, (8, 16)),) for _ in range(2)]
+    ours = sent(model, og.EDAD(blocks=["layers.*"], always=True), inputs)
+    assert ours <= 0.2 * sent(model, og.DAD(always=True, reveal="activations"), inputs)
 
 
 def test_no_more_is_sent_than_dense_would_be():

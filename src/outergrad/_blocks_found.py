@@ -111,7 +111,7 @@ class BlockFinder:
             yield self._of_modules(group, explicit=True)
         if self._replays.recurrent:
             for name, module in self._modules.items():
-                if type(module) in _RECURRENT and self._is_fit(module):
+                if type(module) in _RECURRENT and self._is_fit(module) and self._reads_made(module):
                     yield self._of_modules([name], explicit=False)
         if self._replays.chains:
             yield from self._chains()
@@ -174,6 +174,11 @@ class BlockFinder:
         params = list(module.parameters())
         plain = all(id(p) in self._full_names and self._times[id(p)] == 1 for p in params)
         return id(module) not in self.owned and plain and bool(params) and not _is_computed(module)
+
+    def _reads_made(self, module: nn.Module) -> bool:
+        """Whether what it reads may be sent: not the data, which the first of a model reads."""
+        first = next(iter(self._full_names))
+        return self._replays.raw_inputs or all(id(p) != first for p in module.parameters())
 
     def _own(self, modules: Sequence[nn.Module]) -> None:
         self.owned |= {id(part) for module in modules for part in module.modules()}
