@@ -7,7 +7,7 @@ from outergrad._block_message import Blocks
 from outergrad._groups import on_group
 from outergrad._model import Model
 from outergrad._protocols import Comm
-from outergrad._tap import TappedLayer
+from outergrad._tapped_layer import TappedLayer
 from outergrad._types import Block, Slot
 from outergrad.comm.wire import BlockUse, Header, Use
 

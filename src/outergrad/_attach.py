@@ -12,7 +12,7 @@ from outergrad._groups import count_session, end_unfinished
 from outergrad._inspect import View, inspect
 from outergrad._protocols import Method, Recorder, Rules
 from outergrad._session import Session
-from outergrad._tap import TappedLayer
+from outergrad._tapped_layer import TappedLayer
 from outergrad._version import __version__
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.comm.link import measured_link

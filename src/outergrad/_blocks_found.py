@@ -11,10 +11,12 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from outergrad._block_tap import TappedBlock
+from outergrad._class_swap import ClassSwap
 from outergrad._protocols import Exchange, Replayer
-from outergrad._tap import ClassSwap
 from outergrad._types import Block
-from outergrad.replay.chain import Between, Chain, Layer, chains_in, has_hooks, is_layer
+from outergrad.replay.chain import Between, Chain
+from outergrad.replay.find import chains_in, has_hooks
+from outergrad.replay.layer import Layer, is_layer
 from outergrad.replay.modules import Modules
 
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)

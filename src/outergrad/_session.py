@@ -22,12 +22,12 @@ from outergrad._state import Owner, Progress, resumed, saved
 from outergrad._step import SharedStep
 from outergrad._tap import (
     NO_TASK,
-    TappedLayer,
     WatchedParameter,
     at_end_of_backward,
     current_task,
     refuse_nested_backward,
 )
+from outergrad._tapped_layer import TappedLayer
 from outergrad._types import Block, ExchangeError, Factors, Slot, StateDict, Unit
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copyreg
 import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
-
-from outergrad._protocols import Rule
-from outergrad._types import Call, Factors, Slot
 
 NO_TASK = -1
 _REENTRANT = (
@@ -25,16 +19,8 @@ _REENTRANT = (
 )
 
 
-class Sink(Protocol):
-    """Who is told what happens in backward, in the order in which it happens."""
-
-    def taps(self, layer: TappedLayer) -> bool:
-        """Whether the layer's products should be tapped in this forward."""
-        ...
-
-    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """A product's delta has arrived; its rows can be computed at any later time."""
-        ...
+class ParameterSink(Protocol):
+    """Who is told what happens to parameters, in the order in which it happens."""
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
@@ -86,9 +72,7 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, a: Tensor, layer: TappedLayer, slot: int, *params: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, a: Tensor, layer: Any, slot: int, *params: Tensor) -> Tensor:
         ctx.save_for_backward(a)
         ctx.layer, ctx.slot, ctx.born_in = layer, slot, current_task()
         ctx.mark_dirty(y)
@@ -146,7 +130,7 @@ _OURS = {Tap.backward.__code__, BlockTap.backward.__code__, DeltaTap.backward.__
 class WatchedParameter:
     """A trainable parameter: its accumulator node and the hooks that report to a sink."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, sink: Sink) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
         self.name, self.parameter, self._sink = name, parameter, sink
         self.dtype = parameter.dtype
         self.node: Node = get_gradient_edge(parameter).node
@@ -191,119 +175,6 @@ class WatchedParameter:
         self._sink.on_ready(self.name)
 
 
-class TappedLayer:
-    """A module whose class was swapped for one that computes through taps."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        rule: Rule,
-        slots: Sequence[Slot],
-        watched: Sequence[Sequence[WatchedParameter]],
-        sink: Sink,
-    ) -> None:
-        self.module, self.rule, self.slots = module, rule, tuple(slots)
-        self._watched = [tuple(params) for params in watched]
-        self._sink = sink
-        self._live: list[WeakKeyDictionary[Any, tuple[int, torch.dtype]]] = [
-            WeakKeyDictionary() for _ in slots
-        ]
-        self._untapped = [0] * len(self.slots)
-        self._decided = False
-        own = {id(p): name.split(".") for name, p in module.named_parameters()}
-        self._places = {p.name: own[id(p.parameter)] for params in watched for p in params}
-        self._swap = ClassSwap(module, self._forward)
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.active():
-            return self.rule.forward(self.module, self.tap, *args, **kwargs)
-        if torch.is_grad_enabled():
-            self.note_untapped(args, kwargs)
-        return self._swap.plain_forward(*args, **kwargs)
-
-    def restore(self) -> None:
-        """Gives the module its own class back."""
-        self._swap.restore()
-
-    def active(self) -> bool:
-        """Whether this forward goes through taps; a recomputation does what the forward did."""
-        if not torch.is_grad_enabled():
-            return False
-        if current_task() == NO_TASK:
-            watched = [p for params in self._watched for p in params]
-            self._decided = self._sink.taps(self) and all(p.tappable() for p in watched)
-        return self._decided and self._has_own_parameters()
-
-    def _has_own_parameters(self) -> bool:
-        """Whether the module still has the parameters that are watched.
-
-        Raises:
-            RuntimeError: they were replaced or converted after `distribute`.
-        """
-        for params in self._watched:
-            for watched in params:
-                found = self._find(watched.name)
-                if found is watched.parameter and found.dtype == watched.dtype:
-                    continue
-                if isinstance(found, nn.Parameter):
-                    raise RuntimeError(
-                        f"{watched.name!r} was replaced or converted after og.distribute(): call "
-                        f"session.detach(), convert or load, and distribute again on every site"
-                    )
-                return False  # somebody passes weights of their own (functional_call)
-        return True
-
-    def _find(self, name: str) -> Any:
-        *path, last = self._places[name]
-        owner = self.module
-        for child in path:
-            owner = getattr(owner, child)
-        return getattr(owner, last)
-
-    def tap(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
-        """Implements `TapFn` for this layer."""
-        slot %= len(self.slots)
-        here = self.slots[slot]
-        if rows is None:
-            rows = y.numel() // max(here.groups * here.outputs, 1)
-        params = [p.parameter for p in self._watched[slot]]
-        tapped: Tensor = Tap.apply(y, a, self, slot, *params)  # type: ignore[assignment]
-        if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
-            self._live[slot][tapped.grad_fn] = rows, tapped.dtype
-        return tapped
-
-    def note_untapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Counts rows of a forward without taps: the next plan may want them as factors."""
-        if not any(p.parameter.requires_grad for params in self._watched for p in params):
-            return
-        for slot, rows in enumerate(self.rule.rows(self.module, args, kwargs)):
-            self._untapped[slot] += rows
-
-    def forget_untapped(self) -> None:
-        """Starts counting anew."""
-        self._untapped = [0] * len(self.slots)
-
-    def announced(self, slot: int) -> tuple[int, int, torch.dtype]:
-        """Rows that the current backward will capture, that passed untapped, and their dtype."""
-        runs, live = torch._C._will_engine_execute_node, self._live[slot]
-        uses = [use for node, use in live.items() if runs(node)]
-        if not any(watched.accumulates() for watched in self._watched[slot]):
-            uses = []
-        dtype = reduce(torch.promote_types, (dtype for _, dtype in uses)) if uses else torch.float32
-        return sum(rows for rows, _ in uses), self._untapped[slot], dtype
-
-    def capture(self, ctx: Any, slot: int, delta: Tensor) -> None:
-        """Takes the delta of one use of a slot.
-
-        Raises:
-            RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
-        """
-        if not is_shared(ctx, self._watched[slot]):
-            return
-        call = Call(ctx.saved_tensors[0], delta)
-        self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))
-
-
 def _double_backward(name: str) -> str:
     return (
         f"{name!r}: backward(create_graph=True) cannot be shared between sites: the gradients of "
@@ -323,52 +194,6 @@ def is_shared(ctx: Any, watched: Sequence[WatchedParameter]) -> bool:
     if ctx.born_in != NO_TASK:
         raise RuntimeError(_REENTRANT)
     return any(accumulates)  # or gradients of inputs alone were asked for
-
-
-class ClassSwap:
-    """Gives one module a subclass of its class, of the same name, with another forward.
-
-    All else lives in the subclass's forward, not in the module: state_dict, `vars(module)`, copies
-    and pickles are those of the plain module.
-
-    Args:
-        module: the module.
-        forward: what to call in place of its own forward.
-    """
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._plain = module, type(module)
-        module.__class__ = _subclass(self._plain, module, forward)
-
-    def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        return self._plain.forward(self._module, *args, **kwargs)
-
-    def restore(self) -> None:
-        """Gives the module its own class back."""
-        self._module.__class__ = self._plain
-
-
-def _subclass(
-    plain: type[nn.Module], module: nn.Module, instead: Callable[..., Any]
-) -> type[nn.Module]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is module:
-            return instead(*args, **kwargs)
-        return plain.forward(self, *args, **kwargs)
-
-    def __reduce_ex__(self: nn.Module, protocol: int) -> Any:  # noqa: N807
-        _, _, *state = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
-        return copyreg._reconstructor, (plain, object, None), *state  # type: ignore[attr-defined]
-
-    body = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
-    }
-    return type(plain.__name__, (plain,), body)
 
 
 def is_watched(p: nn.Parameter) -> bool:

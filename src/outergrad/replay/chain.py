@@ -12,21 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from outergrad._types import Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
+from outergrad.replay.find import has_hooks
 from outergrad.replay.from_output import delta_before, is_known, reshapes
+from outergrad.replay.layer import Layer, backward, output
 from outergrad.replay.streams import recorded, replayed
-
-Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-_CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
-LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,13 @@ class Chain:
         (x,) = args
         detached = {key: p.detach() for key, p in self._params.items()}
         activations, seeds = [x], list[str | None]()
-        y = _output(self._layers[0], x, detached)
+        y = output(self._layers[0], x, detached)
         shapes = [tuple(y.shape)]
         for layer, between in zip(self._layers[1:], self._between, strict=True):
             with recorded(self._device) as draws:
                 activations.append(between(y, detached))
             seeds.append(None if draws.seed is None else f"{draws.seed:016x}")
-            y = _output(layer, activations[-1], detached)
+            y = output(layer, activations[-1], detached)
             shapes.append(tuple(y.shape))
         about = {"seeds": seeds, "shapes": shapes, "autocast": autocast_now(self._device)}
         return Traced(about, activations, [y], lambda new: new[0])
@@ -126,7 +123,7 @@ class Chain:
                 a = link.tensors[k]
                 assert a is not None
                 d = d.reshape(link.about["shapes"][k])
-                d = _backward(self._layers[k], a, d, found, inputs=k > 0)
+                d = backward(self._layers[k], a, d, found, inputs=k > 0)
                 if k:
                     d = self._before(k - 1, link, d, detached, found)
         names = self._full_names
@@ -151,11 +148,11 @@ class Chain:
         seed = link.about["seeds"][k]
         own = [p for module in between.modules for p in module.parameters()]
         copies = {id(p): params[id(p)].detach().requires_grad_() for p in own}
-        y = _output(self._layers[k], a, params).detach().requires_grad_()
+        y = output(self._layers[k], a, params).detach().requires_grad_()
         with torch.enable_grad(), replayed(None if seed is None else int(seed, 16), self._device):
-            output = between(y.clone(), copies)
+            made = between(y.clone(), copies)
         inputs = [y, *copies.values()]
-        d, *gradients = torch.autograd.grad(output, inputs, d.view(output.shape).to(output.dtype))
+        d, *gradients = torch.autograd.grad(made, inputs, d.view(made.shape).to(made.dtype))
         found.update(zip(copies, gradients, strict=True))
         return d
 
@@ -187,81 +184,3 @@ def _stacked(runs: Sequence[SentRun]) -> SentRun:
     about = {**links[0].about, "shapes": shapes}
     deltas = torch.cat([run.deltas[0] for run in runs])
     return SentRun([Sent(links[0].member, about, tensors)], [deltas])
-
-
-def _output(layer: Layer, x: Tensor, params: Mapping[int, Tensor]) -> Tensor:
-    bias = None if layer.bias is None else params[id(layer.bias)]
-    weight = params[id(layer.weight)]
-    if isinstance(layer, nn.Linear):
-        return F.linear(x, weight, bias)
-    convolve = _CONVOLUTIONS[type(layer)]
-    return convolve(x, weight, bias, *_geometry(layer), layer.groups)
-
-
-def _geometry(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[Any, Any, Any]:
-    return layer.stride, layer.padding, layer.dilation
-
-
-def _backward(
-    layer: Layer, a: Tensor, d: Tensor, found: dict[int, Tensor], *, inputs: bool
-) -> Tensor:
-    """Adds the gradients of a layer; returns the delta of its input, if that is asked for."""
-    weight, a_d = layer.weight.detach().to(d.dtype), a.to(d.dtype)
-    with torch.autocast(d.device.type, enabled=False):
-        if isinstance(layer, nn.Linear):
-            d_NO, a_NI = d.reshape(-1, d.shape[-1]), a_d.reshape(-1, a.shape[-1])
-            found[id(layer.weight)] = d_NO.mT @ a_NI
-            if layer.bias is not None:
-                found[id(layer.bias)] = d_NO.sum(dim=0)
-            return (d @ weight).to(a.dtype) if inputs else d
-        zeros, sizes = [0] * len(layer.kernel_size), [layer.out_channels]
-        before, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            *(d, a_d, weight, sizes, *_geometry(layer), False, zeros, layer.groups),
-            [inputs, True, layer.bias is not None],
-        )
-    found[id(layer.weight)] = of_weight
-    if layer.bias is not None:
-        found[id(layer.bias)] = of_bias
-    return before.to(a.dtype) if inputs else d
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what it computes."""
-    return any(value for key, value in vars(module).items() if key.endswith("_hooks"))
-
-
-def chains_in(modules: Sequence[nn.Module | None]) -> list[tuple[int, int]]:
-    """First and last index of the layers of every chain of two and more, as long as they get."""
-    chains: list[tuple[int, int]] = []
-    first = last = None
-    for i, module in enumerate([*modules, None]):
-        if module is not None and is_layer(module):
-            first, last = (i if first is None else first), i
-        elif module is None or not _may_stand_between(module):
-            if first is not None and last is not None and last > first:
-                chains.append((first, last))
-            first = last = None
-    return chains
-
-
-def is_layer(module: Any) -> TypeGuard[Layer]:
-    """Whether it is a layer whose delta and activations make its gradient."""
-    if type(module) is nn.Linear:
-        return True
-    is_convolution = type(module) in _CONVOLUTIONS
-    return is_convolution and module.padding_mode == "zeros" and type(module.padding) is tuple
-
-
-_BETWEEN = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
-    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.PReLU),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-    *(nn.Softmax, nn.LogSoftmax, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink),
-)
-"""Computed again where they stand between two layers."""
-
-
-def _may_stand_between(module: nn.Module) -> bool:
-    return is_known(module) or type(module) in _BETWEEN

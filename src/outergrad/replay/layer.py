@@ -1,0 +1,58 @@
+"""Layers of a chain: their output, and what a delta makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+
+
+def output(layer: Layer, x: Tensor, params: Mapping[int, Tensor]) -> Tensor:
+    """What it makes of x; parameters by the identity of the real ones."""
+    bias = None if layer.bias is None else params[id(layer.bias)]
+    weight = params[id(layer.weight)]
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    convolve = _CONVOLUTIONS[type(layer)]
+    return convolve(x, weight, bias, *_geometry(layer), layer.groups)
+
+
+def _geometry(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[Any, Any, Any]:
+    return layer.stride, layer.padding, layer.dilation
+
+
+def backward(
+    layer: Layer, a: Tensor, d: Tensor, found: dict[int, Tensor], *, inputs: bool
+) -> Tensor:
+    """Adds the gradients of a layer; returns the delta of its input, if that is asked for."""
+    weight, a_d = layer.weight.detach().to(d.dtype), a.to(d.dtype)
+    with torch.autocast(d.device.type, enabled=False):
+        if isinstance(layer, nn.Linear):
+            d_NO, a_NI = d.reshape(-1, d.shape[-1]), a_d.reshape(-1, a.shape[-1])
+            found[id(layer.weight)] = d_NO.mT @ a_NI
+            if layer.bias is not None:
+                found[id(layer.bias)] = d_NO.sum(dim=0)
+            return (d @ weight).to(a.dtype) if inputs else d
+        zeros, sizes = [0] * len(layer.kernel_size), [layer.out_channels]
+        before, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            *(d, a_d, weight, sizes, *_geometry(layer), False, zeros, layer.groups),
+            [inputs, True, layer.bias is not None],
+        )
+    found[id(layer.weight)] = of_weight
+    if layer.bias is not None:
+        found[id(layer.bias)] = of_bias
+    return before.to(a.dtype) if inputs else d
+
+
+def is_layer(module: Any) -> TypeGuard[Layer]:
+    """Whether it is a layer whose delta and activations make its gradient."""
+    if type(module) is nn.Linear:
+        return True
+    is_convolution = type(module) in _CONVOLUTIONS
+    return is_convolution and module.padding_mode == "zeros" and type(module.padding) is tuple
