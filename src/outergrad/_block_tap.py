@@ -159,6 +159,8 @@ class TappedBlock:
         grads = [t.requires_grad for t in traced.tensors]
         constants = {k: (t, t._version) for k, t in enumerate(tensors) if not grads[k]}
         leaves = [t for t in traced.outputs if t.is_floating_point()]
+        if not leaves:
+            return traced.rebuild(traced.outputs)
         shapes = [Shape.of(t) for t in tensors]
         use = Use(member, traced.about, shapes, constants, [Shape.of(t) for t in leaves])
         saved = [t for t, needs in zip(tensors, grads, strict=True) if needs]
