@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
+from outergrad._coding import received, sum_dtype
 from outergrad.linalg.outer import stack, weight_gradient
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.training import ADAM_EPS
@@ -33,7 +34,7 @@ SITES = 2
 def methods(rank: int) -> dict[str, tuple[Any, int]]:
     """Methods, and how many triplets they may send; in each line the same bytes per site."""
     none: Any = {"error_feedback": None}
-    double: Any = {"rank": 2 * rank, "wire": "bf16"}
+    double: Any = {"rank": 2 * rank, "wire": og.wire.BF16()}
     reduced = og.RankDAD(rank=rank, reduce="all_reduce", error_feedback="dense")
     return {
         "PowerSGD": (og.PowerSGD(rank=rank, min_ratio=1), rank),
@@ -58,7 +59,7 @@ class Compared:
         self._exchanges = [method.exchange() for _ in range(SITES)]
         self._gathers = isinstance(method, og.RankDAD) and method.reduce == "gather"
         self._sent, self._rank = sent, rank
-        self._wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[method.wire]
+        self._codecs = method.wire
         self.ratios: dict[str, list[float]] = {}
 
     def step(self, gradients: dict[str, list[Tensor]], *, measure: bool) -> None:
@@ -78,8 +79,8 @@ class Compared:
     def _gathered(self, slot: og.Slot, pairs: list[tuple[Any, Tensor]]) -> Tensor:
         rows = min(self._sent, slot.outputs, slot.inputs)
         parts = [e.compress([og.Part(slot, g, rows)])[0] for e, g in pairs]
-        rounded = [og.Factors(*(t.to(self._wire).float() for t in part[:2])) for part in parts]
-        return weight_gradient(stack(rounded), 1 / SITES)
+        arrived = [og.Factors(*(received(self._codecs, t) for t in part[:2])) for part in parts]
+        return weight_gradient(stack(arrived), 1 / SITES)
 
     def _reduced(self, slot: og.Slot, pairs: list[tuple[Any, Tensor]]) -> Tensor:
         y = self._sum([e.sketches.begin(slot, g) for e, g in pairs])
@@ -89,7 +90,8 @@ class Compared:
 
     def _sum(self, parts: list[Tensor]) -> Tensor:
         """As an all-reduce does: rounded before and after each addition."""
-        return sum((part.to(self._wire) for part in parts[1:]), parts[0].to(self._wire))
+        first, *others = (part.to(sum_dtype(self._codecs, part.dtype)) for part in parts)
+        return sum(others, first)
 
     def _with_memory(self, exchange: Any, slot: og.Slot, gradient: Tensor) -> Tensor:
         memory = exchange._memories[slot]

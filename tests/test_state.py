@@ -126,7 +126,8 @@ def test_an_adapted_rank_is_saved(reduce):
 
 OTHERS = {
     "solver": og.RankDAD(rank=3, reduce="gather", solver="subspace_iteration"),
-    "bf16": og.RankDAD(rank=3, wire="bf16"),
+    "bf16": og.RankDAD(rank=3, wire=og.wire.BF16()),
+    "codecs": og.RankDAD(rank=3, wire=(og.wire.TopK(0.2), og.wire.Int8())),
     "powersgd": og.PowerSGD(rank=2, min_ratio=1.0),
     "dad": og.DAD(),
     "dad forced": og.DAD(always=True),

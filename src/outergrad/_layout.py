@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outergrad._rows import Rows
 from outergrad._types import Factors
 from outergrad.comm.wire import Piece, aligned
 
@@ -43,7 +44,11 @@ class Layout:
             self._spot((sum(p.numel() for p in members.values()),), dtype)
             for dtype, members in zip(dtypes, self._riders, strict=True)
         ]
-        self._rows = [[self._spot(*tensor) for tensor in piece.tensors()] for piece in pieces]
+        self._fields = [piece.fields() for piece in pieces]
+        self._rows = [
+            [[self._spot(*tensor) for tensor in field.tensors()] for field in fields]
+            for fields in self._fields
+        ]
         self._blobs = [self._spot((nbytes,), torch.uint8) for nbytes in blobs]
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
@@ -66,12 +71,20 @@ class Layout:
             views.update({name: part.view(p.shape) for (name, p), part in pairs})
         return views
 
-    def factors(self, message: Tensor) -> list[Factors | None]:
-        """Views of the rows; None where there are none."""
-        dtypes = {spot.dtype for spots in self._rows for spot in spots}
+    def rows(self, message: Tensor) -> list[Rows | None]:
+        """Views of the rows, to be filled or read; None where there are none."""
+        dtypes = {spot.dtype for fields in self._rows for spots in fields for spot in spots}
         typed = {dtype: message.view(dtype) for dtype in dtypes}
-        views = [[spot.view(typed[spot.dtype]) for spot in spots] for spots in self._rows]
-        return [Factors(*tensors) if tensors else None for tensors in views]
+        views = [
+            [[spot.view(typed[spot.dtype]) for spot in spots] for spots in fields]
+            for fields in self._rows
+        ]
+        pairs = zip(self._fields, views, strict=True)
+        return [Rows(fields, written) if fields else None for fields, written in pairs]
+
+    def factors(self, message: Tensor) -> list[Factors | None]:
+        """What the rows hold: views of it where they are not encoded; None where there are none."""
+        return [None if rows is None else rows.read() for rows in self.rows(message)]
 
     def blobs(self, message: Tensor) -> list[Tensor | None]:
         """Views of what is no rows; None where there is nothing."""

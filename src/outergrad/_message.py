@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outergrad._bucket import Carried, Load, Sender, copy_scaled
 from outergrad._layout import Layout
 from outergrad._protocols import Exchange
-from outergrad._types import Factors, Part, Slot
+from outergrad._types import Part, Slot
 from outergrad.comm.wire import Header, Piece, Preamble, State
 
 _KEPT_LAYOUTS = 256
@@ -67,7 +67,7 @@ class Cargo(Carried):
             dtype = sender.params[slot.weight].dtype
         rows = self._exchange.sent_rows(slot, rows, site.rank) if rows else 0
         bias = dtype if self._exchange.sends_bias(slot) else None
-        return Piece(slot, rows, self._exchange.wire or dtype, bias)
+        return Piece(slot, rows, dtype, bias, self._exchange.codecs(slot))
 
     def layout(
         self,
@@ -101,11 +101,11 @@ class Cargo(Carried):
             copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
             sender.add(name, "dense", view.nbytes * receivers)
         began = time.perf_counter()
-        pairs = zip(layout.pieces, layout.factors(message), strict=True)
-        filled = [(piece, views) for piece, views in pairs if views is not None]
+        pairs = zip(layout.pieces, layout.rows(message), strict=True)
+        filled = [(piece, rows) for piece, rows in pairs if rows is not None]
         parts = [self._part(sender, piece) for piece, _ in filled]
-        for (_, views), factors in zip(filled, self._exchange.compress(parts), strict=True):
-            fill(views, factors)
+        for (_, rows), factors in zip(filled, self._exchange.compress(parts), strict=True):
+            rows.fill(factors)
         book(sender, layout.pieces, travels, receivers, time.perf_counter() - began)
 
     def pack_blocks(self, sender: Sender, layout: Layout, message: Tensor, receivers: int) -> None:
@@ -149,15 +149,6 @@ def sums_of_riders(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dic
         for whole, flat in zip(sums, flats, strict=True):
             whole += flat
     return layouts[0].by_name(sums)
-
-
-def fill(views: Factors, factors: Factors) -> None:
-    """Copies factors into a message; fewer rows than agreed leave zeros."""
-    rows = factors.d_GRO.shape[1]
-    views.d_GRO[:, :rows].copy_(factors.d_GRO)
-    (views.a_GRI[:rows] if views.a_GRI.dim() == 1 else views.a_GRI[:, :rows]).copy_(factors.a_GRI)
-    if views.b_GO is not None and factors.b_GO is not None:
-        views.b_GO.copy_(factors.b_GO)
 
 
 def book(

@@ -24,6 +24,7 @@ from outergrad._types import (
     Traced,
     Unit,
 )
+from outergrad.wire import Codec
 
 
 class TapFn(Protocol):
@@ -108,8 +109,8 @@ class Exchange(Protocol):
 
     bucket_bytes: int
     """Payload of one message before the next layer opens another."""
-    wire: torch.dtype | None
-    """The dtype that factors travel in; None for that of the deltas."""
+    wire: tuple[Codec, ...]
+    """The codecs that it was given, for what it does not say otherwise in `codecs`."""
     forced: bool
     """Whether factors are sent even where dense would be fewer bytes."""
     replays: Replays
@@ -162,6 +163,10 @@ class Exchange(Protocol):
 
         A formed gradient counts as O rows.
         """
+        ...
+
+    def codecs(self, slot: Slot) -> tuple[Codec, ...]:
+        """What the deltas and activations of a slot go through; none for as they are."""
         ...
 
     def sends_bias(self, slot: Slot) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Carried, Load, Pending, Result, Sender, copy_scaled
+from outergrad._coding import Codecs, sum_dtype
 from outergrad._protocols import Comm, Sketches, Work
 from outergrad._types import Factors, Slot
 from outergrad.comm.torch import ring_bytes
@@ -25,7 +26,7 @@ class SketchBucket(Carried):
         loads: what travels at low rank.
         sketches: makes the sketches.
         dtype: what they are computed in.
-        wire: what they are rounded to; None for no rounding.
+        wire: the codecs that they go through, each of which only rounds.
         riders: parameters whose `grad` travels as it is, in the first round.
     """
 
@@ -34,11 +35,11 @@ class SketchBucket(Carried):
         loads: Sequence[Load],
         sketches: Sketches,
         dtype: torch.dtype,
-        wire: torch.dtype | None,
+        wire: Codecs,
         riders: Mapping[str, nn.Parameter],
     ) -> None:
         super().__init__(loads, riders)
-        self.sketches, self.dtype, self.wire = sketches, dtype, wire or dtype
+        self.sketches, self.dtype, self.wire = sketches, dtype, sum_dtype(wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
     def start(self, sender: Sender) -> Pending:

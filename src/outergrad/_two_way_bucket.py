@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad._bucket import Pending, Result, Sender
 from outergrad._layout import Layout
-from outergrad._message import Cargo, book, fill, read_all, sums_of_riders
+from outergrad._message import Cargo, book, read_all, sums_of_riders
 from outergrad._protocols import Merger, Work
 from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Piece, State
@@ -112,12 +112,10 @@ class _TwoWayPending:
             view.copy_(sums[name])
             self._sender.add(name, "dense", view.nbytes * others)
         parts_KS = zip(*(theirs.factors(message) for theirs, message in pairs), strict=True)
-        for piece, views, parts_S in zip(
-            layout.pieces, layout.factors(merged), parts_KS, strict=True
-        ):
+        for piece, rows, parts_S in zip(layout.pieces, layout.rows(merged), parts_KS, strict=True):
             began = time.perf_counter()
-            if views is not None:
-                fill(views, self._merged_rows(piece, parts_S))
+            if rows is not None:
+                rows.fill(self._merged_rows(piece, parts_S))
             book(self._sender, [piece], "low rank", others, time.perf_counter() - began)
 
     def _merged_rows(self, piece: Piece, parts_S: Sequence[Factors | None]) -> Factors:

@@ -17,7 +17,7 @@ METHODS = {
     "factored": og.RankDAD(rank=4, reduce="all_reduce"),
     "dense": og.RankDAD(rank=4, reduce="all_reduce", error_feedback="dense"),
     "nothing kept": og.RankDAD(rank=4, reduce="all_reduce", error_feedback=None),
-    "bf16": og.RankDAD(rank=4, reduce="all_reduce", wire="bf16"),
+    "bf16": og.RankDAD(rank=4, reduce="all_reduce", wire=og.wire.BF16()),
     "tolerance": og.RankDAD(rank=4, reduce="all_reduce", tolerance=0.2),
     "PowerSGD": og.PowerSGD(rank=4, min_ratio=1),
 }
@@ -186,7 +186,7 @@ def test_weights_without_a_rule_travel_at_low_rank(name):
     assert sent < 0.4 * 4 * sum(p.numel() for p in original.parameters())
 
 
-MISTAKES = {"rank": {"rank": 0}, "wire": {"wire": "int8"}, "min_ratio": {"min_ratio": 0}}
+MISTAKES = {"rank": {"rank": 0}, "wire": {"wire": og.wire.Int8()}, "min_ratio": {"min_ratio": 0}}
 
 
 @pytest.mark.parametrize(("name", "settings"), MISTAKES.items(), ids=MISTAKES)

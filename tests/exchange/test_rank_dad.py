@@ -37,7 +37,7 @@ LINEAR = Unit(
 
 
 @pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", [(), og.wire.BF16()])
 def test_weights_lose_little_and_everything_else_nothing(sites, wire):
     method = og.RankDAD(rank=4, error_feedback=None, wire=wire)
     found = train(method, sites, steps=3)
@@ -50,9 +50,9 @@ def test_weights_lose_little_and_everything_else_nothing(sites, wire):
 
 
 def test_bf16_halves_the_bytes():
-    sent = {wire: train(og.RankDAD(rank=8, wire=wire), 2, 2)[0][1] for wire in ("fp32", "bf16")}
+    fp32, bf16 = (train(og.RankDAD(rank=8, wire=w), 2, 2)[0][1] for w in ((), og.wire.BF16()))
     weights_bytes = 4 * 8 * (100 + 80 + 80 + 60)
-    assert sent["fp32"] - sent["bf16"] == pytest.approx(weights_bytes / 2, abs=100)
+    assert fp32 - bf16 == pytest.approx(weights_bytes / 2, abs=100)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -193,7 +193,7 @@ MISTAKES = {
     "error_feedback": {"error_feedback": "full"},
     "feedback_rank": {"feedback_rank": 0},
     "reduce": {"reduce": "sum"},
-    "wire": {"wire": "int8"},
+    "wire": {"wire": "bf16"},
     "min_ratio": {"min_ratio": 0.5},
     "bucket_bytes": {"bucket_bytes": 0},
 }

@@ -61,7 +61,7 @@ def test_a_gradient_of_the_rank_is_reproduced(sites, rank):
 
 
 @pytest.mark.parametrize("sites", SITES)
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", [(), og.wire.BF16()])
 def test_replicas_are_equal_and_vectors_lose_nothing(sites, wire):
     found = train(two_way(4, wire=wire, error_feedback=None), sites, steps=3)
     for step in range(3):

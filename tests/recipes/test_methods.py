@@ -128,7 +128,13 @@ def test_two_sites_agree_by_the_methods_that_round():
         ("dad:bucket_bytes=65536", og.DAD(bucket_bytes=65536)),
         ("rank-dad", og.RankDAD()),
         ("rank-dad:rank=16:tolerance=0.1", og.RankDAD(rank=16, tolerance=0.1)),
-        ("rank-dad:wire=bf16:error_feedback=None", og.RankDAD(wire="bf16", error_feedback=None)),
+        (
+            "rank-dad:wire=bf16:error_feedback=None",
+            og.RankDAD(wire=og.wire.BF16(), error_feedback=None),
+        ),
+        ("rank-dad:rank=4:wire=fp32", og.RankDAD()),
+        ("dad:wire=int8", og.DAD(wire=og.wire.Int8())),
+        ("rank-dad:wire=topk0.1+int8", og.RankDAD(wire=(og.wire.TopK(0.1), og.wire.Int8()))),
     ],
 )
 def test_a_method_can_be_named_with_settings(monkeypatch, name, method):
@@ -144,6 +150,11 @@ def test_a_method_can_be_named_with_settings(monkeypatch, name, method):
         ("ddp:rank=2", "must be one of pooled"),
         ("rank-dad:rank=0", "rank-dad:rank=0: RankDAD: rank=0; use 1 or more"),
         ("rank-dad:rank", "rank"),
+        ("rank-dad:wire=int4", "wire=int4; use bf16, int8, topk with a fraction, as topk0.1"),
+        ("rank-dad:wire=topk", "wire=topk; use bf16, int8, topk with a fraction"),
+        ("rank-dad:wire=topk2", "TopK: fraction=2.0; use a number in"),
+        ("rank-dad:wire=bf16+int8", "BF16 and Int8 each write the values in a dtype of their own"),
+        ("og-powersgd:wire=int8", "PowerSGD: wire="),
         ("dad:colour=red", "unexpected keyword argument 'colour'"),
     ],
 )

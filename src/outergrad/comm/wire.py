@@ -6,11 +6,14 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from outergrad._coding import Codecs, tensors
 from outergrad._types import ExchangeError, Slot
+from outergrad.wire import Plain
 
 _MAGIC = 0x6F757465726701  # "outerg", version 1 of the format
 _FIXED_WORDS = 64
@@ -148,6 +151,18 @@ def _pack_bits(bits: Sequence[bool]) -> int:
     return sum(1 << i for i, bit in enumerate(bits) if bit)
 
 
+class Field(NamedTuple):
+    """One of the tensors of a piece, and the codecs that it goes through."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codecs: Codecs = ()
+
+    def tensors(self) -> list[Plain]:
+        """What it is written as."""
+        return tensors(self.codecs, self.shape, self.dtype)
+
+
 @dataclass(frozen=True)
 class Piece:
     """The factors of one slot inside a message.
@@ -155,30 +170,33 @@ class Piece:
     Attributes:
         slot: the slot.
         rows: R.
-        dtype: of the rows.
+        dtype: of the rows, before they are encoded.
         bias: dtype of b_GO; None where it does not travel.
+        codecs: of deltas and activations; ids and bias gradients travel as they are.
     """
 
     slot: Slot
     rows: int
     dtype: torch.dtype
     bias: torch.dtype | None
+    codecs: Codecs = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire; none without rows."""
-        return sum(aligned(math.prod(s) * dtype.itemsize) for s, dtype in self.tensors())
+        written = (tensor for field in self.fields() for tensor in field.tensors())
+        return sum(aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in written)
 
-    def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of its deltas, its activations and its bias gradient, if it has any."""
+    def fields(self) -> list[Field]:
+        """Its deltas, its activations or ids, and its bias gradient, if it has any."""
         slot, rows = self.slot, self.rows
         if not rows:
             return []
-        deltas = ((slot.groups, rows, slot.outputs), self.dtype)
+        deltas = Field((slot.groups, rows, slot.outputs), self.dtype, self.codecs)
         if slot.lookup:
-            return [deltas, ((rows,), torch.int64)]
-        activations = ((slot.groups, rows, slot.inputs), self.dtype)
-        biases = [((slot.groups, slot.outputs), self.bias)] if self.bias else []
+            return [deltas, Field((rows,), torch.int64)]
+        activations = Field((slot.groups, rows, slot.inputs), self.dtype, self.codecs)
+        biases = [Field((slot.groups, slot.outputs), self.bias)] if self.bias else []
         return [deltas, activations, *biases]
 
 

@@ -1,22 +1,36 @@
-"""What the methods have in common: checks of settings, numbers on the wire, ties, ids."""
+"""What the methods have in common: checks of settings, bytes on the wire, ties, ids."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from outergrad._coding import Codecs, nbytes, stacked
 from outergrad._types import Factors, Slot, Unit
 
+FLOAT_BYTES = 4
+"""Of a number that is not encoded: ways are compared as if all were float32."""
 
-def row_numel(slot: Slot) -> int:
-    """Numbers on the wire for one row."""
+_ID_BYTES = 8
+
+
+def row_bytes(slot: Slot, codecs: Codecs = ()) -> int:
+    """Bytes on the wire for one row."""
+    deltas = nbytes(codecs, (slot.groups, 1, slot.outputs))
     if slot.lookup:
-        return slot.outputs + 2  # an int64 id counts as two float32
-    return slot.groups * (slot.inputs + slot.outputs)
+        return deltas + _ID_BYTES
+    return deltas + nbytes(codecs, (slot.groups, 1, slot.inputs))
 
 
-def bias_numel(slots: Iterable[Slot]) -> int:
-    """Numbers on the wire for bias gradients."""
-    return sum(slot.groups * slot.outputs for slot in slots if slot.bias is not None)
+def bias_bytes(slots: Iterable[Slot]) -> int:
+    """Bytes on the wire for bias gradients."""
+    numel = sum(slot.groups * slot.outputs for slot in slots if slot.bias is not None)
+    return FLOAT_BYTES * numel
+
+
+def dense_bytes(unit: Unit, sites: int) -> float:
+    """Bytes that a site sends of a unit in a ring all-reduce, per other site."""
+    return FLOAT_BYTES * 2 * unit.dense_numel / sites
 
 
 def used_slots(unit: Unit, rows_K: Sequence[int]) -> list[tuple[Slot, int]]:
@@ -38,6 +52,18 @@ def without_silent_ids(factors: Factors) -> Factors:
     """
     silent = (factors.d_GRO[0] == 0).all(dim=1)
     return factors._replace(a_GRI=factors.a_GRI.masked_fill(silent, 0))
+
+
+def settle_wire(method: Any) -> None:
+    """Checks the setting `wire` and makes it a tuple: however it is written, a method is one.
+
+    Raises:
+        ValueError: names the method and what cannot stand there.
+    """
+    try:
+        object.__setattr__(method, "wire", stacked(method.wire))
+    except ValueError as error:
+        raise ValueError(f"{type(method).__name__}: {error}") from None
 
 
 def require(holds: bool, method: object, name: str, wanted: str) -> None:

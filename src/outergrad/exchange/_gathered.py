@@ -20,6 +20,7 @@ from outergrad._types import (
 )
 from outergrad.exchange._bundles import Warm, bundles, compress_together, without
 from outergrad.exchange._common import without_silent_ids
+from outergrad.exchange._losses import with_loss
 from outergrad.exchange._memory import Memories, Memory, compact
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.canonical import canonical
@@ -146,7 +147,8 @@ class Gathered:
         if slot.lookup:
             return True
         all_rows = min(gradient.d_GRO.shape[1], slot.outputs, slot.inputs)
-        return rows >= all_rows and not self._settings.tolerance and unsent is None
+        holds_all = rows >= all_rows and not self._settings.tolerance and unsent is None
+        return holds_all and not self._settings.keeps_loss  # of what encoding leaves of it
 
     def _found(
         self, slot: Slot, gradient: Gradient, columns: int, unsent: Factors | None = None
@@ -186,18 +188,33 @@ class Gathered:
         """
         rows, slots = parts[0].rows, [part.slot for part in parts]
         sent = apart(found.leading(rows).factors(rows), slots)
-        unsent: Sequence[Gradient | None] = [None] * len(parts)
-        more = slice(rows, rows + self._settings.kept_triplets)
-        if rest_GOI is not None:
-            unsent = matrices_apart(rest_GOI, slots)
-        elif self._settings.kept_triplets and found.rank > rows:
-            unsent = apart(Factors(found.d_GRO[:, more].clone(), found.a_GRI[:, more]), slots)
+        unsent = self._unsent(slots, found, sent, rest_GOI)
         starts = apart(Factors(found.d_GRO, found.a_GRI), slots)
         finite = _finite(found.sigma_GR, slots)
         for slot, is_finite, start, rest in zip(slots, finite, starts, unsent, strict=True):
             if is_finite:
                 self._memories[slot] = Memory(start.a_GRI.mT, rest)
         return {p.slot: _with_bias(p, factors) for p, factors in zip(parts, sent, strict=True)}
+
+    def _unsent(
+        self,
+        slots: Sequence[Slot],
+        found: LowRank,
+        sent: Sequence[Factors],
+        rest_GOI: Tensor | None,
+    ) -> Sequence[Gradient | None]:
+        """What is left for the next step, of each slot."""
+        rows, kept = sent[0].d_GRO.shape[1], self._settings.kept_triplets
+        unsent: Sequence[Gradient | None] = [None] * len(slots)
+        if rest_GOI is not None:
+            unsent = matrices_apart(rest_GOI, slots)
+        elif kept and found.rank > rows:
+            more = slice(rows, rows + kept)
+            unsent = apart(Factors(found.d_GRO[:, more].clone(), found.a_GRI[:, more]), slots)
+        if not self._settings.keeps_loss:
+            return unsent
+        wire = self._settings.wire
+        return [with_loss(u, f, wire, kept) for u, f in zip(unsent, sent, strict=True)]
 
 
 def _finite(sigma_GR: Tensor, slots: Sequence[Slot]) -> list[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from outergrad._coding import Codecs, drops, without_drops
 from outergrad._protocols import Merger, Sketches
 from outergrad._types import (
     Factors,
@@ -17,14 +18,21 @@ from outergrad._types import (
     StateDict,
     Unit,
 )
-from outergrad.exchange._common import bias_numel, row_numel, tied_in_use, used_slots
+from outergrad.exchange._common import (
+    FLOAT_BYTES,
+    bias_bytes,
+    dense_bytes,
+    row_bytes,
+    tied_in_use,
+    used_slots,
+)
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state
 from outergrad.exchange._memory import Memories
 from outergrad.exchange._merging import Merging
 from outergrad.exchange._owners import heaviest_share
 from outergrad.exchange._reduce import WAYS, best_way, explained, times
-from outergrad.exchange._settings import WIRES, LowRankSettings
+from outergrad.exchange._settings import LowRankSettings
 from outergrad.exchange._sketches import GlobalSketches
 
 _THIN = 4
@@ -45,7 +53,7 @@ class LowRankExchange:
     def __init__(self, settings: LowRankSettings) -> None:
         self._settings = settings
         self.bucket_bytes = settings.bucket_bytes
-        self.wire = WIRES[settings.wire]
+        self.wire, self._sums = settings.wire, not drops(settings.wire)
         self._memories = Memories()
         self._gathered = Gathered(settings, self._memories)
         self._sketches = GlobalSketches(settings, self._memories)
@@ -65,23 +73,22 @@ class LowRankExchange:
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Takes the way that is fastest for the whole model."""
-        itemsize = self.wire.itemsize if self.wire else 4
-        numel = {way: self._sent_numel(units, sites, way) for way in WAYS}
-        seconds = times(numel, sites, itemsize, link)
+        ways = [way for way in WAYS if way != Route.REDUCE or self._sums]
+        seconds = times({way: self._sent_bytes(units, sites, way) for way in ways}, sites, link)
         self._auto, self.way_note = best_way(seconds), explained(seconds, link)
 
-    def _sent_numel(self, units: Sequence[Unit], sites: int, way: Route) -> float:
-        """Numbers that the busiest site sends in a step, also for units that travel dense."""
-        numel, merged = 0.0, dict[Slot, float]()
+    def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
+        """What the busiest site sends in a step, also for units that travel dense."""
+        nbytes, merged = 0.0, dict[Slot, float]()
         for unit in units:
-            low_rank, dense = self._low_rank_numel(unit, sites, way), 2 * unit.dense_numel / sites
+            low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, sites)
             pays = low_rank * self._settings.min_ratio < dense
-            numel += (sites - 1) * (low_rank if pays else dense)
-            merged.update({m: self._triplets_numel(m) for m in unit.matrices if pays})
+            nbytes += (sites - 1) * (low_rank if pays else dense)
+            merged.update({m: self._triplets_bytes(m) for m in unit.matrices if pays})
         if way == Route.TWO_WAY:  # an owner sends (S - 2) times more of its share than the others
             unevenness = heaviest_share(merged, sites) - sum(merged.values()) / sites
-            numel += (sites - 2) * unevenness
-        return numel
+            nbytes += (sites - 2) * unevenness
+        return nbytes
 
     # -- how a unit travels ---------------------------------------------------------------------
 
@@ -90,9 +97,9 @@ class LowRankExchange:
         sites = len(rows_SK)
         if sites == 1:
             return Route.DENSE
-        dense = 2 * unit.dense_numel / sites
-        low_rank = self._low_rank_numel(unit, sites)
-        if tapped and self._exact_numel(unit, rows_SK) <= min(low_rank, dense):
+        dense = dense_bytes(unit, sites)
+        low_rank = self._low_rank_bytes(unit, sites)
+        if tapped and self._exact_bytes(unit, rows_SK) <= min(low_rank, dense):
             return Route.GATHER
         if low_rank * self._settings.min_ratio >= dense:
             return Route.DENSE
@@ -106,7 +113,7 @@ class LowRankExchange:
         """Whether factors are all that is sent, or what triplets are found from in less time."""
         if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
             return False
-        if self._exact_numel(unit, rows_SK) <= self._low_rank_numel(unit, len(rows_SK)):
+        if self._exact_bytes(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
             return self.route(unit, rows_SK, tapped=True) == Route.GATHER
         if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
             return False
@@ -121,24 +128,26 @@ class LowRankExchange:
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per slot from which on dense is fewer bytes: none, where low rank pays."""
-        dense = 2 * unit.dense_numel / sites
+        dense = dense_bytes(unit, sites)
         if sites == 1:
             return 0.0
-        if self._low_rank_numel(unit, sites) * self._settings.min_ratio < dense:
+        if self._low_rank_bytes(unit, sites) * self._settings.min_ratio < dense:
             return math.inf
         if not self._settings.taps or not unit.slots:
             return 0.0
-        return (dense - bias_numel(unit.slots)) / sum(row_numel(slot) for slot in unit.slots)
+        return (dense - bias_bytes(unit.slots)) / sum(map(self._row_bytes, unit.slots))
 
     def _low_rank_route(self, sites: int) -> Route:
         if self._settings.reduce != "auto":
             return Route(self._settings.reduce)
         if self._auto is not None:
             return self._auto
-        return Route.GATHER if sites <= _GATHER_SITES else Route.REDUCE
+        if sites <= _GATHER_SITES:
+            return Route.GATHER
+        return Route.REDUCE if self._sums else Route.TWO_WAY
 
-    def _low_rank_numel(self, unit: Unit, sites: int, way: Route | None = None) -> float:
-        """Numbers on the wire, so that all ways compare: what a site sends to one other.
+    def _low_rank_bytes(self, unit: Unit, sites: int, way: Route | None = None) -> float:
+        """Bytes on the wire, so that all ways compare: what a site sends to one other.
 
         All-gathered factors cost a site (S - 1) times their size, a ring all-reduce and two ways
         through the owners 2 (S - 1) / S times it. The full rank counts, so that a layer whose rank
@@ -146,25 +155,28 @@ class LowRankExchange:
         """
         if not unit.matrices:
             return math.inf
-        triplets = sum(self._triplets_numel(matrix) for matrix in unit.matrices)
-        vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
+        triplets = sum(self._triplets_bytes(matrix) for matrix in unit.matrices)
+        numel = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
         gathers = (way or self._low_rank_route(sites)) == Route.GATHER
-        return (triplets + vectors) * (1.0 if gathers else 2 / sites)
+        return (triplets + FLOAT_BYTES * numel) * (1.0 if gathers else 2 / sites)
 
-    def _triplets_numel(self, matrix: Slot) -> int:
-        return min(self._settings.rank, matrix.outputs, matrix.inputs) * row_numel(matrix)
+    def _triplets_bytes(self, matrix: Slot) -> int:
+        return min(self._settings.rank, matrix.outputs, matrix.inputs) * self._row_bytes(matrix)
 
-    def _exact_numel(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
+    def _row_bytes(self, slot: Slot) -> int:
+        return row_bytes(slot, self.codecs(slot))
+
+    def _exact_bytes(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
         if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
             return math.inf
         if self._settings.tolerance and not any(slot.lookup for slot in unit.slots):
             return math.inf
-        return max(self._exact_numel_of_site(unit, rows_K) for rows_K in rows_SK)
+        return max(self._exact_bytes_of_site(unit, rows_K) for rows_K in rows_SK)
 
-    def _exact_numel_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
+    def _exact_bytes_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
         used = used_slots(unit, rows_K)
-        factors = sum(_exact_rows(slot, rows) * row_numel(slot) for slot, rows in used)
-        return factors + bias_numel(slot for slot, _ in used)
+        factors = sum(_exact_rows(slot, rows) * self._row_bytes(slot) for slot, rows in used)
+        return factors + bias_bytes(slot for slot, _ in used)
 
     def _cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
         """Whether two thin products with the factors cost less than the gradient and two with it.
@@ -186,6 +198,11 @@ class LowRankExchange:
         if slot.lookup:
             return exact
         return self._gathered.sent_rows(slot, min(exact, self._settings.rank), site)
+
+    def codecs(self, slot: Slot) -> Codecs:
+        """Of rows by id, of which nothing is remembered, those that only round."""
+        by_id = slot.lookup and self._settings.keeps_loss
+        return without_drops(self.wire) if by_id else self.wire
 
     def sends_bias(self, slot: Slot) -> bool:
         """Triplets have no row sums to take it from."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from outergrad._types import Factors, Gradient, Slot
+from outergrad.exchange._losses import decoded, loss_of
 from outergrad.exchange._memory import (
     Memories,
     Memory,
@@ -47,31 +48,39 @@ class Merging:
     def _remember(
         self, slot: Slot, parts: Sequence[Factors], found: LowRank, rows: int, sites: int
     ) -> None:
-        kept = found.leading(rows)
+        kept = found.leading(rows).factors()
         memory = self._memories.latest(slot) or Memory(compact(kept.a_GRI.mT))
         unsent = unsent_of(memory)
         if self._settings.error_feedback == "dense" or isinstance(unsent, Tensor):
             whole = self._with_rest_of(parts, kept, unsent, sites)
         else:
-            whole = self._recompressed(found.rest(rows), unsent, sites)
+            whole = self._recompressed(found.rest(rows), kept, unsent, sites)
         if whole is not None:
             self._memories[slot] = replace(memory, unsent=compact(whole))
 
     def _with_rest_of(
-        self, parts: Sequence[Factors], kept: LowRank, unsent: Gradient | None, sites: int
+        self, parts: Sequence[Factors], kept: Factors, unsent: Gradient | None, sites: int
     ) -> Tensor | None:
         """What is unsent and `sites` times what the mean lost, as a matrix."""
         dtype = kept.d_GRO.dtype
+        if self._settings.keeps_loss:
+            kept = decoded(kept, self._settings.wire)
         sent = stack([Factors(part.d_GRO.to(dtype), part.a_GRI.to(dtype)) for part in parts])
-        rest_GOI = product_of(sent) - sites * product_of(kept.factors())
+        rest_GOI = product_of(sent) - sites * product_of(kept)
         whole_GOI = formed(rest_GOI, unsent)
         return whole_GOI if bool(whole_GOI.isfinite().all()) else None
 
-    def _recompressed(self, rest: LowRank, unsent: Factors | None, sites: int) -> Factors | None:
-        """What is unsent and `sites` times the rest, as few triplets."""
-        more = finite_or_none(Factors(rest.d_GRO * sites, rest.a_GRI))
-        if more is None or not rest.rank:
+    def _recompressed(
+        self, rest: LowRank, kept: Factors, unsent: Factors | None, sites: int
+    ) -> Factors | None:
+        """What is unsent and `sites` times what all sites miss, as few triplets."""
+        missed = rest.factors()
+        if self._settings.keeps_loss:
+            missed = stack([missed, loss_of(kept, self._settings.wire)])
+        more = finite_or_none(Factors(missed.d_GRO * sites, missed.a_GRI))
+        if more is None or not more.d_GRO.shape[1]:
             return None
-        if unsent is None:
+        if unsent is None and not self._settings.keeps_loss:
             return more
-        return small_core(added(unsent, more), self._settings.feedback_rank).factors()
+        whole = more if unsent is None else added(unsent, more)
+        return small_core(whole, self._settings.feedback_rank).factors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from outergrad._types import Link, Route
@@ -20,27 +21,24 @@ def delays(way: Route, sites: int) -> int:
     return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (sites - 1)}[way]
 
 
-def times(
-    numel: Mapping[Route, float], sites: int, itemsize: int, link: Link
-) -> dict[Route, float]:
+def times(sent_bytes: Mapping[Route, float], sites: int, link: Link) -> dict[Route, float]:
     """Seconds for the low-rank messages of a step.
 
     Args:
-        numel: numbers that the busiest site sends to all others together, by way.
+        sent_bytes: what the busiest site sends to all others together, by way.
         sites: S.
-        itemsize: bytes per number.
         link: what the slowest site has.
     """
     return {
-        way: delays(way, sites) * link.delay_s + itemsize * numbers / link.bytes_per_s
-        for way, numbers in numel.items()
+        way: delays(way, sites) * link.delay_s + nbytes / link.bytes_per_s
+        for way, nbytes in sent_bytes.items()
     }
 
 
 def best_way(seconds: Mapping[Route, float]) -> Route:
     """The fastest; of those that are about as fast, the one with the smallest error."""
     limit = _ENOUGH * min(seconds.values())
-    return next(way for way in WAYS if seconds[way] <= limit)
+    return next(way for way in WAYS if seconds.get(way, math.inf) <= limit)
 
 
 def explained(seconds: Mapping[Route, float], link: Link) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from outergrad._coding import Codecs, drops
 from outergrad._types import Gradient, Part, Slot
 from outergrad.linalg.compress import Solver
 
 Reduce = Literal["auto", "gather", "two_way", "all_reduce"]
 Feedback = Literal["factored", "dense"] | None
-Wire = Literal["fp32", "bf16"]
-WIRES: dict[Wire, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
-
 
 _SMALL = 50_000
 """Elements of a gradient that is formed and remembered in less time than more triplets take."""
@@ -36,7 +33,7 @@ class LowRankSettings:
     reduce: Reduce = "auto"
     error_feedback: Feedback = "factored"
     feedback_rank: int = 8
-    wire: Wire = "fp32"
+    wire: Codecs = ()
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
     taps: bool = True
@@ -45,6 +42,11 @@ class LowRankSettings:
     def kept_triplets(self) -> int:
         """How many a memory in factors holds."""
         return self.feedback_rank if self.error_feedback == "factored" else 0
+
+    @property
+    def keeps_loss(self) -> bool:
+        """Whether what encoding loses is remembered: where it is always the same that is lost."""
+        return self.error_feedback is not None and drops(self.wire)
 
     def keeps_whole(self, part: Part, unsent: Gradient | None) -> bool:
         """Whether all of what is not sent is remembered, as a matrix: once so, always so."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from outergrad._coding import Codecs
 from outergrad._protocols import Merger, Sketches
 from outergrad._types import Inheritance, Link, Replays, Slot, StateDict, Unit
 
@@ -13,7 +12,7 @@ from outergrad._types import Inheritance, Link, Replays, Slot, StateDict, Unit
 class Stateless:
     """An exchange of factors in which every step stands by itself."""
 
-    wire: torch.dtype | None = None
+    wire: Codecs = ()
     forced = False
     takes_plain = False
     replays = Replays()
@@ -31,6 +30,10 @@ class Stateless:
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Nothing to choose."""
+
+    def codecs(self, slot: Slot) -> Codecs:
+        """The same for all."""
+        return self.wire
 
     def wanted_rows(self, slot: Slot) -> int:
         """Nothing: rows follow from the header."""

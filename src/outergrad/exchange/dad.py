@@ -7,24 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from outergrad._coding import Wire, stacked
 from outergrad._types import UNSENDABLE, Factors, Gradient, Part, Replays, Route, Slot, Unit
 from outergrad.exchange._common import (
-    bias_numel,
+    bias_bytes,
+    dense_bytes,
     require,
-    row_numel,
+    row_bytes,
+    settle_wire,
     tied_in_use,
     used_slots,
     without_silent_ids,
 )
 from outergrad.exchange._stateless import Stateless
 from outergrad.linalg.canonical import canonical
+from outergrad.linalg.outer import row_sum
 
 
 @dataclass(frozen=True, kw_only=True)
 class DAD:
     """Sites send the factors of each weight gradient where they are fewer bytes (dAD).
 
-    Exact. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
+    Exact, unless `wire` says otherwise. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
 
     Attributes:
         always: send factors even where the dense gradient is fewer bytes.
@@ -33,17 +37,21 @@ class DAD:
             deltas; less to compute, but the first layer's activations are the data.
         bucket_bytes: payload of one message before the next layer opens another. Smaller ones
             overlap better with backward, larger ones cost fewer delays (docs/benchmarks.md).
+        wire: codecs of `og.wire` that rows go through: fewer bytes, at their loss, of which
+            nothing is remembered. Bias gradients and ids travel as they are.
     """
 
     always: bool = False
     reveal: Literal["gradient", "activations"] = "gradient"
     bucket_bytes: int = 1 << 18
+    wire: Wire = ()
 
     def __post_init__(self) -> None:
         """Checks the settings."""
         known = self.reveal in ("gradient", "activations")
         require(known, self, "reveal", "'gradient' or 'activations'")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
+        settle_wire(self)
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""
@@ -58,6 +66,7 @@ class DADExchange(Stateless):
         self._canonical = method.reveal == "gradient"
         self.replays = Replays(recurrent=not self._canonical, raw_inputs=not self._canonical)
         self.bucket_bytes = method.bucket_bytes
+        self.wire = stacked(method.wire)
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """DAD can do every rule."""
@@ -68,9 +77,9 @@ class DADExchange(Stateless):
             return math.inf
         if sites == 1:
             return 0.0
-        per_row = sum(row_numel(slot) for slot in unit.slots)
-        biases = bias_numel(slot for slot in unit.slots if self.sends_bias(slot))
-        return (2 * unit.dense_numel / sites - biases) / per_row
+        per_row = sum(row_bytes(slot, self.wire) for slot in unit.slots)
+        biases = bias_bytes(slot for slot in unit.slots if self.sends_bias(slot))
+        return (dense_bytes(unit, sites) - biases) / per_row
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
         """Factors where they pay and are there."""
@@ -89,15 +98,15 @@ class DADExchange(Stateless):
             return True
         if len(rows_SK) == 1:
             return False
-        largest = max(self._sent_numel(unit, rows_K) for rows_K in rows_SK)
-        return largest * len(rows_SK) < 2 * unit.dense_numel
+        largest = max(self._sent_bytes(unit, rows_K) for rows_K in rows_SK)
+        return largest < dense_bytes(unit, len(rows_SK))
 
     def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
         """Whether no site sends more than its share of the dense all-reduce would be."""
         if self.forced:
             return max(nbytes_S) < UNSENDABLE
         sites = len(nbytes_S)
-        return sites > 1 and max(nbytes_S) * sites < 2 * 4 * unit.dense_numel
+        return sites > 1 and max(nbytes_S) < dense_bytes(unit, sites)
 
     def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
         """N raw rows, or the largest rank that N rows can have."""
@@ -106,8 +115,8 @@ class DADExchange(Stateless):
         return min(rows, slot.outputs, slot.inputs)
 
     def sends_bias(self, slot: Slot) -> bool:
-        """Canonical factors have no row sums to take it from."""
-        return self._canonical and slot.bias is not None
+        """Canonical factors have no row sums to take it from, encoded ones none that are exact."""
+        return slot.bias is not None and (self._canonical or bool(self.wire))
 
     def compress(self, parts: Sequence[Part]) -> list[Factors]:
         """The raw rows, or canonical ones."""
@@ -116,7 +125,8 @@ class DADExchange(Stateless):
     def _compressed(self, slot: Slot, gradient: Gradient, rows: int) -> Factors:
         assert isinstance(gradient, Factors)
         if not self._canonical:
-            return gradient
+            b_GO = row_sum(gradient.d_GRO) if self.sends_bias(slot) else None
+            return gradient._replace(b_GO=b_GO)
         if slot.lookup:
             return without_silent_ids(gradient)
         return canonical(gradient, rows, bias=slot.bias is not None)
@@ -129,7 +139,7 @@ class DADExchange(Stateless):
             return "this site's gradient: the ids it looked up and their rows"
         return "this site's gradient" if self._canonical else "activations and deltas of each row"
 
-    def _sent_numel(self, unit: Unit, rows_K: Sequence[int]) -> int:
+    def _sent_bytes(self, unit: Unit, rows_K: Sequence[int]) -> int:
         used = used_slots(unit, rows_K)
-        biases = bias_numel(slot for slot, _ in used if self.sends_bias(slot))
-        return biases + sum(self.sent_rows(s, rows) * row_numel(s) for s, rows in used)
+        biases = bias_bytes(slot for slot, _ in used if self.sends_bias(slot))
+        return biases + sum(self.sent_rows(s, rows) * row_bytes(s, self.wire) for s, rows in used)

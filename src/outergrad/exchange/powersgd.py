@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
-from outergrad.exchange._common import require
+from outergrad._coding import Wire, drops, stacked
+from outergrad.exchange._common import require, settle_wire
 from outergrad.exchange._low_rank import LowRankExchange
-from outergrad.exchange._settings import WIRES, LowRankSettings, Wire
+from outergrad.exchange._settings import LowRankSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class PowerSGD:
     Attributes:
         rank: of what is sent per layer.
         error_feedback: whether what was not sent in one step is added to the next gradient.
-        wire: "bf16" rounds what is sent to half the bytes.
+        wire: `og.wire.BF16()` rounds what is sent to half the bytes; sketches are added up, so
+            other codecs do not fit.
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than
             dense, as the hook's `min_compression_rate`.
         bucket_bytes: payload of one message before the next layer opens another.
@@ -30,14 +31,16 @@ class PowerSGD:
 
     rank: int = 1
     error_feedback: bool = True
-    wire: Wire = "fp32"
+    wire: Wire = ()
     min_ratio: float = 2.0
     bucket_bytes: int = 1 << 16
 
     def __post_init__(self) -> None:
         """Checks the settings."""
         require(self.rank >= 1, self, "rank", "1 or more")
-        require(self.wire in get_args(Wire), self, "wire", f"one of {tuple(WIRES)}")
+        settle_wire(self)
+        summable = not drops(stacked(self.wire))
+        require(summable, self, "wire", "BF16() at most: what is sent is added up")
         require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
 
@@ -47,7 +50,7 @@ class PowerSGD:
             rank=self.rank,
             reduce="all_reduce",
             error_feedback="dense" if self.error_feedback else None,
-            wire=self.wire,
+            wire=stacked(self.wire),
             min_ratio=self.min_ratio,
             bucket_bytes=self.bucket_bytes,
             taps=False,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from outergrad.exchange._common import require
+from outergrad._coding import Wire, drops, stacked
+from outergrad.exchange._common import require, settle_wire
 from outergrad.exchange._low_rank import LowRankExchange
-from outergrad.exchange._settings import WIRES, Feedback, LowRankSettings, Reduce, Wire
+from outergrad.exchange._settings import Feedback, LowRankSettings, Reduce
 from outergrad.linalg.compress import Solver
 
 _FEEDBACK_RANK = 8
@@ -41,7 +42,11 @@ class RankDAD:
             all of it where the matrix is small. "dense": all of it, in a memory of the size of the
             model. None: it is lost.
         feedback_rank: triplets that "factored" keeps; None for half of `rank`, and 8 at least.
-        wire: "bf16" rounds what is sent to half the bytes; it is computed in float32.
+        wire: codecs of `og.wire` that triplets go through: fewer bytes, at a loss, which error
+            feedback sends later where it is more than rounding. Sums ("all_reduce") can be sent
+            as `og.wire.BF16()` alone; "auto" does not choose them for other codecs. Rows of
+            embeddings that are sent by id have no memory: with error feedback they are rounded at
+            most.
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than
             dense.
         bucket_bytes: payload of one message before the next layer opens another: small, because
@@ -55,7 +60,7 @@ class RankDAD:
     reduce: Reduce = "auto"
     error_feedback: Feedback = "factored"
     feedback_rank: int | None = None
-    wire: Wire = "fp32"
+    wire: Wire = ()
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
 
@@ -70,11 +75,15 @@ class RankDAD:
         require(self.error_feedback in feedback, self, "error_feedback", f"one of {feedback}")
         feedback_rank = 1 if self.feedback_rank is None else self.feedback_rank
         require(feedback_rank >= 1, self, "feedback_rank", "1 or more, or None")
-        require(self.wire in WIRES, self, "wire", f"one of {tuple(WIRES)}")
+        settle_wire(self)
+        summable = not drops(stacked(self.wire)) or self.reduce != "all_reduce"
+        added = "reduce='all_reduce' adds up what is sent"
+        require(summable, self, "wire", f"BF16() at most, or another way to reduce: {added}")
         require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
 
     def exchange(self) -> LowRankExchange:
         """A new exchange with these settings."""
         feedback_rank = self.feedback_rank or max(self.rank // 2, _FEEDBACK_RANK)
-        return LowRankExchange(LowRankSettings(**{**vars(self), "feedback_rank": feedback_rank}))
+        chosen = {"feedback_rank": feedback_rank, "wire": stacked(self.wire)}
+        return LowRankExchange(LowRankSettings(**{**vars(self), **chosen}))

@@ -1,6 +1,7 @@
 """The ways to make gradients global that can be compared."""
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +130,9 @@ CONFIGURABLE: dict[str, Callable[..., Method]] = {
     "rank-dad": og.RankDAD,
     "og-powersgd": og.PowerSGD,
 }
-"""Methods that can be named with settings, as ``rank-dad:rank=16:tolerance=0.1``."""
+"""Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``."""
+
+_CODECS: dict[str, og.wire.Codec] = {"bf16": og.wire.BF16(), "int8": og.wire.Int8()}
 
 
 def attach_of(name: str, option: str = "--method") -> Attach:
@@ -157,9 +160,31 @@ def attach_of(name: str, option: str = "--method") -> Attach:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Reads ``rank=16``; what is no Python number or the like is a word."""
+    """Reads ``rank=16`` and ``wire=int8``; what is no Python number or the like is a word."""
     name, _, value = text.partition("=")
+    if name == "wire":
+        return name, _codecs(value)
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def _codecs(text: str) -> tuple[og.wire.Codec, ...]:
+    """Reads ``topk0.1+int8``; ``fp32`` is none."""
+    return () if text == "fp32" else tuple(map(_codec, text.split("+")))
+
+
+def _codec(text: str) -> og.wire.Codec:
+    """Reads ``int8`` or, with the fraction behind the name, ``topk0.1``.
+
+    Raises:
+        ValueError: There is no such codec.
+    """
+    if text in _CODECS:
+        return _CODECS[text]
+    picking = re.fullmatch(r"topk([\d.e-]+)", text)
+    if picking is None:
+        known = f"{', '.join(_CODECS)}, topk with a fraction, as topk0.1, or topk0.1+int8"
+        raise ValueError(f"wire={text}; use {known}")
+    return og.wire.TopK(float(picking[1]))
