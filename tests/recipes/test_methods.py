@@ -153,7 +153,7 @@ def test_a_method_can_be_named_with_settings(monkeypatch, name, method):
         ("rank-dad:wire=int4", "wire=int4; use bf16, int8, topk with a fraction, as topk0.1"),
         ("rank-dad:wire=topk", "wire=topk; use bf16, int8, topk with a fraction"),
         ("rank-dad:wire=topk2", "TopK: fraction=2.0; use a number in"),
-        ("rank-dad:wire=bf16+int8", "BF16 and Int8 each write the values in a dtype of their own"),
+        ("rank-dad:wire=bf16+int8", "BF16 and Int8 each write values in a dtype of their own"),
         ("og-powersgd:wire=int8", "PowerSGD: wire="),
         ("dad:colour=red", "unexpected keyword argument 'colour'"),
     ],
