@@ -10,43 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
+from coded import CODECS, METHODS, WEIGHTS, by_codecs, by_dropping, by_sites, few
 from low_rank import (
     backward,
-    batch,
     error,
     expected,
-    gradients_around_a_void_step,
     mean_gradients,
-    model,
-    total,
     train,
 )
 from outergrad._types import Link, Route, Unit
 from outergrad.wire import BF16, Int8, TopK
 from ranks import run_on_lasting_groups
-
-CODECS: dict[str, tuple[Any, ...]] = {
-    "bf16": (BF16(),),
-    "int8": (Int8(),),
-    "topk": (TopK(0.3),),
-    "topk, int8": (TopK(0.3), Int8()),
-}
-DROPPING = {label: codecs for label, codecs in CODECS.items() if codecs != (BF16(),)}
-METHODS = {
-    "dad": og.DAD,
-    "dad raw": lambda wire: og.DAD(wire=wire, reveal="activations"),
-    "gather": lambda wire: og.RankDAD(wire=wire, reduce="gather"),
-    "two_way": lambda wire: og.RankDAD(wire=wire, reduce="two_way"),
-    "auto": lambda wire: og.RankDAD(wire=wire),
-}
-WEIGHTS = ("0.weight", "3.weight")
-by_codecs = pytest.mark.parametrize("codecs", CODECS.values(), ids=CODECS)
-by_dropping = pytest.mark.parametrize("codecs", DROPPING.values(), ids=DROPPING)
-by_sites = pytest.mark.parametrize("sites", [2, 3])
-
-
-def few(_rank: int, _step: int) -> int:
-    return 6
 
 
 @by_codecs
@@ -169,72 +143,6 @@ def test_auto_never_adds_up_what_cannot_be(codecs, layers, sites, link):
     exchange.settle_reduce(units, sites, link)
     assert exchange.route(units[0], rows_SK, tapped=False) in ways
     assert "all_reduce" not in exchange.way_note
-
-
-# -- what is owed ---------------------------------------------------------------------------------
-
-
-@by_dropping
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize("feedback", ["factored", "dense"])
-@by_sites
-def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, feedback, sites):
-    """What was applied and the mean of what is unsent are the sum of the mean gradients."""
-    steps, original = 5, model()
-    method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, error_feedback=feedback)
-
-    def body(rank, group):
-        replica = copy.deepcopy(original)
-        session = og.distribute(replica, method, group=group)
-        found = [backward(replica, batch(rank, step, 40)) for step in range(steps)]
-        return found, session._exchange.state()["own"]["memories"]
-
-    results = run_on_lasting_groups(sites, body)
-    means = [expected(sites, step) for step in range(steps)]
-    for name in WEIGHTS:
-        unsent = sum(memories[name]["unsent"][0].double() for _, memories in results) / sites
-        assert error(total(results[0][0], name) + unsent, total(means, name)) < 1e-4, name
-
-
-@by_dropping
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize("rows", [few, lambda rank, step: 40], ids=["few rows", "many"])
-def test_error_feedback_sends_later_what_encoding_lost(codecs, reduce, rows, large_matrices):
-    """Also of a layer whose rows are few enough to travel exactly: that is, but for the codecs."""
-    steps, lost = 16, {}
-    means = [expected(2, step, rows) for step in range(steps)]
-    for feedback in (None, "factored"):
-        method = og.RankDAD(rank=6, wire=codecs, reduce=reduce, error_feedback=feedback)
-        found = train(method, 2, steps, rows)[0][0]
-        lost[feedback] = error(total(found, "0.weight"), total(means, "0.weight"))
-    assert lost["factored"] < 0.75 * lost[None]
-
-
-@by_dropping
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize("feedback", ["factored", "dense"])
-def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, large_matrices):
-    method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, error_feedback=feedback)
-    smooth, rough = (gradients_around_a_void_step(method, 3, void=void) for void in (False, True))
-    for name in WEIGHTS:
-        assert all(site[3][name].equal(smooth[0][3][name]) for site in rough)
-
-
-@by_codecs
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_seen_by_all_and_not_remembered(codecs, method, value):
-    def body(rank, group):
-        replica = model()
-        og.distribute(replica, method(wire=codecs), group=group)
-        found = []
-        for step in range(4):
-            x = batch(rank, step, 40)
-            x[0, 0] = value if (rank, step) == (1, 1) else x[0, 0]
-            found.append(backward(replica, x)["0.weight"].isfinite().all().item())
-        return found
-
-    assert run_on_lasting_groups(3, body) == [[True, False, True, True]] * 3
 
 
 # -- embeddings -----------------------------------------------------------------------------------

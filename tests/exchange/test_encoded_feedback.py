@@ -1,0 +1,100 @@
+"""What encoding loses is remembered, and what a step that comes to nothing leaves is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import outergrad as og
+from coded import METHODS, WEIGHTS, by_codecs, by_dropping, by_sites, few
+from low_rank import (
+    backward,
+    batch,
+    error,
+    expected,
+    gradients_around_a_void_step,
+    model,
+    total,
+    train,
+)
+from outergrad.exchange import _settings
+from ranks import run_on_lasting_groups
+
+MEMORIES = {
+    "of small matrices": (50_000, {}),
+    "dense": (0, {"error_feedback": "dense"}),
+    "as many triplets as there are": (0, {"feedback_rank": 100}),
+}
+
+
+@by_dropping
+@pytest.mark.parametrize("reduce", ["gather", "two_way"])
+@pytest.mark.parametrize(("small", "memory"), MEMORIES.values(), ids=MEMORIES)
+@by_sites
+def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, small, memory, sites, monkeypatch):
+    """What was applied and the mean of what is unsent are the sum of the mean gradients."""
+    monkeypatch.setattr(_settings, "_SMALL", small)
+    steps, original = 5, model()
+    method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, **memory)
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        session = og.distribute(replica, method, group=group)
+        found = [backward(replica, batch(rank, step, 40)) for step in range(steps)]
+        return found, session._exchange.state()["own"]["memories"]
+
+    results = run_on_lasting_groups(sites, body)
+    means = [expected(sites, step) for step in range(steps)]
+    for name in WEIGHTS:
+        unsent = sum(unsent_of(memories[name]) for _, memories in results) / sites
+        assert error(total(results[0][0], name) + unsent, total(means, name)) < 1e-4, name
+
+
+def unsent_of(memory: dict[str, Tensor]) -> Tensor:
+    if "unsent" in memory:
+        return memory["unsent"][0].double()
+    return memory["unsent_deltas"][0].double().mT @ memory["unsent_activations"][0].double()
+
+
+@by_dropping
+@pytest.mark.parametrize("reduce", ["gather", "two_way"])
+@pytest.mark.parametrize("rows", [few, lambda rank, step: 40], ids=["few rows", "many"])
+def test_error_feedback_sends_later_what_encoding_lost(codecs, reduce, rows, large_matrices):
+    """Also of a layer whose rows are few enough to travel exactly: that is, but for the codecs."""
+    steps, lost = 16, {}
+    means = [expected(2, step, rows) for step in range(steps)]
+    for feedback in (None, "factored"):
+        method = og.RankDAD(rank=6, wire=codecs, reduce=reduce, error_feedback=feedback)
+        found = train(method, 2, steps, rows)[0][0]
+        lost[feedback] = error(total(found, "0.weight"), total(means, "0.weight"))
+    assert lost["factored"] < 0.75 * lost[None]
+
+
+@by_dropping
+@pytest.mark.parametrize("reduce", ["gather", "two_way"])
+@pytest.mark.parametrize("feedback", ["factored", "dense"])
+def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, large_matrices):
+    method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, error_feedback=feedback)
+    smooth, rough = (gradients_around_a_void_step(method, 3, void=void) for void in (False, True))
+    for name in WEIGHTS:
+        assert all(site[3][name].equal(smooth[0][3][name]) for site in rough)
+
+
+@by_codecs
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_seen_by_all_and_not_remembered(codecs, method, value):
+    def body(rank, group):
+        replica = model()
+        og.distribute(replica, method(wire=codecs), group=group)
+        found = []
+        for step in range(4):
+            x = batch(rank, step, 40)
+            x[0, 0] = value if (rank, step) == (1, 1) else x[0, 0]
+            found.append(backward(replica, x)["0.weight"].isfinite().all().item())
+        return found
+
+    assert run_on_lasting_groups(3, body) == [[True, False, True, True]] * 3
