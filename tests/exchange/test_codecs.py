@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from low_rank import (
     train,
 )
 from outergrad._types import Link, Route, Unit
-from outergrad.wire import BF16, Int8, TopK
+from outergrad.wire import BF16, Int8, Plain, TopK
 from ranks import run_on_lasting_groups
 
 
@@ -170,3 +171,35 @@ def test_rows_by_id_of_a_method_with_a_memory_are_not_dropped(method, is_exact):
     plain = [backward(copy.deepcopy(original), x)["weight"].double() for x in ids]
     off = [error(found, sum(plain) / 2) for found in run_on_lasting_groups(2, body)]
     assert all(e < 1e-6 if is_exact else 0.1 < e < 1 for e in off)
+
+
+# -- a user's own ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Half:
+    """Rounds to float16."""
+
+    rounds_to: ClassVar[torch.dtype | None] = torch.float16
+    picks: ClassVar[bool] = False
+
+    def tensors(self, shape, dtype):
+        return [Plain(shape, torch.float16)]
+
+    def encode(self, rows):
+        return [rows.half()]
+
+    def decode(self, written, shape):
+        return written[0].float()
+
+
+@pytest.mark.parametrize("wire", [(Half(),), (TopK(1.0), Half())], ids=["alone", "behind TopK"])
+def test_any_method_takes_a_codec_of_your_own(wire):
+    methods: list[Any] = [og.DAD(wire=wire), og.RankDAD(rank=8, wire=wire, error_feedback=None)]
+    if len(wire) == 1:
+        methods.append(og.PowerSGD(rank=40, wire=wire, min_ratio=1, error_feedback=False))
+    means = expected(2, 1, few)
+    for method in methods:
+        for gradients, _ in train(method, 2, 2, few):
+            off = [error(gradients[1][name], means[name]) for name in WEIGHTS]
+            assert all(1e-5 < e < 1e-3 for e in off), method
