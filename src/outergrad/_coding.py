@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ Codecs = tuple[Codec, ...]
 
 Wire = Codec | Sequence[Codec]
 """What a user may pass as `wire=`."""
+
+
+class Field(NamedTuple):
+    """One tensor of a message, and the codecs that it goes through."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codecs: Codecs = ()
+
+    def tensors(self) -> list[Plain]:
+        """What it is written as."""
+        return tensors(self.codecs, self.shape, self.dtype)
 
 
 def stacked(wire: Wire) -> Codecs:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outergrad._coding import decode, encode
+from outergrad._coding import Field, decode, encode
 from outergrad._types import Factors
-from outergrad.comm.wire import Field
 
 
 class Rows:

@@ -6,14 +6,12 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outergrad._coding import Codecs, tensors
+from outergrad._coding import Codecs, Field
 from outergrad._types import ExchangeError, Slot
-from outergrad.wire import Plain
 
 _MAGIC = 0x6F757465726701  # "outerg", version 1 of the format
 _FIXED_WORDS = 64
@@ -149,18 +147,6 @@ class Header:
 
 def _pack_bits(bits: Sequence[bool]) -> int:
     return sum(1 << i for i, bit in enumerate(bits) if bit)
-
-
-class Field(NamedTuple):
-    """One of the tensors of a piece, and the codecs that it goes through."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    codecs: Codecs = ()
-
-    def tensors(self) -> list[Plain]:
-        """What it is written as."""
-        return tensors(self.codecs, self.shape, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outergrad._coding import Codecs, drops, without_drops
+from outergrad._coding import Codecs, drops
 from outergrad._protocols import Merger, Sketches
 from outergrad._types import (
     Factors,
@@ -18,14 +18,7 @@ from outergrad._types import (
     StateDict,
     Unit,
 )
-from outergrad.exchange._common import (
-    FLOAT_BYTES,
-    bias_bytes,
-    dense_bytes,
-    row_bytes,
-    tied_in_use,
-    used_slots,
-)
+from outergrad.exchange._common import bias_bytes, dense_bytes, tied_in_use
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state
 from outergrad.exchange._memory import Memories
@@ -33,6 +26,7 @@ from outergrad.exchange._merging import Merging
 from outergrad.exchange._owners import heaviest_share
 from outergrad.exchange._reduce import WAYS, best_way, explained, times
 from outergrad.exchange._settings import LowRankSettings
+from outergrad.exchange._sizes import Sizes, exact_rows
 from outergrad.exchange._sketches import GlobalSketches
 
 _THIN = 4
@@ -54,7 +48,7 @@ class LowRankExchange:
         self._settings = settings
         self.bucket_bytes = settings.bucket_bytes
         self.wire, self._sums = settings.wire, not drops(settings.wire)
-        self._memories = Memories()
+        self._sizes, self._memories = Sizes(settings), Memories()
         self._gathered = Gathered(settings, self._memories)
         self._sketches = GlobalSketches(settings, self._memories)
         self.sketches: Sketches | None = self._sketches
@@ -84,7 +78,7 @@ class LowRankExchange:
             low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, sites)
             pays = low_rank * self._settings.min_ratio < dense
             nbytes += (sites - 1) * (low_rank if pays else dense)
-            merged.update({m: self._triplets_bytes(m) for m in unit.matrices if pays})
+            merged.update({m: self._sizes.triplets(m) for m in unit.matrices if pays})
         if way == Route.TWO_WAY:  # an owner sends (S - 2) times more of its share than the others
             unevenness = heaviest_share(merged, sites) - sum(merged.values()) / sites
             nbytes += (sites - 2) * unevenness
@@ -99,7 +93,7 @@ class LowRankExchange:
             return Route.DENSE
         dense = dense_bytes(unit, sites)
         low_rank = self._low_rank_bytes(unit, sites)
-        if tapped and self._exact_bytes(unit, rows_SK) <= min(low_rank, dense):
+        if tapped and self._sizes.exact(unit, rows_SK) <= min(low_rank, dense):
             return Route.GATHER
         if low_rank * self._settings.min_ratio >= dense:
             return Route.DENSE
@@ -113,7 +107,7 @@ class LowRankExchange:
         """Whether factors are all that is sent, or what triplets are found from in less time."""
         if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
             return False
-        if self._exact_bytes(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
+        if self._sizes.exact(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
             return self.route(unit, rows_SK, tapped=True) == Route.GATHER
         if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
             return False
@@ -135,7 +129,7 @@ class LowRankExchange:
             return math.inf
         if not self._settings.taps or not unit.slots:
             return 0.0
-        return (dense - bias_bytes(unit.slots)) / sum(map(self._row_bytes, unit.slots))
+        return (dense - bias_bytes(unit.slots)) / sum(map(self._sizes.row, unit.slots))
 
     def _low_rank_route(self, sites: int) -> Route:
         if self._settings.reduce != "auto":
@@ -147,36 +141,8 @@ class LowRankExchange:
         return Route.REDUCE if self._sums else Route.TWO_WAY
 
     def _low_rank_bytes(self, unit: Unit, sites: int, way: Route | None = None) -> float:
-        """Bytes on the wire, so that all ways compare: what a site sends to one other.
-
-        All-gathered factors cost a site (S - 1) times their size, a ring all-reduce and two ways
-        through the owners 2 (S - 1) / S times it. The full rank counts, so that a layer whose rank
-        adapts does not change its way.
-        """
-        if not unit.matrices:
-            return math.inf
-        triplets = sum(self._triplets_bytes(matrix) for matrix in unit.matrices)
-        numel = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
         gathers = (way or self._low_rank_route(sites)) == Route.GATHER
-        return (triplets + FLOAT_BYTES * numel) * (1.0 if gathers else 2 / sites)
-
-    def _triplets_bytes(self, matrix: Slot) -> int:
-        return min(self._settings.rank, matrix.outputs, matrix.inputs) * self._row_bytes(matrix)
-
-    def _row_bytes(self, slot: Slot) -> int:
-        return row_bytes(slot, self.codecs(slot))
-
-    def _exact_bytes(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
-        if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
-            return math.inf
-        if self._settings.tolerance and not any(slot.lookup for slot in unit.slots):
-            return math.inf
-        return max(self._exact_bytes_of_site(unit, rows_K) for rows_K in rows_SK)
-
-    def _exact_bytes_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
-        used = used_slots(unit, rows_K)
-        factors = sum(_exact_rows(slot, rows) * self._row_bytes(slot) for slot, rows in used)
-        return factors + bias_bytes(slot for slot, _ in used)
+        return self._sizes.low_rank(unit, sites, gathers=gathers)
 
     def _cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
         """Whether two thin products with the factors cost less than the gradient and two with it.
@@ -194,15 +160,14 @@ class LowRankExchange:
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """All rows of an exact layer; else as many triplets as the site wanted, or as there are."""
-        exact = _exact_rows(slot, rows)
+        exact = exact_rows(slot, rows)
         if slot.lookup:
             return exact
         return self._gathered.sent_rows(slot, min(exact, self._settings.rank), site)
 
     def codecs(self, slot: Slot) -> Codecs:
-        """Of rows by id, of which nothing is remembered, those that only round."""
-        by_id = slot.lookup and self._settings.keeps_loss
-        return without_drops(self.wire) if by_id else self.wire
+        """All that it was given, unless what they lose could not be remembered."""
+        return self._sizes.codecs(slot)
 
     def sends_bias(self, slot: Slot) -> bool:
         """Triplets have no row sums to take it from."""
@@ -255,7 +220,3 @@ class LowRankExchange:
         if unit.slots and all(slot.lookup for slot in unit.slots):
             return "this site's gradient: the ids it looked up and their rows"
         return "this site's gradient, its largest parts"
-
-
-def _exact_rows(slot: Slot, rows: int) -> int:
-    return rows if slot.lookup else min(rows, slot.outputs, slot.inputs)

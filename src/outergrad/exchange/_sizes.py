@@ -1,0 +1,61 @@
+"""How many bytes a unit is at low rank and exactly, as its rows are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from outergrad._coding import Codecs, without_drops
+from outergrad._types import Slot, Unit
+from outergrad.exchange._common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
+from outergrad.exchange._settings import LowRankSettings
+
+
+class Sizes:
+    """Bytes on the wire, so that all ways compare: what a site sends to one other."""
+
+    def __init__(self, settings: LowRankSettings) -> None:
+        self._settings = settings
+
+    def codecs(self, slot: Slot) -> Codecs:
+        """Of rows by id, of which nothing is remembered, those that only round."""
+        wire = self._settings.wire
+        return without_drops(wire) if slot.lookup and self._settings.keeps_loss else wire
+
+    def row(self, slot: Slot) -> int:
+        """Of one row."""
+        return row_bytes(slot, self.codecs(slot))
+
+    def triplets(self, matrix: Slot) -> int:
+        """Of a site's triplets at full rank: a layer whose rank adapts does not change its way."""
+        return min(self._settings.rank, matrix.outputs, matrix.inputs) * self.row(matrix)
+
+    def low_rank(self, unit: Unit, sites: int, *, gathers: bool) -> float:
+        """Of triplets or sketches, and of vectors.
+
+        All-gathered factors cost a site (S - 1) times their size, a ring all-reduce and two ways
+        through the owners 2 (S - 1) / S times it.
+        """
+        if not unit.matrices:
+            return math.inf
+        triplets = sum(map(self.triplets, unit.matrices))
+        numel = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
+        return (triplets + FLOAT_BYTES * numel) * (1.0 if gathers else 2 / sites)
+
+    def exact(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
+        """Of factors that hold all of the gradient, on the site that has most."""
+        if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
+            return math.inf
+        if self._settings.tolerance and not any(slot.lookup for slot in unit.slots):
+            return math.inf
+        return max(self._exact_of_site(unit, rows_K) for rows_K in rows_SK)
+
+    def _exact_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
+        used = used_slots(unit, rows_K)
+        factors = sum(exact_rows(slot, rows) * self.row(slot) for slot, rows in used)
+        return factors + bias_bytes(slot for slot, _ in used)
+
+
+def exact_rows(slot: Slot, rows: int) -> int:
+    """The rows that N rows can always be written as."""
+    return rows if slot.lookup else min(rows, slot.outputs, slot.inputs)
