@@ -195,21 +195,23 @@ def test_states_of_several_methods_go_on_to_the_bit():
     def steps(replica, rank, which):
         found = []
         for step in which:
-            torch.manual_seed(10 * step + rank)
-            x = torch.randn(5, 6)
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(5, 6, generator=generator)
             replica.zero_grad()
             loss(replica(x)).backward()
             found.append([p.grad.clone() for p in replica.parameters()])
         return found[-1]
 
+    original = model()
+
     def body(rank, group):
-        whole = model()
+        whole = copy.deepcopy(original)
         session = og.distribute(whole, method, group=group)
         steps(whole, rank, range(3))
         state = copy.deepcopy(session.state_dict())
         expected = steps(whole, rank, range(3, 5))
         session.detach()
-        again = model()
+        again = copy.deepcopy(original)
         session = og.distribute(again, method, group=group)
         session.load_state_dict(state)
         found = steps(again, rank, range(3, 5))

@@ -571,6 +571,37 @@ def test_a_stack_of_blocks_takes_a_fifth_of_the_bytes():
     assert ours <= 0.2 * sent(model, og.DAD(always=True, reveal="activations"), inputs)
 
 
+WIRES = {
+    "bf16": (og.wire.BF16(), 0.02, 0.52),
+    "int8": (og.wire.Int8(), 0.03, 0.28),
+    "all that there is": (og.wire.TopK(1.0), 5e-6, 1.6),
+}
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_activations_and_deltas_may_be_encoded(name):
+    """Alike on all sites, with the codec's error and bytes."""
+    codec, most_error, most_bytes = WIRES[name]
+    torch.manual_seed(1)
+    model, inputs = Stack(2, 64), ids(2, 16)
+    expected = pooled(model, inputs)
+
+    def body(rank, group):
+        found = {}
+        for wire in ((), codec):
+            method = og.EDAD(blocks=["layers.*"], always=True, wire=wire)
+            gradients, session = train(model, method, inputs, rank, group)
+            found[wire] = gradients, session.stats().layers["layers.0 ... layers.1"].sent_bytes
+        return found
+
+    results = run_on_lasting_groups(2, body)
+    gradients, sent = results[0][codec]
+    assert 0 < whole_error(gradients, expected) < most_error
+    assert sent < most_bytes * results[0][()][1]
+    for name, gradient in results[1][codec][0].items():
+        assert gradient.equal(gradients[name]), name
+
+
 def test_no_more_is_sent_than_dense_would_be():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6))

@@ -138,6 +138,7 @@ def _attach_block(session: Session, found: FoundBlock) -> None:
         found.names,
         found.replayer,
         watched,
+        codecs=found.codecs,
         raw_inputs=found.raw_inputs,
         explicit=found.explicit,
         sink=session,

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from torch import Tensor
 
 from outergrad._block_tap import TappedBlock, Use
-from outergrad._protocols import Replayer
+from outergrad._coding import Codecs
 from outergrad._types import Block, Sent, SentRun
 from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
 
@@ -17,16 +17,17 @@ class BlockMessage:
 
     Args:
         uses: in the order of forward.
+        codecs: what numbers go through.
 
     Attributes:
         nbytes: how long it is.
     """
 
-    def __init__(self, uses: Sequence[Use]) -> None:
+    def __init__(self, uses: Sequence[Use], codecs: Codecs) -> None:
         self._sources: list[tuple[Use, str, int]] = []
         self._shapes: list[Shape] = []
         self._places: dict[Hashable, int] = {}
-        self._message = Message([self._run(run) for run in _runs(uses)], self._shapes)
+        self._message = Message([self._run(run) for run in _runs(uses)], self._shapes, codecs)
         self.nbytes = self._message.nbytes
 
     def _run(self, uses: Sequence[Use]) -> Run:
@@ -98,7 +99,8 @@ class Blocks:
 
     def announce(self, block: Block) -> BlockMessage:
         """What the current backward will capture of it."""
-        self._messages[block] = BlockMessage(self._tapped[block].uses())
+        tapped = self._tapped[block]
+        self._messages[block] = BlockMessage(tapped.uses(), tapped.codecs)
         return self._messages[block]
 
     def message(self, block: Block) -> BlockMessage:
@@ -107,20 +109,20 @@ class Blocks:
 
 
 def block_gradients(
-    replayer: Replayer, data_S: Sequence[Tensor | None], scale: float
+    tapped: TappedBlock, data_S: Sequence[Tensor | None], scale: float
 ) -> dict[str, Tensor]:
     """Gradients of a block's parameters: the sum over the sites, in their order, times scale.
 
     Args:
-        replayer: computes the block again.
+        tapped: the block.
         data_S: what each site sent; None where it did not use the block.
         scale: for all.
     """
-    return replayer.gradients([r for d in data_S if d is not None for r in _sent_runs(d, scale)])
+    sent = [Message.read(data, tapped.codecs) for data in data_S if data is not None]
+    return tapped.replayer.gradients([run for part in sent for run in _sent_runs(*part, scale)])
 
 
-def _sent_runs(data: Tensor, scale: float) -> list[SentRun]:
-    runs, tensors = Message.read(data)
+def _sent_runs(runs: Sequence[Run], tensors: Sequence[Tensor], scale: float) -> list[SentRun]:
     return [
         SentRun(
             [_sent(link, tensors) for link in run.links],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outergrad._class_swap import ClassSwap
+from outergrad._coding import Codecs
 from outergrad._protocols import Replayer
 from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
 from outergrad._types import UNSENDABLE, Block, Sent
@@ -82,6 +83,7 @@ class TappedBlock:
         names: full names of its modules.
         replayer: computes them.
         watched: its parameters; per module.
+        codecs: what numbers that are sent of it go through.
         raw_inputs: whether a module may be sent that reads nothing but what enters the model.
         explicit: whether it is an error if that would be.
         sink: is told.
@@ -94,11 +96,13 @@ class TappedBlock:
         replayer: Replayer,
         watched: Sequence[Sequence[WatchedParameter]],
         *,
+        codecs: Codecs,
         raw_inputs: bool,
         explicit: bool,
         sink: BlockSink,
     ) -> None:
         self.block, self._names, self.replayer = block, names, replayer
+        self.codecs = codecs
         self._watched = [tuple(params) for params in watched]
         self._raw_inputs, self._explicit, self._sink = raw_inputs, explicit, sink
         self._live: list[ref[Use]] = []

@@ -12,6 +12,7 @@ from torch import nn
 
 from outergrad._block_tap import TappedBlock
 from outergrad._class_swap import ClassSwap
+from outergrad._coding import Codecs
 from outergrad._protocols import Exchange, Replayer
 from outergrad._types import Block
 from outergrad.replay.chain import Between, Chain
@@ -59,6 +60,7 @@ class FoundBlock:
         modules: the modules.
         params_of: per module that can be called, full names of its trained parameters.
         replayer: computes them.
+        codecs: what numbers that are sent of it go through.
         explicit: whether the user named it.
         raw_inputs: whether it may read nothing but what enters the model.
         place: where it runs, if it is a chain: the host, its first part there and its last.
@@ -69,6 +71,7 @@ class FoundBlock:
     modules: tuple[nn.Module, ...]
     params_of: tuple[tuple[str, ...], ...]
     replayer: Replayer
+    codecs: Codecs
     explicit: bool
     raw_inputs: bool
     place: tuple[Host, int, int] | None = None
@@ -98,7 +101,7 @@ class BlockFinder:
 
     def __init__(self, model: nn.Module, exchange: Exchange, full_names: Mapping[int, str]) -> None:
         self._model, self._replays, self._full_names = model, exchange.replays, full_names
-        self._modules = dict(model.named_modules())
+        self._codecs, self._modules = exchange.wire, dict(model.named_modules())
         every = model.named_parameters(remove_duplicate=False)
         self._times = Counter(id(p) for _, p in every)
         self.owned: set[int] = set()
@@ -144,7 +147,7 @@ class BlockFinder:
         params = tuple(dict.fromkeys(name for params in params_of for name in params))
         label = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         replayer = Modules(names, modules, self._full_names)
-        common = (explicit, self._replays.raw_inputs)
+        common = (self._codecs, explicit, self._replays.raw_inputs)
         block = Block(label, params)
         return FoundBlock(block, tuple(names), tuple(modules), params_of, replayer, *common)
 
@@ -231,7 +234,9 @@ class BlockFinder:
         replayer = Chain(layers, spaces, self._full_names)
         block = Block(label, params)
         place = host, start, last
-        return FoundBlock(block, (label,), modules, (params,), replayer, False, True, place)
+        return FoundBlock(
+            block, (label,), modules, (params,), replayer, self._codecs, False, True, place
+        )
 
 
 def _siblings(names: Sequence[str]) -> list[list[str]]:

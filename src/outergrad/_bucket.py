@@ -168,7 +168,7 @@ class Sender:
     def computed_again(self, block: Block, data_S: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The mean gradients of a block from what every site sent of it; books the seconds."""
         began = time.perf_counter()
-        found = block_gradients(self.blocks[block].replayer, data_S, 1.0 / len(data_S))
+        found = block_gradients(self.blocks[block], data_S, 1.0 / len(data_S))
         before = self.layers.get(block.name, LayerStats("replayed", 0, 0.0))
         seconds = before.replay_s + time.perf_counter() - began
         self.layers[block.name] = replace(before, replay_s=seconds)

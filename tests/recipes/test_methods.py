@@ -13,7 +13,7 @@ import outergrad as og
 from outergrad.recipes import methods
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.launch import run_sites
-from outergrad.recipes.methods import METHODS, Replica, all_reduce_bytes, attach_of
+from outergrad.recipes.methods import METHODS, Distributed, Replica, all_reduce_bytes, attach_of
 from outergrad.recipes.models.mlp import mlp
 from ranks import run_ranks
 
@@ -133,13 +133,24 @@ def test_two_sites_agree_by_the_methods_that_round():
             og.RankDAD(wire=og.wire.BF16(), error_feedback=None),
         ),
         ("rank-dad:rank=4:wire=fp32", og.RankDAD()),
+        ("edad:inputs=raw", og.EDAD(inputs="raw")),
+        ("edad:blocks=a.*+b", og.EDAD(blocks=["a.*", "b"])),
         ("dad:wire=int8", og.DAD(wire=og.wire.Int8())),
         ("rank-dad:wire=topk0.1+int8", og.RankDAD(wire=(og.wire.TopK(0.1), og.wire.Int8()))),
     ],
 )
-def test_a_method_can_be_named_with_settings(monkeypatch, name, method):
-    monkeypatch.setattr(methods, "_distributed", lambda built: built)
-    assert attach_of(name) == method
+def test_a_method_can_be_named_with_settings(name, method):
+    assert attach_of(name) == Distributed(method)
+
+
+def test_parts_may_be_local():
+    found = attach_of("dad", local=["encoder.*", "stem.*"], joint=True)
+    local = {"encoder.*": og.Local(), "stem.*": og.Local()}
+    assert found == Distributed(og.PerLayer({**local, "*": og.DAD()}, joint=True))
+    with pytest.raises(RecipeError, match="do not go with --method ddp"):
+        attach_of("ddp", local=["encoder.*"])
+    with pytest.raises(RecipeError, match="joint=True"):
+        attach_of("dad", joint=True)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,16 @@ Widths = Annotated[
     str | None,
     typer.Option(help="Features of each hidden layer, as 512-512.", show_default="the model's own"),
 ]
+Local = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Pattern of parameters that a site keeps to itself, as 'encoder.*'; repeatable.",
+        show_default="none",
+    ),
+]
+Joint = Annotated[
+    bool, typer.Option("--joint", help="Let the mean delta of all sites flow back into these.")
+]
 Log = Annotated[
     Path | None, typer.Option(help="File that gets a line of JSON per epoch.", dir_okay=False)
 ]
@@ -51,6 +61,8 @@ def train(
     lr: LearningRate = Job.lr,
     seed: Seed = Job.seed,
     widths: Widths = None,
+    local: Local = None,
+    joint: Joint = False,
     data_dir: DataDir = DATA_DIR,
     log: Log = None,
     verbose: Verbose = False,
@@ -68,6 +80,8 @@ def train(
             lr=lr,
             seed=seed,
             widths=None if widths is None else parse_widths(widths),
+            local=tuple(local or ()),
+            joint=joint,
         )
         work = partial(train_site, job, data_dir=data_dir, log=log, verbose=verbose)
         if not under_torchrun():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from outergrad._coding import Wire
 from outergrad._types import Replays
-from outergrad.exchange._common import require
+from outergrad.exchange._common import require, settle_wire
 from outergrad.exchange.dad import DAD, DADExchange
 
 
@@ -30,12 +31,15 @@ class EDAD:
             what other trained layers made. "raw": rows of activations are sent of these, too.
             Activations of hidden layers always travel: docs/methods.md says what they tell.
         always: also where the dense gradient is fewer bytes.
+        wire: codecs of `og.wire` that activations and deltas go through: fewer bytes, at their
+            loss, of which nothing is remembered.
         bucket_bytes: payload of one message before the next layer opens another.
     """
 
     blocks: tuple[str, ...] | list[str] = ()
     inputs: Literal["canonical", "raw"] = "canonical"
     always: bool = False
+    wire: Wire = ()
     bucket_bytes: int = 1 << 18
 
     def __post_init__(self) -> None:
@@ -44,6 +48,7 @@ class EDAD:
         require(patterns, self, "blocks", 'a list of patterns, as ["layers.*"]')
         object.__setattr__(self, "blocks", tuple(self.blocks))
         require(self.inputs in ("canonical", "raw"), self, "inputs", "'canonical' or 'raw'")
+        settle_wire(self)
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
 
     def exchange(self) -> DADExchange:
@@ -53,6 +58,7 @@ class EDAD:
             DAD(
                 always=self.always,
                 reveal="activations" if raw else "gradient",
+                wire=self.wire,
                 bucket_bytes=self.bucket_bytes,
             )
         )

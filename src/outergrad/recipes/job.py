@@ -25,6 +25,8 @@ class Job:
         lr: Learning rate of Adam.
         seed: Of the weights, the split and the order of the rows.
         widths: Features of the hidden layers; the model's own default if None.
+        local: Patterns of parameters that each site keeps to itself.
+        joint: Whether the mean delta of all sites flows back into these.
     """
 
     data: str = "digits"
@@ -37,6 +39,8 @@ class Job:
     lr: float = 1e-3
     seed: int = 0
     widths: tuple[int, ...] | None = None
+    local: tuple[str, ...] = ()
+    joint: bool = False
 
     def __post_init__(self) -> None:
         """Checks every value.
@@ -46,7 +50,7 @@ class Job:
         """
         for name, known in _CHOICES.items():
             _require(getattr(self, name) in known, name, f"one of {', '.join(known)}", self)
-        attach_of(self.method)
+        attach_of(self.method, local=self.local, joint=self.joint)
         for name in ("sites", "epochs", "batch_size", "lr"):
             _require(getattr(self, name) > 0, name, "above 0", self)
         _require(self.seed >= 0, "seed", "0 or above", self)

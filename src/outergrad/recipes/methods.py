@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,38 @@ def _powersgd(rank: int) -> Attach:
     return attach
 
 
-def _distributed(method: Method) -> Attach:
-    def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
-        session = og.distribute(model, method, group=group)
+@dataclass(frozen=True)
+class Distributed:
+    """An `Attach` of outergrad's own.
+
+    Attributes:
+        method: How gradients travel.
+    """
+
+    method: Method | og.PerLayer
+
+    def __call__(self, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+        """Distributes the model.
+
+        Raises:
+            RecipeError: The method does not fit the model; at every site.
+        """
+        try:
+            session = og.distribute(model, self.method, group=group)
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
         return Replica(model=model, session=session, start_bytes=session.stats().total_sent_bytes)
 
-    return attach
+    def beside(self, local: Sequence[str], *, joint: bool) -> "Distributed":
+        """The same, with parts that each site keeps to itself."""
+        assert not isinstance(self.method, og.PerLayer)
+        methods = dict.fromkeys(local, og.Local())
+        return Distributed(og.PerLayer({**methods, "*": self.method}, joint=joint))
+
+
+def _edad(blocks: str = "", **settings: Any) -> og.EDAD:
+    """Reads ``blocks=encoder.*+decoder.*``."""
+    return og.EDAD(blocks=blocks.split("+") if blocks else (), **settings)
 
 
 METHODS: dict[str, Attach] = {
@@ -112,13 +138,15 @@ METHODS: dict[str, Attach] = {
     "powersgd-2": _powersgd(rank=2),
     "powersgd-4": _powersgd(rank=4),
     "powersgd-8": _powersgd(rank=8),
-    "dense": _distributed(og.Dense()),
-    "dad": _distributed(og.DAD()),
-    "dad-activations": _distributed(og.DAD(reveal="activations")),
-    "rank-dad-1": _distributed(og.RankDAD(rank=1)),
-    "rank-dad-2": _distributed(og.RankDAD(rank=2)),
-    "rank-dad-4": _distributed(og.RankDAD(rank=4)),
-    "rank-dad-8": _distributed(og.RankDAD(rank=8)),
+    "dense": Distributed(og.Dense()),
+    "dad": Distributed(og.DAD()),
+    "dad-activations": Distributed(og.DAD(reveal="activations")),
+    "edad": Distributed(og.EDAD()),
+    "edad-raw": Distributed(og.EDAD(inputs="raw")),
+    "rank-dad-1": Distributed(og.RankDAD(rank=1)),
+    "rank-dad-2": Distributed(og.RankDAD(rank=2)),
+    "rank-dad-4": Distributed(og.RankDAD(rank=4)),
+    "rank-dad-8": Distributed(og.RankDAD(rank=8)),
 }
 """What makes a model ready, in place; each takes the model and its process group.
 
@@ -127,6 +155,7 @@ No group means the default one. Every site of the group must call it at the same
 
 CONFIGURABLE: dict[str, Callable[..., Method]] = {
     "dad": og.DAD,
+    "edad": _edad,
     "rank-dad": og.RankDAD,
     "og-powersgd": og.PowerSGD,
 }
@@ -135,16 +164,34 @@ CONFIGURABLE: dict[str, Callable[..., Method]] = {
 _CODECS: dict[str, og.wire.Codec] = {"bf16": og.wire.BF16(), "int8": og.wire.Int8()}
 
 
-def attach_of(name: str, option: str = "--method") -> Attach:
+def attach_of(
+    name: str, option: str = "--method", local: Sequence[str] = (), *, joint: bool = False
+) -> Attach:
     """What makes a model ready by a method.
 
     Args:
         name: A key of `METHODS`, or one of `CONFIGURABLE` with settings.
         option: Where it was named, for the error.
+        local: Patterns of parameters that each site keeps to itself.
+        joint: Whether the mean delta of all sites flows back into these.
 
     Raises:
-        RecipeError: There is no such method or setting.
+        RecipeError: There is no such method or setting, or it cannot leave out parameters.
     """
+    attach = _attach_of(name, option)
+    if not local and not joint:
+        return attach
+    if not isinstance(attach, Distributed):
+        raise RecipeError(
+            f"--local and --joint do not go with {option} {name}: use dad, or another"
+        )
+    try:
+        return attach.beside(local, joint=joint)
+    except ValueError as error:
+        raise RecipeError(f"--local: {error}") from error
+
+
+def _attach_of(name: str, option: str) -> Attach:
     if name in METHODS:
         return METHODS[name]
     kind, *settings = name.split(":")
@@ -154,7 +201,7 @@ def attach_of(name: str, option: str = "--method") -> Attach:
             f"settings, as rank-dad:rank=16, not {name!r}"
         )
     try:
-        return _distributed(CONFIGURABLE[kind](**dict(map(_setting, settings))))
+        return Distributed(CONFIGURABLE[kind](**dict(map(_setting, settings))))
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{option} {name}: {error}") from error
 

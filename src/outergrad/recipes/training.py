@@ -68,7 +68,7 @@ def start(job: Job, data: Dataset, rows_by_site: Rows) -> Training:
     """
     torch.manual_seed(job.seed)
     model = build_model(job.model, data.format, job.widths)
-    replica = attach_of(job.method)(model, None)
+    replica = attach_of(job.method, local=job.local, joint=job.joint)(model, None)
     return Training(
         data=data,
         batches=site_batches(job, data, rows_by_site),

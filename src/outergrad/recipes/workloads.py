@@ -54,6 +54,14 @@ WORKLOADS: dict[str, Workload] = {
         batch_size=32,
         lr=2e-3,
     ),
+    "wide-mlp": Workload(
+        summary="MLP of ten layers of 1024",
+        model="mlp",
+        widths=(1024,) * 9,
+        format=Format(shape=(1024,), classes=1024),
+        batch_size=32,
+        lr=1e-4,
+    ),
     "vgg": Workload(
         summary="classifier of VGG-16, MLP 25088-4096-4096-1000",
         model="mlp",

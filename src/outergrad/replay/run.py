@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from outergrad._coding import Codecs, Field, decode, encode
+from outergrad.wire import Plain
 
 _ALIGNMENT = 16
 _DTYPES = (
@@ -30,10 +34,10 @@ class Shape(NamedTuple):
         """Of a tensor."""
         return Shape(tuple(t.shape), t.dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """In a message."""
-        return _aligned(torch.Size(self.sizes).numel() * self.dtype.itemsize)
+    def field(self, codecs: Codecs) -> Field:
+        """How it is written: numbers through the codecs, all else as it is."""
+        encoded = self.dtype.is_floating_point and 0 not in self.sizes and self.sizes
+        return Field(self.sizes, self.dtype, codecs if encoded else ())
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,17 @@ class Message:
     Args:
         runs: the runs.
         shapes: of their tensors.
+        codecs: what numbers go through.
 
     Attributes:
         nbytes: its length; 0 if there are no runs.
     """
 
-    def __init__(self, runs: Sequence[Run], shapes: Sequence[Shape]) -> None:
-        self.runs, self._shapes = tuple(runs), tuple(shapes)
-        self._text = _text(self.runs, self._shapes)
+    def __init__(self, runs: Sequence[Run], shapes: Sequence[Shape], codecs: Codecs) -> None:
+        self.runs, self._fields = tuple(runs), [shape.field(codecs) for shape in shapes]
+        self._text = _text(self.runs, shapes)
         self._start = _aligned(8 + len(self._text))
-        payload = sum(shape.nbytes for shape in shapes)
+        payload = sum(_nbytes(plain) for field in self._fields for plain in field.tensors())
         self.nbytes = self._start + payload if runs else 0
 
     def write(self, tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -87,26 +92,37 @@ class Message:
         length = torch.tensor([len(self._text)]).view(torch.uint8)
         text = torch.frombuffer(bytearray(self._text), dtype=torch.uint8)
         out[: 8 + len(text)] = torch.cat([length, text]).to(out.device)
-        for view, tensor in zip(_views(out, self._start, self._shapes), tensors, strict=True):
-            view.copy_(tensor)
+        views = _views(out, self._start, self._fields)
+        for field, parts, tensor in zip(self._fields, views, tensors, strict=True):
+            for view, part in zip(parts, encode(field.codecs, tensor), strict=True):
+                view.copy_(part)
 
     @staticmethod
-    def read(data: Tensor) -> tuple[tuple[Run, ...], list[Tensor]]:
-        """The runs of a site, and views of their tensors."""
+    def read(data: Tensor, codecs: Codecs) -> tuple[tuple[Run, ...], list[Tensor]]:
+        """The runs of a site, and their tensors: views where they were not encoded."""
         length = int(data[:8].cpu().view(torch.int64))
         told = json.loads(bytes(data[8 : 8 + length].tolist()))
         shapes = [Shape(tuple(sizes), _DTYPES[dtype]) for dtype, sizes in told["tensors"]]
         runs = tuple(_run(run) for run in told["runs"])
-        return runs, _views(data, _aligned(8 + length), shapes)
+        fields = [shape.field(codecs) for shape in shapes]
+        pairs = zip(fields, _views(data, _aligned(8 + length), fields), strict=True)
+        return runs, [decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs]
 
 
-def _views(data: Tensor, start: int, shapes: Sequence[Shape]) -> list[Tensor]:
-    views = []
-    for shape in shapes:
-        stop = start + torch.Size(shape.sizes).numel() * shape.dtype.itemsize
-        views.append(data[start:stop].view(shape.dtype).view(shape.sizes))
-        start += shape.nbytes
+def _views(data: Tensor, start: int, fields: Sequence[Field]) -> list[list[Tensor]]:
+    """The tensors that each field is written as."""
+    views: list[list[Tensor]] = []
+    for field in fields:
+        views.append([])
+        for plain in field.tensors():
+            stop = start + math.prod(plain.shape) * plain.dtype.itemsize
+            views[-1].append(data[start:stop].view(plain.dtype).view(plain.shape))
+            start += _nbytes(plain)
     return views
+
+
+def _nbytes(plain: Plain) -> int:
+    return _aligned(math.prod(plain.shape) * plain.dtype.itemsize)
 
 
 def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
