@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
+from outergrad._blocks import Block
 from outergrad._groups import on_group
 from outergrad._model import Model
 from outergrad._protocols import Comm
 from outergrad._tapped_layer import TappedLayer
-from outergrad._types import Block, Slot
+from outergrad._types import Slot
 from outergrad.comm.wire import BlockUse, Header, Use
 
 

@@ -10,11 +10,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from outergrad._blocks import UNSENDABLE, Block, Replayer, Sent
 from outergrad._class_swap import ClassSwap
 from outergrad._coding import Codecs
-from outergrad._protocols import Replayer
 from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
-from outergrad._types import UNSENDABLE, Block, Sent
 from outergrad.replay.run import Shape
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from outergrad._block_tap import TappedBlock
+from outergrad._blocks import Block, Replayer
 from outergrad._class_swap import ClassSwap
 from outergrad._coding import Codecs
-from outergrad._protocols import Exchange, Replayer
-from outergrad._types import Block
+from outergrad._protocols import Exchange
 from outergrad.replay.chain import Between, Chain
 from outergrad.replay.find import chains_in, has_hooks
 from outergrad.replay.layer import Layer, is_layer

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._block_message import Blocks, block_gradients
+from outergrad._blocks import Block
 from outergrad._protocols import Comm, FactorsOf
-from outergrad._types import Block, Factors, Gradient, Slot, Unit
+from outergrad._types import Factors, Gradient, Slot, Unit
 from outergrad.comm.wire import Header, State
 from outergrad.record.stats import LayerStats
 

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from outergrad._assignment import Assignment
+from outergrad._blocks import Block
 from outergrad._blocks_found import BlockFinder, FoundBlock
 from outergrad._exchanges import Exchanges
 from outergrad._joint import joint_parts
 from outergrad._model import Model
 from outergrad._protocols import Exchange, Rule, Rules
 from outergrad._tap import is_watched
-from outergrad._types import Block, Slot
+from outergrad._types import Slot
 from outergrad.comm.wire import DTYPES
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for

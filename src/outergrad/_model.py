@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from outergrad._types import Block, Route, Slot, Unit
+from outergrad._blocks import Block
+from outergrad._types import Route, Slot, Unit
 
 
 @dataclass(frozen=True)

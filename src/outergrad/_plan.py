@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 
+from outergrad._blocks import UNSENDABLE
 from outergrad._bucket import Load
 from outergrad._exchanges import Exchanges
 from outergrad._foresight import Foresight
 from outergrad._model import Choice, Model
 from outergrad._packing import OF_ROWS, Packer, loads
-from outergrad._types import UNSENDABLE, Route, Slot, Unit
+from outergrad._types import Route, Slot, Unit
 from outergrad.comm.wire import BlockUse, Header
 
 _WAYS = {

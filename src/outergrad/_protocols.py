@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outergrad._blocks import Replays
 from outergrad._types import (
     Call,
     Event,
@@ -16,12 +17,9 @@ from outergrad._types import (
     Inheritance,
     Link,
     Part,
-    Replays,
     Route,
-    SentRun,
     Slot,
     StateDict,
-    Traced,
     Unit,
 )
 from outergrad.wire import Codec
@@ -74,34 +72,6 @@ class Rule(Protocol):
 
 
 Rules = Mapping[type[nn.Module], Rule]
-
-
-class Replayer(Protocol):
-    """How the modules of a block compute, and how they are computed again."""
-
-    def trace(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        """The forward of one of the modules with detached parameters, and what is sent of it."""
-        ...
-
-    def may_trace(self, member: int) -> bool:
-        """Whether a trace would be right now."""
-        ...
-
-    def plain(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward as it is without outergrad."""
-        ...
-
-    def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
-        """About what would be sent of a forward that returned y, had it been traced."""
-        ...
-
-    def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
-        """The sum of what all runs of all sites add to the gradients.
-
-        Returns:
-            By full name; the same to the bit from the same bytes.
-        """
-        ...
 
 
 class Exchange(Protocol):

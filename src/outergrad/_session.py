@@ -11,6 +11,7 @@ from outergrad._accumulated import Accumulated
 from outergrad._announcing import Announcer
 from outergrad._block_message import Blocks
 from outergrad._block_tap import TappedBlock, Use
+from outergrad._blocks import Block
 from outergrad._calls import LocalStep
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
@@ -28,7 +29,7 @@ from outergrad._tap import (
     refuse_nested_backward,
 )
 from outergrad._tapped_layer import TappedLayer
-from outergrad._types import Block, ExchangeError, Factors, Slot, StateDict, Unit
+from outergrad._types import ExchangeError, Factors, Slot, StateDict, Unit
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._block_tap import Use
+from outergrad._blocks import Block
 from outergrad._bucket import Bucket, Pending, Result, Sender
 from outergrad._calls import Calls, accumulate, overwrite
 from outergrad._joint import JointStep, Point
 from outergrad._model import Choice, Model
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
-from outergrad._types import Block, Factors, Slot
+from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Header, State
 from outergrad.record.stats import Stats
 

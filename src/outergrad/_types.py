@@ -6,12 +6,14 @@ width, R rows on the wire, G groups (1 except for grouped convolutions).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from outergrad._blocks import Block
 
 Rows = tuple[int, int]
 Place = tuple[str, Rows | None]
@@ -79,23 +81,6 @@ class Slot:
             return True
         (start, stop), (begin, end) = self.weight_rows, other.weight_rows
         return start < end and begin < stop
-
-
-UNSENDABLE = 1 << 40
-"""Bytes of a block that must not be sent: more than any gradient has."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part of the model that every site computes again, forward and backward, for all sites.
-
-    Attributes:
-        name: of the module, or of the first and the last.
-        params: full names of its trained parameters.
-    """
-
-    name: str
-    params: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -168,48 +153,6 @@ class Part(NamedTuple):
     rows: int
 
 
-class Traced(NamedTuple):
-    """What one use of a block's module leaves behind in forward.
-
-    Attributes:
-        about: plain values that its replay needs.
-        tensors: what is sent of it.
-        outputs: all tensors of its output.
-        rebuild: the output, with others in the place of these tensors.
-    """
-
-    about: Any
-    tensors: list[Tensor]
-    outputs: list[Tensor]
-    rebuild: Callable[[Sequence[Tensor]], Any]
-
-
-class Sent(NamedTuple):
-    """One use of a block's module, as a site has sent it.
-
-    Attributes:
-        member: which of the block's modules.
-        about: as in `Traced`.
-        tensors: as in `Traced`; None for the one that is the output of the use before.
-    """
-
-    member: int
-    about: Any
-    tensors: Sequence[Tensor | None]
-
-
-class SentRun(NamedTuple):
-    """Uses of a block's modules of which each reads the output of the one before.
-
-    Attributes:
-        links: the uses.
-        deltas: of the floating outputs of the last one.
-    """
-
-    links: Sequence[Sent]
-    deltas: Sequence[Tensor]
-
-
 class Call(NamedTuple):
     """What one use of a layer leaves behind in backward.
 
@@ -220,23 +163,6 @@ class Call(NamedTuple):
 
     a: Tensor
     d: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replays:
-    """What a method wants to be computed again.
-
-    Attributes:
-        blocks: patterns of full names of modules.
-        chains: whether chains of layers in an `nn.Sequential`, too.
-        recurrent: whether `nn.RNN`, `nn.GRU` and `nn.LSTM`, too.
-        raw_inputs: whether what enters the model may be sent as it is.
-    """
-
-    blocks: tuple[str, ...] = ()
-    chains: bool = False
-    recurrent: bool = False
-    raw_inputs: bool = False
 
 
 @dataclass(frozen=True)

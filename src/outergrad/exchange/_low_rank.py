@@ -5,19 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from outergrad._blocks import Replays
 from outergrad._coding import Codecs, drops
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import (
-    Factors,
-    Inheritance,
-    Link,
-    Part,
-    Replays,
-    Route,
-    Slot,
-    StateDict,
-    Unit,
-)
+from outergrad._types import Factors, Inheritance, Link, Part, Route, Slot, StateDict, Unit
 from outergrad.exchange._common import bias_bytes, dense_bytes, tied_in_use
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state

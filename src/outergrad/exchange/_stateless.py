@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outergrad._blocks import Replays
 from outergrad._coding import Codecs
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Inheritance, Link, Replays, Slot, StateDict, Unit
+from outergrad._types import Inheritance, Link, Slot, StateDict, Unit
 
 
 class Stateless:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from outergrad._blocks import UNSENDABLE, Replays
 from outergrad._coding import Wire, stacked
-from outergrad._types import UNSENDABLE, Factors, Gradient, Part, Replays, Route, Slot, Unit
+from outergrad._types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.exchange._common import (
     bias_bytes,
     dense_bytes,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from outergrad._types import Sent, SentRun, Traced
+from outergrad._blocks import Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
 from outergrad.replay.find import has_hooks
 from outergrad.replay.from_output import delta_before, is_known, reshapes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from outergrad._types import Sent, SentRun, Traced
+from outergrad._blocks import Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
 from outergrad.replay.streams import recorded, replayed
 from outergrad.replay.structure import flattened, rebuilt
