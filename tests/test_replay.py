@@ -266,6 +266,27 @@ def test_dropout_in_a_chain_is_drawn_again(monkeypatch):
             assert relative_error(gradients[name], p.grad) < 5e-6, name
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_dropout_between_recurrent_layers_is_drawn_again(kind, monkeypatch):
+    torch.manual_seed(1)
+    model, seeds = kind(6, 5, 3, dropout=0.3, bidirectional=True), Seeds()
+    inputs = [(torch.randn(4, 3 + rank, 6),) for rank in range(2)]
+    monkeypatch.setattr(streams, "next_seed", seeds)
+
+    def body(rank, group):
+        seeds.local.rank = rank
+        return train(model, og.EDAD(always=True, inputs="raw"), inputs, rank, group, 1)[0]
+
+    found = run_on_lasting_groups(2, body)
+    whole = copy.deepcopy(model).double()
+    for rank, (x,) in enumerate(inputs):
+        torch.manual_seed(100 * rank)
+        (loss(whole(x.double())) / 2).backward()
+    for gradients in found:
+        for name, p in whole.named_parameters():
+            assert relative_error(gradients[name], p.grad) < 5e-6, name
+
+
 def test_a_block_without_dropout_changes_no_random_number():
     before = torch.get_rng_state()
     with streams.recorded(torch.device("cpu")) as draws:
