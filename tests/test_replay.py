@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -731,6 +733,23 @@ def test_a_hook_on_a_layer_of_a_chain_is_called():
         return len(seen)
 
     assert run_on_lasting_groups(2, body) == [2, 2]
+
+
+def test_nothing_of_a_step_is_kept():
+    """Activations and deltas of blocks are let go of when backward has returned."""
+
+    def body(rank, group):
+        model = Stack()
+        session = og.distribute(model, og.EDAD(blocks=["layers.*"], always=True), group=group)
+        kept = []
+        model.layers[0].register_forward_hook(lambda _, args, out: kept.append(weakref.ref(out)))
+        for _ in range(3):
+            loss(model(torch.randint(0, 20, (3, 5)))).backward()
+        session.detach()
+        gc.collect()
+        return [tensor() is None for tensor in kept]
+
+    assert all(all(gone) for gone in run_on_lasting_groups(2, body))
 
 
 def test_detach_leaves_the_model_plain():

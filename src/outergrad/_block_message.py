@@ -107,6 +107,12 @@ class Blocks:
         """What was announced of it."""
         return self._messages[block]
 
+    def forget(self) -> None:
+        """The step is over: lets go of activations and deltas, and counts what passes anew."""
+        self._messages.clear()
+        for tapped in self:
+            tapped.untapped_nbytes = 0
+
 
 def block_gradients(
     tapped: TappedBlock, data_S: Sequence[Tensor | None], scale: float

@@ -205,10 +205,6 @@ class TappedBlock:
 
         seen.register_hook(keep)
 
-    def forget_untapped(self) -> None:
-        """Starts counting anew."""
-        self.untapped_nbytes = 0
-
     def params_of(self, use: Use) -> set[str]:
         """Full names of the parameters of the module that was used."""
         return {p.name for p in self._watched[use.member]}

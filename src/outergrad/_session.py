@@ -271,8 +271,9 @@ class Session:
         if isinstance(step, SharedStep):
             on_group(self._comm.group).running.remove(self)
         if isinstance(step, SharedStep) or self._comm.world_size == 1:  # else they add up
-            for layer in [*self._layers, *self._blocks]:
+            for layer in self._layers:
                 layer.forget_untapped()
+            self._blocks.forget()
         if isinstance(step, SharedStep) and step.choice is not None:
             self._wanted = dict(zip(self._model.units, step.choice.wanted, strict=True))
             self._chosen = step.choice.words
