@@ -11,7 +11,7 @@ from outergrad._session import Session
 from outergrad._step import StepDiscardedError
 from outergrad._types import Call, Event, Factors, Part, Slot
 from outergrad._version import __version__
-from outergrad.exchange import DAD, EDAD, Dense, Local, PerLayer, PowerSGD, RankDAD
+from outergrad.exchange import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Event",
     "Factors",
     "Local",
+    "LocalSteps",
     "Part",
     "PerLayer",
     "PowerSGD",

@@ -10,6 +10,7 @@ from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
 from outergrad._groups import count_session, end_unfinished
 from outergrad._inspect import View, inspect
+from outergrad._local_steps import LocalStepsSession
 from outergrad._protocols import Method, Recorder, Rules
 from outergrad._session import Session
 from outergrad._tapped_layer import TappedLayer
@@ -17,13 +18,13 @@ from outergrad._version import __version__
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
-from outergrad.exchange import DAD, PerLayer
+from outergrad.exchange import DAD, LocalSteps, PerLayer
 from outergrad.layers import RULES
 
 
 def distribute(
     model: nn.Module,
-    method: Method | PerLayer | None = None,
+    method: Method | PerLayer | LocalSteps | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     recorder: Recorder | None = None,
@@ -39,14 +40,15 @@ def distribute(
     Args:
         model: any module, not wrapped; its parameters on one device.
         method: how gradients travel: `og.DAD()` by default; `og.PerLayer({...})` for a method per
-            part of the model, `og.Local()` for a part that is not shared.
+            part of the model, `og.Local()` for a part that is not shared; `og.LocalSteps(k)` to
+            share not gradients but what k steps of each site have changed.
         group: the sites; the default group if None.
         recorder: an object whose `record(event)` is called per layer and step with an `Event`.
         rules: what is known about layer types; extend by `{**og.RULES, MyLayer: MyRule()}`.
 
     Returns:
-        The session: `no_sync()`, `coverage()`, `stats()`, `state_dict()`, `load_state_dict()`,
-        `detach()`.
+        The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `state_dict()`,
+        `load_state_dict()`, `detach()`.
 
     Raises:
         ValueError: the model or the method cannot be used, or the sites differ: the same message
@@ -57,7 +59,7 @@ def distribute(
     comm = TorchComm(_group(group), _device(model))
     error, view = None, None
     try:
-        view = inspect(model, method, rules)
+        view = _inspect(model, method, rules)
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.group)
@@ -67,7 +69,16 @@ def distribute(
     assert view is not None
     broadcast_all(comm, [t for _, _, t in _shared_tensors(model, view)])
     _settle_reduce(view, comm)
+    if isinstance(method, LocalSteps):
+        return LocalStepsSession(view, comm, fingerprint, recorder, method)
     return _attach(view, comm, fingerprint, recorder, repr(method))
+
+
+def _inspect(model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules) -> View:
+    """What is shared; a change of the weights has no factors, so that no rule is of use for it."""
+    if isinstance(method, LocalSteps):
+        return inspect(model, method.method, {})
+    return inspect(model, method, rules)
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -87,7 +98,7 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _describe(model: nn.Module, method: Method | PerLayer, view: View) -> list[str]:
+def _describe(model: nn.Module, method: object, view: View) -> list[str]:
     """What the sites must have in common, a line each."""
     lines = [
         f"outergrad {__version__}",

@@ -11,11 +11,11 @@ from torch import nn
 from outergrad._assignment import Assignment
 from outergrad._blocks import Block
 from outergrad._blocks_found import BlockFinder, FoundBlock
+from outergrad._claims import is_claimed
 from outergrad._exchanges import Exchanges
 from outergrad._joint import joint_parts
 from outergrad._model import Model
 from outergrad._protocols import Exchange, Rule, Rules
-from outergrad._tap import is_watched
 from outergrad._types import Slot
 from outergrad.comm.wire import DTYPES
 from outergrad.exchange import Local, PerLayer
@@ -159,7 +159,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_parameters(params: dict[str, nn.Parameter]) -> None:
     first, home = next(iter(params.items()))
     for name, p in params.items():
-        if is_watched(p):
+        if is_claimed(p):
             raise ValueError(f"{name!r} is distributed already: call session.detach() first")
         if type(p).__name__ == "DTensor":  # by name: its import costs half a second
             raise ValueError(f"{name!r} is a DTensor: sharded models are not supported")

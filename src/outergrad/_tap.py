@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
+
+from outergrad._claims import Claim
 
 NO_TASK = -1
 _REENTRANT = (
@@ -127,17 +128,15 @@ class DeltaTap(torch.autograd.Function):
 _OURS = {Tap.backward.__code__, BlockTap.backward.__code__, DeltaTap.backward.__code__}
 
 
-class WatchedParameter:
+class WatchedParameter(Claim):
     """A trainable parameter: its accumulator node and the hooks that report to a sink."""
 
     def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
         self.name, self.parameter, self._sink = name, parameter, sink
         self.dtype = parameter.dtype
         self.node: Node = get_gradient_edge(parameter).node
-        self._handles: list[RemovableHandle] = [
-            parameter.register_hook(self._before),
-            parameter.register_post_accumulate_grad_hook(self._after),
-        ]
+        super().__init__(parameter, sink)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
 
     def accumulates(self) -> bool:
         """Whether the current backward leaves a gradient in the parameter.
@@ -157,11 +156,6 @@ class WatchedParameter:
         """Whether it is trained and nobody else has a hook that wants the local gradient."""
         hooks = self.parameter._backward_hooks
         return self.parameter.requires_grad and hooks is not None and len(hooks) == 1
-
-    def remove(self) -> None:
-        """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
 
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
@@ -194,9 +188,3 @@ def is_shared(ctx: Any, watched: Sequence[WatchedParameter]) -> bool:
     if ctx.born_in != NO_TASK:
         raise RuntimeError(_REENTRANT)
     return any(accumulates)  # or gradients of inputs alone were asked for
-
-
-def is_watched(p: nn.Parameter) -> bool:
-    """Whether the parameter belongs to a session."""
-    hooks = (p._backward_hooks or {}).values()
-    return any(isinstance(getattr(hook, "__self__", None), WatchedParameter) for hook in hooks)

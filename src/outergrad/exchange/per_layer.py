@@ -42,8 +42,9 @@ class PerLayer:
         for pattern, method in self.methods.items():
             if isinstance(method, PerLayer) or not callable(getattr(method, "exchange", None)):
                 raise TypeError(
-                    f"PerLayer: {pattern!r}: {method!r} is no method; use og.DAD(), og.Dense(), "
-                    f"og.Local(), ..."
+                    f"PerLayer: {pattern!r}: {method!r} is no method of a part; use og.DAD(), "
+                    f"og.Dense(), og.Local(), ..., and og.LocalSteps(k, method=og.PerLayer(...)) "
+                    f"around the whole"
                 )
         if self.joint and Local() not in self.methods.values():
             raise ValueError("PerLayer: joint=True; give some pattern the method og.Local()")

@@ -1,0 +1,177 @@
+"""A session of `og.LocalSteps`: sites step by themselves and share how their weights changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outergrad._accumulated import Earlier
+from outergrad._claims import Claim
+from outergrad._groups import end_unfinished, on_group
+from outergrad._inspect import View
+from outergrad._joint import JointStep, described
+from outergrad._optimizer_steps import StepCounter, ignore, listen
+from outergrad._protocols import Comm, Recorder
+from outergrad._session import Session
+from outergrad._step import SharedStep
+from outergrad._tap import NO_TASK
+from outergrad._types import ExchangeError, StateDict
+from outergrad.exchange import LocalSteps
+from outergrad.record.coverage import Coverage, Travel
+
+_NOTHING_EARLIER = Earlier({}, {})
+
+
+class LocalStepsSession(Session):
+    """A session whose shared model is the weights as the last exchange left them.
+
+    The weights of then are parameters of their own, and how far each site has gone from them is
+    their gradient: a shared step makes it the mean over the sites, the outer optimizer applies it,
+    and every site goes on from there. What the user's backward passes do, nobody is told.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        comm: Comm,
+        fingerprint: int,
+        recorder: Recorder | None,
+        method: LocalSteps,
+    ) -> None:
+        self._trained, self._k = dict(view.model.params), method.k
+        self._start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
+        self._outer = method.optimizer(list(self._start.values()))
+        shared = replace(view, model=replace(view.model, params=self._start))
+        super().__init__(shared, comm, fingerprint, recorder, repr(method))
+        self._counter = StepCounter({id(p): name for name, p in self._trained.items()}, method.k)
+        self._begun = False
+        self._claims = [Claim(p, self) for p in self._trained.values()]
+        listen(self)
+
+    # -- what users call ------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Shares what has changed since the last exchange, if anything has: at the end of training.
+
+        Call it on every site, after the same number of steps.
+
+        Raises:
+            RuntimeError: this site lost the others.
+        """
+        if self._attached and self._counter.any_made:
+            self._exchange()
+
+    def coverage(self) -> Coverage:
+        """How the change of each parameter travels and why."""
+        return Coverage(tuple(map(self._explained, super().coverage())))
+
+    def _explained(self, line: Travel) -> Travel:
+        if line.parameter not in self._trained:
+            return line
+        why, reveals = (text.replace("gradient", "change") for text in (line.why, line.reveals))
+        often = "every step" if self._k == 1 else f"every {self._k} steps"
+        return replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
+
+    def state_dict(self) -> StateDict:
+        """As `Session.state_dict`, with the weights of the last exchange and the outer optimizer.
+
+        It may be saved between two exchanges, too, beside each site's own model and optimizer.
+        """
+        local_steps = {
+            "start": {name: p.detach().clone() for name, p in self._start.items()},
+            "outer": copy.deepcopy(self._outer.state_dict()),
+            "made": dict(self._counter.made),
+        }
+        return {**super().state_dict(), "local_steps": local_steps}
+
+    def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
+        """As `Session.load_state_dict`; the weights of now come with the model.
+
+        What has changed since the last exchange on a site that there is no more is lost: for
+        another number of sites save after `flush()`.
+        """
+        super().load_state_dict(state)
+        rank = self._comm.rank
+        own = state if isinstance(state, dict) else state[rank % len(state)]
+        found = own["local_steps"]
+        with torch.no_grad():
+            for name, p in self._start.items():
+                p.copy_(found["start"][name])
+        self._outer.load_state_dict(copy.deepcopy(found["outer"]))
+        self._counter.made, self._begun = dict(found["made"]), True
+
+    def detach(self) -> None:
+        """Ends the session: each site keeps the weights that it has; `flush()` makes them equal."""
+        ignore(self)
+        for claim in self._claims:
+            claim.remove()
+        super().detach()
+
+    # -- what optimizers call -------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The first step begins: the weights may have been loaded since `distribute`."""
+        if self._begun or self._counter.holder(optimizer) is None:
+            return
+        self._begun = True
+        self._refuse_converted()
+        with torch.no_grad():
+            for name, p in self._start.items():
+                p.copy_(self._trained[name])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """A local step is made; the k-th ends with an exchange."""
+        holder = self._counter.holder(optimizer)
+        if holder is None:
+            return
+        self._counter.count(holder)
+        if self._counter.due:
+            self._exchange()
+
+    # -- an exchange ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        end_unfinished(self._comm.group)
+        self._refuse_lost()
+        self._refuse_unfrozen()
+        self._refuse_converted()
+        for name, p in self._start.items():
+            p.grad = p - self._trained[name]
+        self._share()
+        self._outer.step()
+        for name, p in self._start.items():
+            self._trained[name].copy_(p)
+            p.grad = None
+        self._counter.restart()
+
+    def _share(self) -> None:
+        """Makes the changes their mean over the sites, in a step without a backward."""
+        used, sessions = set(self._start), on_group(self._comm.group)
+        no_joint = JointStep([], self._comm)
+        header = self._announcer.header(
+            self._stats.step, used, set(), _NOTHING_EARLIER, described([])
+        )
+        own, parts = (self._model, self._planner, self._comm), (self._blocks, no_joint)
+        try:
+            step = SharedStep(NO_TASK, *own, header, set(), _NOTHING_EARLIER, *parts)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+        self._step = step
+        sessions.running.append(self)
+        self._finish(step)
+
+    def _refuse_converted(self) -> None:
+        for name, p in self._start.items():
+            now = self._trained[name]
+            if (now.dtype, now.device) != (p.dtype, p.device):
+                raise RuntimeError(
+                    f"{name!r} was {p.dtype} on {p.device} when the model was distributed and is "
+                    f"{now.dtype} on {now.device}: call session.detach(), convert, and distribute "
+                    f"again on every site"
+                )

@@ -1,0 +1,133 @@
+"""Every reliance on the inside of optimizers: who hears of their steps, and how they are counted.
+
+PyTorch's hooks for all optimizers of the process are registered once and stay: ranks may be
+threads, and a hook that comes or goes while another thread runs through them would end its step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from threading import Lock
+from typing import Any, Protocol
+from weakref import ref
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Listener(Protocol):
+    """Who is told of the steps of all optimizers in this process."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        ...
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        ...
+
+
+class _Listeners:
+    """Weakly held, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._refs: tuple[ref[Any], ...] = ()
+
+    def add(self, listener: Listener) -> None:
+        with self._lock:
+            self._refs = (*(r for r in self._refs if r() is not None), ref(listener))
+
+    def remove(self, listener: Listener) -> None:
+        with self._lock:
+            self._refs = tuple(r for r in self._refs if r() not in (None, listener))
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for listener in self._present():
+            listener.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for listener in self._present():
+            listener.after_step(optimizer)
+
+    def _present(self) -> list[Listener]:
+        """Nobody in a step that another optimizer's step makes: it is part of that one."""
+        if not self._refs or _depth() > 1:
+            return []
+        return [listener for r in self._refs if (listener := r()) is not None]
+
+
+_LISTENERS = _Listeners()
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of every optimizer's `step`, which calls the hooks."""
+
+
+@cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_LISTENERS.before_step)
+    register_optimizer_step_post_hook(_LISTENERS.after_step)
+
+
+def _depth() -> int:
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + (frame.f_code is _STEP), frame.f_back
+    return depth
+
+
+def listen(listener: Listener) -> None:
+    """Tells it of every step of an optimizer, as long as it lives or until `ignore`."""
+    _install()
+    _LISTENERS.add(listener)
+
+
+def ignore(listener: Listener) -> None:
+    """Tells it nothing any more."""
+    _LISTENERS.remove(listener)
+
+
+class StepCounter:
+    """Counts the steps of the optimizers that hold parameters of a model.
+
+    With several, an exchange is due when all of them have made k steps since the last one. One
+    that falls behind is waited for only until another has made k + 1, and one that did not step at
+    all between two exchanges is forgotten: so none can keep the sites apart for good.
+
+    Args:
+        names: of the parameters, by identity.
+        k: steps between two exchanges.
+    """
+
+    def __init__(self, names: Mapping[int, str], k: int) -> None:
+        self._names, self._k = names, k
+        self.made: dict[str, int] = {}
+        """Steps since the last exchange, by the first parameter that an optimizer holds."""
+
+    def holder(self, optimizer: Optimizer) -> str | None:
+        """The name that an optimizer is counted under; None if it holds nothing of the model."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return next((name for key, name in self._names.items() if key in held), None)
+
+    def count(self, holder: str) -> None:
+        """One more step."""
+        self.made[holder] = self.made.get(holder, 0) + 1
+
+    @property
+    def any_made(self) -> bool:
+        """Whether there has been a step since the last exchange."""
+        return any(self.made.values())
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for an exchange."""
+        made = self.made.values()
+        return self.any_made and (min(made) >= self._k or max(made) > self._k)
+
+    def restart(self) -> None:
+        """An exchange has taken place."""
+        self.made = {holder: 0 for holder, steps in self.made.items() if steps}
