@@ -171,7 +171,7 @@ def test_what_cannot_be_meant_is_refused_on_all_sites(name):
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="give a method per pattern"):
         og.PerLayer({})
-    with pytest.raises(TypeError, match=r"'\*': 'dad' is no method"):
+    with pytest.raises(TypeError, match=r"'\*': 'dad' is no method of a part"):
         og.PerLayer({"*": "dad"})
     with pytest.raises(TypeError, match="is no method"):
         og.PerLayer({"*": og.PerLayer({"*": og.DAD()})})
@@ -191,6 +191,7 @@ def test_a_parameter_tied_over_two_methods_is_refused():
 
 def test_states_of_several_methods_go_on_to_the_bit():
     method = og.PerLayer({"0.*": og.RankDAD(rank=1), "*": og.RankDAD(rank=2)})
+    original = model()
 
     def steps(replica, rank, which):
         found = []
