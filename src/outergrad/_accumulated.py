@@ -31,6 +31,11 @@ class Earlier:
     stacked: Mapping[Slot, Sequence[Factors]]
     formed: Mapping[Slot, int]
 
+    def of(self, model: Model) -> Earlier:
+        """What concerns a part of the model."""
+        stacked = {slot: self.stacked[slot] for slot in model.slots if slot in self.stacked}
+        return Earlier(stacked, {s: self.formed[s] for s in model.slots if s in self.formed})
+
     @property
     def params(self) -> set[str]:
         """Parameters of the stacked units."""
@@ -41,7 +46,7 @@ class Earlier:
         parts = self.stacked.get(slot, ())
         dtypes = [part.d_GRO.dtype for part in parts] + [dtype] * (rows > 0)
         common = reduce(torch.promote_types, dtypes) if dtypes else dtype
-        return rows + sum(map(_rows, parts)), common
+        return rows + sum(map(rows_of, parts)), common
 
 
 class Accumulated:
@@ -90,12 +95,12 @@ class Accumulated:
     def after_write(self, slot: Slot, factors: Factors) -> None:
         """Keeps the rows of the product that was added, if that still pays."""
         unit = self._unit_of[slot]
-        self._formed[slot] += _rows(factors)
+        self._formed[slot] += rows_of(factors)
         stack = self._stacks.get(unit)
         if stack is None:
             return
-        rows_K = [stack.rows(s) + _rows(factors) * (s == slot) for s in unit.slots]
-        fits = stack.numel + _numel(factors) <= unit.dense_numel
+        rows_K = [stack.rows(s) + rows_of(factors) * (s == slot) for s in unit.slots]
+        fits = stack.numel + numel_of(factors) <= unit.dense_numel
         if fits and self._pays(unit, rows_K):
             stack.add(slot, factors)
         else:
@@ -107,7 +112,7 @@ class Accumulated:
         Args:
             used: parameters that the backward of the shared step leaves a gradient in.
         """
-        stacks = [s for unit, s in self._stacks.items() if _whole(unit, used) and s.intact()]
+        stacks = [s for unit, s in self._stacks.items() if is_whole(unit, used) and s.intact()]
         for stack in stacks:
             stack.empty_gradients()
         stacked = {slot: parts for stack in stacks for slot, parts in stack.parts.items()}
@@ -128,12 +133,12 @@ class _Stack:
 
     def rows(self, slot: Slot) -> int:
         """How many rows of a slot are kept."""
-        return sum(map(_rows, self.parts[slot]))
+        return sum(map(rows_of, self.parts[slot]))
 
     def add(self, slot: Slot, factors: Factors) -> None:
         """Keeps a copy of rows: they may be views of what the user overwrites."""
         self.parts[slot].append(Factors(factors.d_GRO.clone(), factors.a_GRI.clone()))
-        self.numel += _numel(factors)
+        self.numel += numel_of(factors)
         self._seals.update({name: _Seal(self._gradient(name)) for name in slot.params})
 
     def holds(self, names: Collection[str]) -> bool:
@@ -189,14 +194,16 @@ def _sums(gradient: Tensor) -> Tensor:
     return torch.stack([gradient.sum(dtype=dtype), torch.linalg.vector_norm(gradient, dtype=dtype)])
 
 
-def _whole(unit: Unit, used: set[str]) -> bool:
+def is_whole(unit: Unit, used: set[str]) -> bool:
     """Whether a backward leaves gradients in all parameters of a slot or in none."""
     return all(used.issuperset(s.params) or used.isdisjoint(s.params) for s in unit.slots)
 
 
-def _rows(factors: Factors) -> int:
+def rows_of(factors: Factors) -> int:
+    """N."""
     return factors.d_GRO.shape[1]
 
 
-def _numel(factors: Factors) -> int:
+def numel_of(factors: Factors) -> int:
+    """Numbers in its deltas and activations."""
     return factors.d_GRO.numel() + factors.a_GRI.numel()

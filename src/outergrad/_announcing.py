@@ -26,6 +26,12 @@ class Announcer:
         """Takes note of a layer whose class was swapped."""
         self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})
 
+    def of(self, model: Model) -> Announcer:
+        """Of a part of the model."""
+        part = Announcer(model, self._fingerprint, self._comm, self._blocks)
+        part._place = self._place
+        return part
+
     def header(
         self,
         step: int,

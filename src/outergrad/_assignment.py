@@ -40,6 +40,10 @@ class Assignment:
         """Whether the parameter is each site's own."""
         return isinstance(self._methods[name], Local)
 
+    def every(self, name: str) -> int:
+        """At every how many-th synchronised backward the parameter travels."""
+        return getattr(self._methods[name], "every", 1)
+
     def exchange_of(self, name: str) -> Exchange | None:
         """What makes the gradient of the parameter global; None where it travels dense."""
         method = self._methods[name]

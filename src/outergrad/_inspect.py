@@ -53,6 +53,7 @@ class View:
         local: parameters that each site keeps to itself.
         local_buffers: names of buffers that it does, too.
         joint_parts: modules whose outputs' deltas are averaged over the sites, by name.
+        every: of each trained one, at every how many-th synchronised backward it travels.
     """
 
     model: Model
@@ -63,6 +64,7 @@ class View:
     local: dict[str, nn.Parameter]
     local_buffers: frozenset[str]
     joint_parts: dict[str, nn.Module]
+    every: dict[str, int]
 
 
 def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
@@ -95,9 +97,10 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
     for exchange, units in exchanges.items():
         exchange.refuse(units)
     buffers = _local_buffers(model, method)
+    every = {name: assignment.every(name) for name in trained}
     joint = isinstance(method, PerLayer) and method.joint
     parts = joint_parts(model, list(local)) if joint else {}
-    return View(shared_model, exchanges, layers, blocks, frozen, local, buffers, parts)
+    return View(shared_model, exchanges, layers, blocks, frozen, local, buffers, parts, every)
 
 
 def _finder(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -53,6 +53,16 @@ class Model:
         units += [Unit((), (n,), params[n].numel(), (_matrix(n, params[n]),)) for n in plain]
         units += [_block_unit(block, params) for block in blocks]
         return Model(params, tuple(slots), tuple(units), reasons)
+
+
+def part_of(model: Model, names: Collection[str]) -> Model:
+    """The parameters of these names with all that concerns them; units are not divided."""
+    return Model(
+        {name: p for name, p in model.params.items() if name in names},
+        tuple(slot for slot in model.slots if slot.weight in names),
+        tuple(unit for unit in model.units if unit.params[0] in names),
+        {name: why for name, why in model.reasons.items() if name in names},
+    )
 
 
 def _unit(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> Unit:

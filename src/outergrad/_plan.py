@@ -34,16 +34,29 @@ class _Decision(NamedTuple):
 
 
 class Planner:
-    """Turns headers into a choice; every site computes the same."""
+    """Turns headers into a choice; every site computes the same.
 
-    def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
+    Args:
+        model: what is shared.
+        exchanges: of its units.
+        sites: how many there are.
+        mixed: units that travel dense because they have a dense part, too; they become more.
+    """
+
+    def __init__(
+        self, model: Model, exchanges: Exchanges, sites: int, mixed: set[Unit] | None = None
+    ) -> None:
         self._model, self._exchanges, self._sites = model, exchanges, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._block_index = {block: k for k, block in enumerate(model.blocks)}
-        self._mixed: set[Unit] = set()
+        self._mixed: set[Unit] = set() if mixed is None else mixed
         self._last: tuple[list[Hashable], Choice] | None = None
         self.packer = Packer(model, exchanges, sites)
         self.foresight = Foresight(self.facts)
+
+    def of(self, model: Model) -> Planner:
+        """The planner of a part of the model, which learns what this one does of mixed units."""
+        return Planner(model, self._exchanges, self._sites, self._mixed)
 
     def first_wanted(self) -> tuple[bool, ...]:
         """What to tap before any rows are known: whatever could pay with a single row."""
@@ -97,7 +110,7 @@ class Planner:
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced; the same again for the same."""
-        facts: list[Hashable] = [header.facts for header in headers]
+        facts: list[Hashable] = [len(self._mixed), *(header.facts for header in headers)]
         if self._last is None or self._last[0] != facts:
             self._last = facts, self._chosen(headers)
         return self._last[1]

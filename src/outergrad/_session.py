@@ -12,6 +12,7 @@ from outergrad._announcing import Announcer
 from outergrad._block_message import Blocks
 from outergrad._block_tap import TappedBlock, Use
 from outergrad._blocks import Block
+from outergrad._cadence import Cadence, KeepingStep, Share
 from outergrad._calls import LocalStep
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
@@ -33,6 +34,8 @@ from outergrad._types import ExchangeError, Factors, Slot, StateDict, Unit
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 
+_Step = LocalStep | SharedStep | KeepingStep
+
 
 class Session:
     """What `distribute` returns: the model's gradients are shared as long as it is attached."""
@@ -48,7 +51,7 @@ class Session:
         model, exchanges = view.model, view.exchanges
         self._model, self._comm, self._exchanges = model, comm, exchanges
         self._frozen, self._local = view.frozen, view.local
-        self._reporter = Reporter(model, recorder)
+        self._reporter = Reporter(recorder)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
         self._planner = Planner(model, exchanges, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
@@ -60,14 +63,16 @@ class Session:
         self._announcer = Announcer(model, fingerprint, comm, self._blocks)
         parts = view.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
+        whole = Share(model, self._planner, self._announcer)
+        self._cadence, self._turn = Cadence(whole, view.every), None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
-        self._step: LocalStep | SharedStep | None = None
+        self._step: _Step | None = None
         self._synchronise, self._attached = True, True
         self._unshared: set[str] = set()
         self._accumulated = Accumulated(model, self._planner.pays)
         self._lost: Exception | None = None
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
-        self._chosen: tuple[str, ...] = ()
+        self._chosen: dict[Unit, str] = {}
         on_group(comm.group).attached.add(self)
 
     # -- what users call ------------------------------------------------------------------------
@@ -86,15 +91,17 @@ class Session:
             self._synchronise = before
 
     def flush(self) -> None:
-        """Shares what the last steps of `og.LocalSteps` changed; other methods leave nothing."""
+        """Shares what the last steps of `og.LocalSteps` changed; does nothing for gradients."""
 
     def coverage(self) -> Coverage:
         """How each parameter travels and why; `print(session.coverage())` shows a table."""
         model = self._model
         params = {**model.params, **self._frozen, **self._local}
         exchanges = [self._exchanges[unit] for unit in model.units]
-        sites, chosen = self._comm.world_size, self._chosen
-        return coverage(params, self._local, model.units, model.reasons, exchanges, sites, chosen)
+        sites, chosen = self._comm.world_size, [self._chosen.get(u, "") for u in model.units]
+        return self._cadence.noted(
+            coverage(params, self._local, model.units, model.reasons, exchanges, sites, chosen)
+        )
 
     def stats(self) -> Stats:
         """Bytes and seconds of the last synchronised step, per layer and in total."""
@@ -115,7 +122,8 @@ class Session:
         end_unfinished(self._comm.group)
         self._refuse_lost()
         progress = Progress(self._stats.step, self._wanted, self._planner.mixed)
-        return saved(self._owner, progress, self._exchanges)
+        state = saved(self._owner, progress, self._exchanges)
+        return {**state, "cadence": self._cadence.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """Goes on from what the sites saved. Call it on every site: they check it together.
@@ -140,6 +148,7 @@ class Session:
         progress, inheritances = resumed(state, self._owner, self._comm)
         self._exchanges.load(inheritances)
         self._planner.resume(progress.mixed)
+        self._cadence.load(state, self._comm.rank, self._comm.world_size)
         self._wanted = dict(progress.wanted)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
 
@@ -158,6 +167,7 @@ class Session:
         for watched in [*self._watched.values(), *([self._joint] if self._joint else [])]:
             watched.remove()
         self._accumulated.clear()
+        self._cadence.kept.clear()
 
     # -- what distribute() calls ----------------------------------------------------------------
 
@@ -188,7 +198,7 @@ class Session:
         """The deltas of a use of a block have arrived."""
         self._refuse_detached()
         try:
-            self._current().on_use(block, use)
+            self._due().on_use(block, use)
         except ExchangeError as error:
             raise self._lost_by(error) from error
 
@@ -196,7 +206,7 @@ class Session:
         """The delta of an output of a part that is each site's own; returns what flows back."""
         self._refuse_detached()
         try:
-            return self._current().on_joint(point, delta)
+            return self._due().on_joint(point, delta)
         except ExchangeError as error:
             raise self._lost_by(error) from error
 
@@ -204,25 +214,25 @@ class Session:
         """A product's delta has arrived."""
         self._refuse_detached()
         try:
-            self._current().on_factors(slot, factors)
+            self._step_of(slot.weight).on_factors(slot, factors)
         except ExchangeError as error:
             raise self._lost_by(error) from error
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
         try:
-            self._current().on_gradient(name)
+            self._step_of(name).on_gradient(name)
         except ExchangeError as error:
             raise self._lost_by(error) from error
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
         try:
-            self._current().on_ready(name)
+            self._step_of(name).on_ready(name)
         except ExchangeError as error:
             raise self._lost_by(error) from error
 
-    def _current(self) -> LocalStep | SharedStep:
+    def _current(self) -> _Step:
         """The step of the backward that runs now; its first event begins it."""
         task = current_task()
         if self._step is None or self._step.task != task:
@@ -230,56 +240,83 @@ class Session:
         assert self._step is not None
         return self._step
 
+    def _due(self) -> LocalStep | SharedStep:
+        """The same; blocks and averages are due every time."""
+        step = self._current()
+        assert not isinstance(step, KeepingStep)
+        return step
+
+    def _step_of(self, name: str) -> _Step:
+        """Where a parameter belongs in it."""
+        step = self._current()
+        later = self._turn.later if self._turn is not None else None
+        return later if later is not None and name in later.model.params else step
+
     def _begin(self, task: int) -> None:
         refuse_nested_backward()
         end_unfinished(self._comm.group)
         self._refuse_lost()
         self._refuse_unfrozen()
         used = {name for name, watched in self._watched.items() if watched.accumulates()}
-        alone = self._comm.world_size == 1 and not any(self._wanted.values())
-        if alone or not self._synchronise:
-            several = self._comm.world_size > 1
-            step = LocalStep(
-                task, self._model, used, self._blocks, self._accumulated if several else None
-            )
-            self._unshared |= used if several else set()
-        else:
-            earlier = self._accumulated.take(used)
-            points = self._joint.points() if self._joint else []
-            joint = described(points)
-            header = self._announcer.header(self._stats.step, used, self._unshared, earlier, joint)
-            averages = JointStep(points, self._comm)
-            parts = self._blocks, averages
-            step = SharedStep(
-                task, self._model, self._planner, self._comm, header, used, earlier, *parts
-            )
-            on_group(self._comm.group).running.append(self)
-        self._step = step
+        begin = self._synchronised if self._synchronise else self._unsynchronised
+        step = self._step = begin(task, used)
         at_end_of_backward(lambda: self._finish(step))
 
-    def _finish(self, step: LocalStep | SharedStep) -> None:
+    def _unsynchronised(self, task: int, used: set[str]) -> LocalStep:
+        several, self._turn = self._comm.world_size > 1, None
+        self._unshared |= used if several else set()
+        kept = self._accumulated if several else None
+        return LocalStep(task, self._model, used, self._blocks, kept)
+
+    def _synchronised(self, task: int, used: set[str]) -> _Step:
+        """Shares what is due; on a single site that needs no messages."""
+        alone = self._comm.world_size == 1 and not any(self._wanted.values())
+        earlier = self._accumulated.take(used)
+        turn = self._turn = self._cadence.turn(task, used, earlier, rows=not alone)
+        if turn.due is None:
+            assert turn.later is not None
+            return turn.later
+        model, planner, announcer = turn.due.model, turn.due.planner, turn.due.announcer
+        if alone:
+            return LocalStep(task, model, turn.used, self._blocks, None)
+        waiting = (self._unshared | turn.released) & model.params.keys()
+        announced = turn.used | turn.earlier.params
+        points = self._joint.points() if self._joint else []
+        agreed = turn.earlier, described(points)
+        header = announcer.header(self._stats.step, announced, waiting, *agreed)
+        parts = turn.earlier, self._blocks, JointStep(points, self._comm)
+        step = SharedStep(task, model, planner, self._comm, header, turn.used, *parts)
+        on_group(self._comm.group).running.append(self)
+        return step
+
+    def _finish(self, step: _Step) -> None:
         if step is not self._step:  # left over from a backward that raised
             return
         try:
             if isinstance(step, SharedStep):
                 step.finish()
+            if self._turn is not None:
+                shares = isinstance(step, SharedStep)
+                own = step.sender.used if shares else self._turn.used | self._turn.released
+                self._cadence.finish(self._turn, own)
                 self._unshared.clear()
         except ExchangeError as error:
             raise self._lost_by(error) from error
         finally:
             self._close(step)
 
-    def _close(self, step: LocalStep | SharedStep) -> None:
-        self._step = None
+    def _close(self, step: _Step) -> None:
+        self._step, turn, self._turn = None, self._turn, None
         if isinstance(step, SharedStep):
             on_group(self._comm.group).running.remove(self)
         if isinstance(step, SharedStep) or self._comm.world_size == 1:  # else they add up
-            for layer in self._layers:
-                layer.forget_untapped()
             self._blocks.forget()
+            for layer in self._layers:
+                if turn is None or turn.shares(layer.slots):
+                    layer.forget_untapped()
         if isinstance(step, SharedStep) and step.choice is not None:
-            self._wanted = dict(zip(self._model.units, step.choice.wanted, strict=True))
-            self._chosen = step.choice.words
+            self._wanted.update(zip(step.units, step.choice.wanted, strict=True))
+            self._chosen.update(zip(step.units, step.choice.words, strict=True))
             self._stats = step.stats(self._stats.step + 1)
             self._reporter.report(step.sender, self._stats)
 

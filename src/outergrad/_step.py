@@ -19,7 +19,7 @@ from outergrad._joint import JointStep, Point
 from outergrad._model import Choice, Model
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
-from outergrad._types import Factors, Slot
+from outergrad._types import Factors, Slot, Unit
 from outergrad.comm.wire import Header, State
 from outergrad.record.stats import Stats
 
@@ -78,6 +78,11 @@ class SharedStep:
         words = self._comm.control(header.words())
         self.sender.header = header
         self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What its choice is about."""
+        return self._model.units
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its message is started."""

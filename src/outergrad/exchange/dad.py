@@ -40,12 +40,15 @@ class DAD:
             overlap better with backward, larger ones cost fewer delays (docs/benchmarks.md).
         wire: codecs of `og.wire` that rows go through: fewer bytes, at their loss, of which
             nothing is remembered. Bias gradients and ids travel as they are.
+        every: share at every so many-th synchronised backward; between these the gradients are
+            summed up on each site, and what is shared is their mean (docs/methods.md).
     """
 
     always: bool = False
     reveal: Literal["gradient", "activations"] = "gradient"
     bucket_bytes: int = 1 << 18
     wire: Wire = ()
+    every: int = 1
 
     def __post_init__(self) -> None:
         """Checks the settings."""
@@ -53,6 +56,7 @@ class DAD:
         require(known, self, "reveal", "'gradient' or 'activations'")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
         settle_wire(self)
+        require(self.every >= 1, self, "every", "1 or more")
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""
@@ -65,7 +69,8 @@ class DADExchange(Stateless):
     def __init__(self, method: DAD) -> None:
         self.forced = method.always
         self._canonical = method.reveal == "gradient"
-        self.replays = Replays(recurrent=not self._canonical, raw_inputs=not self._canonical)
+        replays = not self._canonical and method.every == 1  # of several passes nothing is kept
+        self.replays = Replays(recurrent=replays, raw_inputs=not self._canonical)
         self.bucket_bytes = method.bucket_bytes
         self.wire = stacked(method.wire)
 

@@ -74,6 +74,8 @@ def _check_method(method: Any) -> None:
             f"LocalSteps: method={method!r}; use og.Dense(), og.RankDAD(...), og.PowerSGD(...) or "
             f"og.PerLayer({{...}}) of these"
         )
+    if getattr(method, "every", 1) != 1:
+        raise ValueError(f"LocalSteps: method={method!r}: k says how often; leave every=1")
     exchange = method.exchange()
     if exchange is not None and not exchange.takes_plain:
         raise ValueError(

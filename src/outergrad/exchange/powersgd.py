@@ -27,6 +27,8 @@ class PowerSGD:
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than
             dense, as the hook's `min_compression_rate`.
         bucket_bytes: payload of one message before the next layer opens another.
+        every: share at every so many-th synchronised backward; between these the gradients are
+            summed up on each site, and what is shared is their mean (docs/methods.md).
     """
 
     rank: int = 1
@@ -34,6 +36,7 @@ class PowerSGD:
     wire: Wire = ()
     min_ratio: float = 2.0
     bucket_bytes: int = 1 << 16
+    every: int = 1
 
     def __post_init__(self) -> None:
         """Checks the settings."""
@@ -43,6 +46,7 @@ class PowerSGD:
         require(summable, self, "wire", "BF16() at most: what is sent is added up")
         require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
+        require(self.every >= 1, self, "every", "1 or more")
 
     def exchange(self) -> LowRankExchange:
         """A new exchange with these settings."""

@@ -51,6 +51,8 @@ class RankDAD:
             dense.
         bucket_bytes: payload of one message before the next layer opens another: small, because
             triplets are, and what is sent early need not be waited for.
+        every: share at every so many-th synchronised backward; between these the gradients are
+            summed up on each site, and what is shared is their mean (docs/methods.md).
     """
 
     rank: int = 4
@@ -63,6 +65,7 @@ class RankDAD:
     wire: Wire = ()
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
+    every: int = 1
 
     def __post_init__(self) -> None:
         """Checks the settings."""
@@ -81,9 +84,11 @@ class RankDAD:
         require(summable, self, "wire", f"BF16() at most, or another way to reduce: {added}")
         require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
+        require(self.every >= 1, self, "every", "1 or more")
 
     def exchange(self) -> LowRankExchange:
         """A new exchange with these settings."""
         feedback_rank = self.feedback_rank or max(self.rank // 2, _FEEDBACK_RANK)
         chosen = {"feedback_rank": feedback_rank, "wire": stacked(self.wire)}
-        return LowRankExchange(LowRankSettings(**{**vars(self), **chosen}))
+        settings = {name: value for name, value in vars(self).items() if name != "every"}
+        return LowRankExchange(LowRankSettings(**{**settings, **chosen}))

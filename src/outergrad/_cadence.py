@@ -1,0 +1,188 @@
+"""Which parameters a synchronised backward shares, and which it keeps for a later one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outergrad._accumulated import Earlier
+from outergrad._announcing import Announcer
+from outergrad._kept import Kept
+from outergrad._model import Model, part_of
+from outergrad._plan import Planner
+from outergrad._types import Factors, Slot, StateDict
+from outergrad.record.coverage import Coverage
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a model that has its own messages: its units, plans and headers.
+
+    Attributes:
+        model: the part.
+        planner: of its steps.
+        announcer: of its headers.
+    """
+
+    model: Model
+    planner: Planner
+    announcer: Announcer
+
+    def of(self, names: Collection[str]) -> Share:
+        """The part with these parameters."""
+        model = part_of(self.model, names)
+        return Share(model, self.planner.of(model), self.announcer.of(model))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one synchronised backward shares.
+
+    Attributes:
+        due: what is shared; None if nothing is.
+        used: parameters of it that the backward leaves a gradient in.
+        released: those that have one already, of earlier passes.
+        earlier: rows of earlier passes.
+        later: takes the rest; None if there is none.
+    """
+
+    due: Share | None
+    used: set[str]
+    released: set[str]
+    earlier: Earlier
+    later: KeepingStep | None
+
+    def shares(self, slots: Sequence[Slot]) -> bool:
+        """Whether some of these slots are due."""
+        return self.due is not None and any(s.weight in self.due.model.params for s in slots)
+
+
+class KeepingStep:
+    """A backward, or the part of it, whose parameters are not due: what it brings is kept.
+
+    Args:
+        task: of the backward.
+        model: the part that is not due.
+        keep: takes the rows of every slot, and the names that autograd had gradients for.
+    """
+
+    def __init__(
+        self,
+        task: int,
+        model: Model,
+        keep: Callable[[Mapping[Slot, Sequence[Factors]], set[str]], None],
+    ) -> None:
+        self.task, self.model, self._keep = task, model, keep
+        self._captured: dict[Slot, list[Callable[[], Factors]]] = {}
+        self._mixed: set[str] = set()
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """Keeps a captured product until the backward has succeeded."""
+        self._captured.setdefault(slot, []).append(factors)
+
+    def on_gradient(self, name: str) -> None:
+        """Notes that autograd has a gradient, besides what taps captured."""
+        self._mixed.add(name)
+
+    def on_ready(self, name: str) -> None:
+        """Nothing: it is not due."""
+
+    def finish(self) -> None:
+        """The backward has succeeded: a pass more is kept."""
+        with torch.no_grad():
+            rows = {slot: [make() for make in calls] for slot, calls in self._captured.items()}
+        self._keep(rows, self._mixed)
+
+
+class Cadence:
+    """Counts synchronised backward passes: a method with `every=k` is due at every k-th.
+
+    Args:
+        whole: the model.
+        every: k of every parameter.
+    """
+
+    def __init__(self, whole: Share, every: Mapping[str, int]) -> None:
+        self._whole, self._every = whole, dict(every)
+        self._shares = {frozenset(whole.model.params): whole}
+        self._always = set(self._every.values()) <= {1}
+        self.passes = 0
+        self.kept = Kept(whole.model, whole.planner.pays)
+
+    def turn(self, task: int, used: set[str], earlier: Earlier, *, rows: bool) -> Turn:
+        """Begins a synchronised backward.
+
+        Args:
+            task: of the backward.
+            used: parameters that it leaves a gradient in.
+            earlier: what passes in `no_sync` left before it.
+            rows: whether what is shared can take rows.
+        """
+        self.passes += 1
+        if self._always:
+            return Turn(self._whole, used, set(), earlier, None)
+        names = frozenset(name for name, k in self._every.items() if self.passes % k == 0)
+        rest, due = self._every.keys() - names, self._share(names) if names else None
+        later = self._keeping(task, rest, used, earlier) if rest else None
+        if due is None:
+            return Turn(None, set(), set(), earlier, later)
+        own = used & names
+        taken, released = self.kept.release(due.model, own, earlier.of(due.model), rows=rows)
+        return Turn(due, own, released, taken, later)
+
+    def finish(self, turn: Turn, shared: Collection[str]) -> None:
+        """The backward has succeeded on all sites.
+
+        Args:
+            turn: what it was.
+            shared: parameters whose gradient is now the sum over the passes.
+        """
+        for name in shared:
+            p, k = self._whole.model.params[name], self._every[name]
+            if p.grad is not None and k > 1:
+                p.grad.mul_(1 / k)
+        if turn.later is not None:
+            turn.later.finish()
+
+    def _share(self, names: frozenset[str]) -> Share:
+        if names not in self._shares:
+            self._shares[names] = self._whole.of(names)
+        return self._shares[names]
+
+    def _keeping(
+        self, task: int, names: Collection[str], used: set[str], earlier: Earlier
+    ) -> KeepingStep:
+        part = part_of(self._whole.model, names)
+        own, before = used & part.params.keys(), earlier.of(part)
+        return KeepingStep(
+            task, part, lambda new, mixed: self.kept.keep(part, own, new, before, mixed)
+        )
+
+    # -- what is said and saved -----------------------------------------------------------------
+
+    def noted(self, lines: Coverage) -> Coverage:
+        """Says of each parameter how often it travels, unless that is every time."""
+        often = {name: f"; every {k} steps" for name, k in self._every.items() if k > 1}
+        return Coverage(tuple(replace(v, why=v.why + often.get(v.parameter, "")) for v in lines))
+
+    def state(self) -> StateDict:
+        """How many passes there have been, and what is kept of them."""
+        return {"passes": self.passes, **self.kept.state()}
+
+    def load(self, state: StateDict | Sequence[StateDict], rank: int, sites: int) -> None:
+        """Goes on from saved states of sessions; sites that are more or fewer share out the kept.
+
+        The mean over S' sites after S counts every site's part S' / S times.
+        """
+        if isinstance(state, dict):
+            mine, weight = [state], 1.0
+        elif len(state) == sites:
+            mine, weight = [state[rank]], 1.0
+        else:
+            mine, weight = list(state[rank::sites]), sites / len(state)
+        first = state if isinstance(state, dict) else state[0]
+        self.passes = first["cadence"]["passes"]
+        self._shares = {frozenset(self._every): self._whole}  # the others foresee what has been
+        self.kept.load([one["cadence"] for one in mine], weight)
