@@ -24,6 +24,7 @@ EXACT = {
     "dad raw": lambda **k: og.DAD(reveal="activations", **k),
     "dad forced": lambda **k: og.DAD(always=True, **k),
     "dad raw forced": lambda **k: og.DAD(always=True, reveal="activations", **k),
+    "edad forced": lambda **k: og.EDAD(always=True, **k),
     "rank-dad, full rank": lambda **k: og.RankDAD(rank=1000, **k),
     "powersgd, full rank": lambda **k: og.PowerSGD(rank=1000, min_ratio=1, **k),
 }

@@ -769,4 +769,6 @@ def test_settings_are_checked():
         og.EDAD(blocks="layers")
     with pytest.raises(ValueError, match="inputs='none'"):
         og.EDAD(inputs="none")
+    with pytest.raises(ValueError, match="every=2; use 1 with blocks="):
+        og.EDAD(blocks=["a"], every=2)
     assert og.EDAD(blocks=["a"]) == og.EDAD(blocks=("a",))

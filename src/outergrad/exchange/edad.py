@@ -33,6 +33,9 @@ class EDAD:
         always: also where the dense gradient is fewer bytes.
         wire: codecs of `og.wire` that activations and deltas go through: fewer bytes, at their
             loss, of which nothing is remembered.
+        every: share at every so many-th synchronised backward; between these the gradients are
+            summed up on each site, and what is shared is their mean (docs/methods.md). Above 1
+            nothing is computed again: rows are kept, and travel as with `DAD`.
         bucket_bytes: payload of one message before the next layer opens another.
     """
 
@@ -40,6 +43,7 @@ class EDAD:
     inputs: Literal["canonical", "raw"] = "canonical"
     always: bool = False
     wire: Wire = ()
+    every: int = 1
     bucket_bytes: int = 1 << 18
 
     def __post_init__(self) -> None:
@@ -49,6 +53,8 @@ class EDAD:
         object.__setattr__(self, "blocks", tuple(self.blocks))
         require(self.inputs in ("canonical", "raw"), self, "inputs", "'canonical' or 'raw'")
         settle_wire(self)
+        require(self.every >= 1, self, "every", "1 or more")
+        require(self.every == 1 or not self.blocks, self, "every", "1 with blocks=")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
 
     def exchange(self) -> DADExchange:
@@ -59,10 +65,11 @@ class EDAD:
                 always=self.always,
                 reveal="activations" if raw else "gradient",
                 wire=self.wire,
+                every=self.every,
                 bucket_bytes=self.bucket_bytes,
             )
         )
-        exchange.replays = Replays(
-            blocks=tuple(self.blocks), chains=True, recurrent=True, raw_inputs=raw
-        )
+        if self.every == 1:
+            blocks = tuple(self.blocks)
+            exchange.replays = Replays(blocks=blocks, chains=True, recurrent=True, raw_inputs=raw)
         return exchange
