@@ -11,6 +11,7 @@ from outergrad._blocks_found import FoundBlock
 from outergrad._groups import count_session, end_unfinished
 from outergrad._inspect import View, inspect
 from outergrad._local_steps import LocalStepsSession
+from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Method, Recorder, Rules
 from outergrad._session import Session
 from outergrad._tapped_layer import TappedLayer
@@ -144,11 +145,13 @@ def _attach(
 
 def _attach_block(session: Session, found: FoundBlock) -> None:
     watched = [session.watched(params) for params in found.params_of]
+    own = [OwnParameters(*pair) for pair in zip(found.modules_of, watched, strict=True)]
     tapped = TappedBlock(
         found.block,
         found.names,
         found.replayer,
         watched,
+        own,
         codecs=found.codecs,
         raw_inputs=found.raw_inputs,
         explicit=found.explicit,

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor
 
-from outergrad._block_tap import TappedBlock, Use
+from outergrad._block_tap import TappedBlock
+from outergrad._block_use import Use
 from outergrad._blocks import Block, Sent, SentRun
 from outergrad._coding import Codecs
 from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape

@@ -1,18 +1,19 @@
-"""Blocks in autograd: what their uses leave behind, and which of them follow each other."""
+"""Blocks in autograd: traced in forward, captured in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from outergrad._blocks import UNSENDABLE, Block, Replayer, Sent
+from outergrad._block_use import Following, Use
+from outergrad._blocks import UNSENDABLE, Block, Replayer
 from outergrad._class_swap import ClassSwap
 from outergrad._coding import Codecs
+from outergrad._own_parameters import OwnParameters
 from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
 from outergrad.replay.run import Shape
 
@@ -29,51 +30,6 @@ class BlockSink(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class Use:
-    """One use of a block's module.
-
-    Attributes:
-        member: which module.
-        about: plain values for its replay.
-        shapes: of its tensors.
-        constants: those that need no gradient, by place, with their versions.
-        outputs: shapes of its floating outputs.
-        entry: the place of the tensor that is the only output of another use, if one is.
-        previous: that use.
-        linked: whether nothing else is known to read that output, so that its delta follows.
-        followers: the uses that it is the previous of.
-        node: what autograd runs when their deltas are there.
-        kept: its tensors, from when the deltas have arrived.
-        deltas: of its floating outputs.
-        entry_delta: what its own replay would give for the entry.
-    """
-
-    member: int
-    about: Any
-    shapes: list[Shape]
-    constants: dict[int, tuple[Tensor, int]]
-    outputs: list[Shape]
-    entry: int | None = None
-    previous: Use | None = None
-    linked: bool = False
-    followers: list[ref[Use]] = field(default_factory=list)
-    node: ref[Any] | None = None
-    kept: list[Tensor] = field(default_factory=list)
-    deltas: Sequence[Tensor] = ()
-    entry_delta: Tensor | None = None
-
-    def runs(self) -> bool:
-        """Whether the current backward reaches it."""
-        node = self.node and self.node()
-        return node is not None and torch._C._will_engine_execute_node(node)
-
-    @property
-    def as_sent(self) -> Sent:
-        """As if it had travelled."""
-        return Sent(self.member, self.about, self.kept)
-
-
 class TappedBlock:
     """A block of a model while a session is attached.
 
@@ -82,6 +38,7 @@ class TappedBlock:
         names: full names of its modules.
         replayer: computes them.
         watched: its parameters; per module.
+        own: where these stand; per module.
         codecs: what numbers that are sent of it go through.
         raw_inputs: whether a module may be sent that reads nothing but what enters the model.
         explicit: whether it is an error if that would be.
@@ -94,6 +51,7 @@ class TappedBlock:
         names: Sequence[str],
         replayer: Replayer,
         watched: Sequence[Sequence[WatchedParameter]],
+        own: Sequence[OwnParameters],
         *,
         codecs: Codecs,
         raw_inputs: bool,
@@ -102,11 +60,10 @@ class TappedBlock:
     ) -> None:
         self.block, self._names, self.replayer = block, names, replayer
         self.codecs = codecs
-        self._watched = [tuple(params) for params in watched]
+        self._watched, self._own = [tuple(params) for params in watched], own
         self._raw_inputs, self._explicit, self._sink = raw_inputs, explicit, sink
         self._live: list[ref[Use]] = []
-        self._latest: tuple[ref[Tensor], ref[Use]] | None = None
-        self._sole: dict[tuple[int, int], bool] = {}
+        self._following = Following(names)
         self._decided = False
         self.untapped_nbytes = 0
         self.swaps: list[ClassSwap] = []
@@ -127,18 +84,27 @@ class TappedBlock:
         if torch.is_grad_enabled() and self._active(member, args, kwargs):
             return self._traced(member, args, kwargs)
         y = self.replayer.plain(member, args, kwargs)
-        trained = any(p.parameter.requires_grad for p in self._watched[member])
-        if torch.is_grad_enabled() and trained and current_task() == NO_TASK:
+        if self._counts(member):
             may = self._may_send(args, kwargs) and self.replayer.may_trace(member)
             sent = self.replayer.nbytes(member, args, kwargs, y) if may else UNSENDABLE
             self.untapped_nbytes += sent
         return y
 
+    def pass_by(self) -> None:
+        """Its only module is computed by somebody else, for now."""
+        if self._counts(0):
+            self.untapped_nbytes += UNSENDABLE
+
+    def _counts(self, member: int) -> bool:
+        """Whether what is computed here and now has to be shared."""
+        trained = any(p.parameter.requires_grad for p in self._watched[member])
+        return torch.is_grad_enabled() and trained and current_task() == NO_TASK
+
     def _active(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if current_task() == NO_TASK:
             tappable = all(p.tappable() for p in self._watched[member])
             self._decided = tappable and self._sink.taps_block(self.block)
-        if not self._decided:
+        if not (self._decided and self._own[member].are_there()):
             return False
         allowed = self._may_send(args, kwargs)
         if not allowed and self._explicit:
@@ -153,7 +119,7 @@ class TappedBlock:
         return self._raw_inputs or _any_requires_grad((args, kwargs))
 
     def _traced(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._follows(member, args)
+        found = self._following.entry(args)
         entry, seen = found if found else (None, None)
         if seen is not None:
             args = tuple(seen if a is entry else a for a in args)
@@ -172,38 +138,12 @@ class TappedBlock:
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
             use.node = ref(tapped[0].grad_fn)
             if seen is not None:
-                self._link(use, seen, next(k for k, t in enumerate(traced.tensors) if t is seen))
+                place = next(k for k, t in enumerate(traced.tensors) if t is seen)
+                self._following.link(use, seen, place)
             self._live = [*(u for u in self._live if u() is not None), ref(use)]
-            self._latest = (ref(tapped[0]), ref(use)) if len(leaves) == 1 else None
+            self._following.note(use, tapped)
         new = iter(tapped)
         return traced.rebuild([next(new) if t.is_floating_point() else t for t in traced.outputs])
-
-    def _follows(self, member: int, args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
-        """The argument that is the output of the last use, and a view of it in its place.
-
-        What comes back to the view comes from this use alone.
-        """
-        latest = self._latest and self._latest[0]()
-        if latest is None or current_task() != NO_TASK or not any(a is latest for a in args):
-            return None
-        return latest, latest.view_as(latest)
-
-    def _link(self, use: Use, seen: Tensor, place: int) -> None:
-        assert self._latest is not None
-        previous = self._latest[1]()
-        if previous is None:
-            return
-        use.entry, use.previous = place, previous
-        use.linked = self._sole.get((previous.member, use.member), False)
-        previous.followers.append(ref(use))
-        of_use = ref(use)
-
-        def keep(delta: Tensor) -> None:
-            here = of_use()
-            if here is not None:
-                here.entry_delta = delta
-
-        seen.register_hook(keep)
 
     def params_of(self, use: Use) -> set[str]:
         """Full names of the parameters of the module that was used."""
@@ -231,7 +171,7 @@ class TappedBlock:
         use.kept = [next(saved) if constant is None else constant[0] for constant in kept]
         use.deltas = deltas
         self._check_unchanged(use)
-        self._check_followers(use)
+        self._following.check(use)
         self._sink.on_use(self.block, use)
 
     def _check_unchanged(self, use: Use) -> None:
@@ -242,23 +182,6 @@ class TappedBlock:
                     f"between forward and backward: other sites could not compute it again"
                 )
 
-    def _check_followers(self, use: Use) -> None:
-        """Learns whether the delta of the only output came from one use alone."""
-        followers = [f for f in (follower() for follower in use.followers) if f is not None]
-        ran = [follower for follower in followers if follower.entry_delta is not None]
-        for follower in ran:
-            sole = len(ran) == 1 and _is_same(use.deltas[0], follower.entry_delta)
-            pair = use.member, follower.member
-            self._sole[pair] = sole and self._sole.get(pair, True)
-            follower.entry_delta = None
-            if follower.linked and not sole:
-                raise RuntimeError(
-                    f"the output of block {self._names[use.member]!r} was read by "
-                    f"{self._names[follower.member]!r} alone in the steps before, and is used "
-                    f"elsewhere, too, in this one: call optimizer.zero_grad() and go on, both "
-                    f"will be sent from now on"
-                )
-
 
 def _any_requires_grad(value: Any) -> bool:
     if isinstance(value, Tensor):
@@ -266,8 +189,3 @@ def _any_requires_grad(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_any_requires_grad, value.values()))
     return isinstance(value, list | tuple) and any(map(_any_requires_grad, value))
-
-
-def _is_same(delta: Tensor, other: Tensor | None) -> bool:
-    """Whether nothing was added: a sum has memory of its own, as long as `other` lives."""
-    return other is not None and delta.data_ptr() == other.data_ptr()

@@ -76,6 +76,11 @@ class FoundBlock:
     raw_inputs: bool
     place: tuple[Host, int, int] | None = None
 
+    @property
+    def modules_of(self) -> list[tuple[nn.Module, ...]]:
+        """Per module that can be called, what it consists of."""
+        return [self.modules] if self.place else [(module,) for module in self.modules]
+
     def swap(self, tapped: TappedBlock) -> None:
         """Swaps the classes of its modules, or of what holds them."""
         if self.place is not None:
@@ -159,7 +164,7 @@ class BlockFinder:
                     f"{name!r} cannot be computed again by other sites: use GroupNorm or "
                     f"LayerNorm, or leave it out of blocks="
                 )
-            if id(part) in self.owned:
+            if id(part) in self.owned and any(True for _ in part.parameters()):
                 raise ValueError(f"EDAD: {child!r} belongs to several of blocks=")
         parameters = dict(module.named_parameters(prefix=name))
         if not any(id(p) in self._full_names for p in parameters.values()):

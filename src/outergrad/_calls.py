@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outergrad._accumulated import Accumulated
 from outergrad._block_message import Blocks
-from outergrad._block_tap import Use
+from outergrad._block_use import Use
 from outergrad._blocks import Block, SentRun
 from outergrad._joint import Point
 from outergrad._model import Model
@@ -53,6 +53,12 @@ class Calls:
         """Keeps one use of a block's module."""
         self._uses.append((block, use))
 
+    def release(self) -> None:
+        """Lets go of the uses of blocks: the step is over."""
+        for _, use in self._uses:
+            use.release()
+        self._uses.clear()
+
     def rows(self, slot: Slot) -> Factors:
         """The rows of all uses of a slot."""
         return stack([factors() for factors in self._of_slot[slot]])
@@ -72,6 +78,7 @@ class Calls:
 
     def _compute_again(self, block: Block, use: Use) -> None:
         gradients = self._blocks[block].replayer.gradients([SentRun([use.as_sent], use.deltas)])
+        use.release()
         accumulate(self._model, {n: g for n, g in gradients.items() if n in self._used})
 
     def _write(self, slot: Slot, factors: Factors) -> None:

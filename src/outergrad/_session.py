@@ -10,7 +10,8 @@ from torch import Tensor
 from outergrad._accumulated import Accumulated
 from outergrad._announcing import Announcer
 from outergrad._block_message import Blocks
-from outergrad._block_tap import TappedBlock, Use
+from outergrad._block_tap import TappedBlock
+from outergrad._block_use import Use
 from outergrad._blocks import Block
 from outergrad._cadence import Cadence, KeepingStep, Share
 from outergrad._calls import LocalStep

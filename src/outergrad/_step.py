@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
-from outergrad._block_tap import Use
+from outergrad._block_use import Use
 from outergrad._blocks import Block
 from outergrad._bucket import Bucket, Pending, Result, Sender
 from outergrad._calls import Calls, accumulate, overwrite
@@ -161,6 +161,7 @@ class SharedStep:
             self._start_again()
             state = self._outcome(write=True)
         self._planner.settle(applied=state == State.GOOD)
+        self._calls.release()
         if state == State.FAILED:
             raise StepDiscardedError(
                 f"the backward of another site raised in step {self.sender.header.step}: it must "
@@ -194,6 +195,7 @@ class SharedStep:
         self._joint.give_up()
         self._outcome(write=False)
         self._planner.settle(applied=False)
+        self._calls.release()
 
     def _outcome(self, *, write: bool) -> State:
         """Starts what is left and takes in all messages; the worst state of any site."""

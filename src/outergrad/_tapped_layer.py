@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._class_swap import ClassSwap
+from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Rule
 from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
 from outergrad._types import Call, Factors, Slot
@@ -47,8 +48,7 @@ class TappedLayer:
         ]
         self._untapped = [0] * len(self.slots)
         self._decided = False
-        own = {id(p): name.split(".") for name, p in module.named_parameters()}
-        self._places = {p.name: own[id(p.parameter)] for params in watched for p in params}
+        self._own = OwnParameters([module], [p for params in watched for p in params])
         self._swap = ClassSwap(module, self._forward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,33 +69,7 @@ class TappedLayer:
         if current_task() == NO_TASK:
             watched = [p for params in self._watched for p in params]
             self._decided = self._sink.taps(self) and all(p.tappable() for p in watched)
-        return self._decided and self._has_own_parameters()
-
-    def _has_own_parameters(self) -> bool:
-        """Whether the module still has the parameters that are watched.
-
-        Raises:
-            RuntimeError: they were replaced or converted after `distribute`.
-        """
-        for params in self._watched:
-            for watched in params:
-                found = self._find(watched.name)
-                if found is watched.parameter and found.dtype == watched.dtype:
-                    continue
-                if isinstance(found, nn.Parameter):
-                    raise RuntimeError(
-                        f"{watched.name!r} was replaced or converted after og.distribute(): call "
-                        f"session.detach(), convert or load, and distribute again on every site"
-                    )
-                return False  # somebody passes weights of their own (functional_call)
-        return True
-
-    def _find(self, name: str) -> Any:
-        *path, last = self._places[name]
-        owner = self.module
-        for child in path:
-            owner = getattr(owner, child)
-        return getattr(owner, last)
+        return self._decided and self._own.are_there()
 
     def tap(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
         """Implements `TapFn` for this layer."""

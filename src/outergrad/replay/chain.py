@@ -10,7 +10,7 @@ with f' taken from A_{l+1} where that is enough. Source: Baker et al., arXiv 210
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch.func import functional_call
 
 from outergrad._blocks import Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
-from outergrad.replay.find import has_hooks
+from outergrad.replay.find import has_hooks, keeps_rows_apart
 from outergrad.replay.from_output import delta_before, is_known, reshapes
-from outergrad.replay.layer import Layer, backward, output
+from outergrad.replay.layer import Layer, backward, is_batched, output
+from outergrad.replay.modes import modes_as, modes_now
 from outergrad.replay.streams import recorded, replayed
 
 
@@ -41,6 +42,11 @@ class Between:
         """Whether its derivative follows from its output: of one function, and changes of shape."""
         functions = [m for m in self.modules if not reshapes(m)]
         return len(functions) <= 1 and all(map(is_known, self.modules))
+
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether each of a batch's rows is made of the same row before."""
+        return all(map(keeps_rows_apart, self.modules))
 
     def __call__(self, y: Tensor, params: Mapping[int, Tensor]) -> Tensor:
         """The activations of the next layer; parameters by the identity of the real ones."""
@@ -82,6 +88,7 @@ class Chain:
             y = output(layer, activations[-1], detached)
             shapes.append(tuple(y.shape))
         about = {"seeds": seeds, "shapes": shapes, "autocast": autocast_now(self._device)}
+        about["training"] = modes_now(self.modules)
         return Traced(about, activations, [y], lambda new: new[0])
 
     def may_trace(self, member: int) -> bool:
@@ -108,17 +115,27 @@ class Chain:
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: the rows of all sites at once where nothing is drawn."""
         total: dict[str, Tensor] = {}
-        for run in [_stacked(runs)] if _may_stack(runs) else runs:
+        for run in [_stacked(runs)] if self._may_stack(runs) else runs:
             for name, gradient in self._of_run(*run).items():
                 total[name] = total[name] + gradient if name in total else gradient
         return total
+
+    def _may_stack(self, runs: Sequence[SentRun]) -> bool:
+        """Whether all differ in their number of rows alone, which nothing mixes or draws for."""
+        alike = {_all_but_rows(run) for run in runs}
+        about = runs[0].links[0].about if runs else {}
+        if len(runs) < 2 or len(alike) > 1 or any(seed is not None for seed in about["seeds"]):
+            return False
+        batched = map(is_batched, self._layers, about["shapes"])
+        return all(batched) and all(between.keeps_rows_apart for between in self._between)
 
     def _of_run(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
         """Backward through the layers, from the last one's delta."""
         (link,), (d,) = links, deltas
         detached = {key: p.detach() for key, p in self._params.items()}
         found: dict[int, Tensor] = {}
-        with autocast_as(link.about["autocast"], self._device):
+        modes = modes_as(self.modules, link.about["training"])
+        with modes, autocast_as(link.about["autocast"], self._device):
             for k in reversed(range(len(self._layers))):
                 a = link.tensors[k]
                 assert a is not None
@@ -157,21 +174,14 @@ class Chain:
         return d
 
 
-def _may_stack(runs: Sequence[SentRun]) -> bool:
-    """Whether all differ in their number of rows alone, and no rows need random numbers."""
-    if len(runs) < 2:
-        return False
-    alike = {
-        (run.links[0].about["autocast"], run.deltas[0].dtype, _rest_of_shapes(run)) for run in runs
-    }
-    drawn = any(seed is not None for run in runs for seed in run.links[0].about["seeds"])
-    batched = all(len(shape) > 1 for shape in runs[0].links[0].about["shapes"])
-    return len(alike) == 1 and batched and not drawn
-
-
-def _rest_of_shapes(run: SentRun) -> tuple[tuple[int, ...], ...]:
-    tensors = [tuple(t.shape[1:]) for t in run.links[0].tensors if t is not None]
-    return (*tensors, *(tuple(shape[1:]) for shape in run.links[0].about["shapes"]))
+def _all_but_rows(run: SentRun) -> Hashable:
+    """What runs must have in common, for their rows to be computed together."""
+    (link,), (delta,) = run
+    about = link.about
+    drawn = tuple(seed is not None for seed in about["seeds"])
+    shapes = [tuple(t.shape[1:]) for t in link.tensors if t is not None]
+    shapes += [tuple(shape[1:]) for shape in about["shapes"]]
+    return about["autocast"], str(about["training"]), drawn, delta.dtype, tuple(shapes)
 
 
 def _stacked(runs: Sequence[SentRun]) -> SentRun:

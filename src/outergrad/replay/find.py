@@ -42,3 +42,14 @@ _BETWEEN = (
 
 def _may_stand_between(module: nn.Module) -> bool:
     return is_known(module) or type(module) in _BETWEEN
+
+
+def keeps_rows_apart(module: nn.Module) -> bool:
+    """Whether, of what may stand between layers, it never looks across the first dimension."""
+    if isinstance(module, nn.Softmax | nn.LogSoftmax):
+        return False  # which dimension is meant depends on how many there are
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return len(module.normalized_shape) == 1
+    if isinstance(module, nn.Flatten):
+        return module.start_dim > 0
+    return not isinstance(module, nn.Unflatten) or (isinstance(module.dim, int) and module.dim > 0)

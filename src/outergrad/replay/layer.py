@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -40,14 +40,20 @@ def backward(
                 found[id(layer.bias)] = d_NO.sum(dim=0)
             return (d @ weight).to(a.dtype) if inputs else d
         zeros, sizes = [0] * len(layer.kernel_size), [layer.out_channels]
+        a_d, d_N = (t.view(-1, *t.shape[-weight.dim() + 1 :]) for t in (a_d, d))
         before, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            *(d, a_d, weight, sizes, *_geometry(layer), False, zeros, layer.groups),
+            *(d_N, a_d, weight, sizes, *_geometry(layer), False, zeros, layer.groups),
             [inputs, True, layer.bias is not None],
         )
     found[id(layer.weight)] = of_weight
     if layer.bias is not None:
         found[id(layer.bias)] = of_bias
-    return before.to(a.dtype) if inputs else d
+    return before.to(a.dtype).view(a.shape) if inputs else d
+
+
+def is_batched(layer: Layer, shape: Sequence[int]) -> bool:
+    """Whether an output of this shape is of several rows, and not of one without a dimension."""
+    return len(shape) >= (2 if isinstance(layer, nn.Linear) else layer.weight.dim())
 
 
 def is_layer(module: Any) -> TypeGuard[Layer]:

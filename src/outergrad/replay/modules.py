@@ -11,6 +11,8 @@ from torch.func import functional_call
 
 from outergrad._blocks import Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
+from outergrad.replay.modes import modes_as, modes_now
+from outergrad.replay.run import DTYPES
 from outergrad.replay.streams import recorded, replayed
 from outergrad.replay.structure import flattened, rebuilt
 
@@ -38,12 +40,13 @@ class Modules:
         """See `Replayer`.
 
         Raises:
-            TypeError: an argument cannot be sent.
-            RuntimeError: the module changed a buffer.
+            TypeError: an argument cannot be sent, or an output.
+            RuntimeError: the module changed a buffer, or what it was given.
         """
         module, name = self._modules[member], self._names[member]
         structure, tensors = self._flattened(name, (args, kwargs))
         device = next(module.parameters()).device
+        given = [(t, t._version) for t in tensors]
         buffers = {n: (b, b._version) for n, b in module.named_buffers()}
         detached = {n: p.detach() for n, p in module.named_parameters()}
         with recorded(device) as draws:
@@ -54,10 +57,25 @@ class Modules:
                     f"block {name!r}: its forward changes the buffer {n!r}, so other sites could "
                     f"not compute it again: leave it out of blocks="
                 )
+        if any(t._version != version for t, version in given):
+            raise RuntimeError(
+                f"block {name!r}: its forward changes one of its inputs in place, so other sites "
+                f"could not compute it again: use inplace=False there, or leave it out of blocks="
+            )
         seed = None if draws.seed is None else f"{draws.seed:016x}"
         about = {"in": structure, "seed": seed, "autocast": autocast_now(device)}
+        about["training"] = modes_now([module])
         shape, leaves = self._flattened(name, output)
+        self._check_dtypes(name, [*tensors, *(t for t in leaves if t.requires_grad)])
         return Traced(about, tensors, leaves, lambda new: rebuilt(shape, new))
+
+    def _check_dtypes(self, name: str, tensors: Sequence[Tensor]) -> None:
+        odd = next((t.dtype for t in tensors if t.dtype not in DTYPES), None)
+        if odd is not None:
+            raise TypeError(
+                f"block {name!r}: it reads or returns a tensor of {odd}, which cannot be sent: "
+                f"leave it out of blocks="
+            )
 
     def may_trace(self, member: int) -> bool:
         """See `Replayer`."""
@@ -100,7 +118,8 @@ class Modules:
         names, wanted = list(copies), list(copies.values())
         outputs, grad_outputs = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True)
-        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+        gradients = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+        return _apart(gradients, deltas)
 
     def _forward(
         self, link: Sent, tensors: Sequence[Tensor | None], copies: dict[str, Tensor]
@@ -113,9 +132,23 @@ class Modules:
             used[n] = copies.setdefault(full, used[n].requires_grad_())
         seed = None if about["seed"] is None else int(about["seed"], 16)
         args, kwargs = rebuilt(about["in"], tensors)  # type: ignore[arg-type]
-        with torch.enable_grad(), replayed(seed, device), autocast_as(about["autocast"], device):
+        modes, autocast = modes_as([module], about["training"]), about["autocast"]
+        with torch.enable_grad(), replayed(seed, device), modes, autocast_as(autocast, device):
             output = self._forwards[link.member].with_parameters(used, args, kwargs)
         return [t for t in flattened(output)[1] if t.is_floating_point()]
+
+
+def _apart(gradients: Mapping[str, Tensor], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Each in memory of its own: autograd may return a delta, or one tensor for two parameters."""
+    seen = {d.untyped_storage().data_ptr() for d in deltas}
+    apart: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        place = gradient.untyped_storage().data_ptr()
+        sizes = zip(gradient.shape, gradient.stride(), strict=True)
+        expanded = any(size > 1 and not stride for size, stride in sizes)
+        apart[name] = gradient.clone() if expanded or place in seen else gradient
+        seen.add(place)
+    return apart
 
 
 class _Forward(nn.Module):

@@ -15,10 +15,11 @@ from outergrad._coding import Codecs, Field, decode, encode
 from outergrad.wire import Plain
 
 _ALIGNMENT = 16
-_DTYPES = (
+DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
+"""What can be sent, by code."""
 PREVIOUS = -1
 """In the place of a tensor: the output of the use before."""
 
@@ -102,7 +103,7 @@ class Message:
         """The runs of a site, and their tensors: views where they were not encoded."""
         length = int(data[:8].cpu().view(torch.int64))
         told = json.loads(bytes(data[8 : 8 + length].tolist()))
-        shapes = [Shape(tuple(sizes), _DTYPES[dtype]) for dtype, sizes in told["tensors"]]
+        shapes = [Shape(tuple(sizes), DTYPES[dtype]) for dtype, sizes in told["tensors"]]
         runs = tuple(_run(run) for run in told["runs"])
         fields = [shape.field(codecs) for shape in shapes]
         pairs = zip(fields, _views(data, _aligned(8 + length), fields), strict=True)
@@ -131,7 +132,7 @@ def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
             {"links": [[x.member, x.about, x.places] for x in run.links], "deltas": run.deltas}
             for run in runs
         ],
-        "tensors": [[_DTYPES.index(shape.dtype), shape.sizes] for shape in shapes],
+        "tensors": [[DTYPES.index(shape.dtype), shape.sizes] for shape in shapes],
     }
     return json.dumps(told, separators=(",", ":")).encode()
 

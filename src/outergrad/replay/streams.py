@@ -34,9 +34,9 @@ def recorded(device: torch.device) -> Iterator[Draws]:
         seed = next_seed(device)
         with _forked(device):
             torch.manual_seed(seed)
-            before = _state(device)
+            before = _states(device)
             yield draws
-            draws.seed = None if _state(device).equal(before) else seed
+            draws.seed = None if all(map(torch.equal, _states(device), before)) else seed
         if draws.seed is not None:
             torch.rand((), device=device)
 
@@ -58,6 +58,11 @@ def _forked(device: torch.device) -> Iterator[None]:
 
 def _state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    """Of all streams that something on the device may draw from: the host's, too."""
+    return [_state(device), torch.get_rng_state()]
 
 
 def next_seed(device: torch.device) -> int:

@@ -1,0 +1,50 @@
+"""Whether a module still has the parameters that a session watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+from torch import nn
+
+from outergrad._tap import WatchedParameter
+
+
+class OwnParameters:
+    """The parameters of some modules, and where they stood when these were distributed.
+
+    Args:
+        modules: the modules.
+        watched: those of their parameters that are trained.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], watched: Iterable[WatchedParameter]) -> None:
+        places = {
+            id(p): (module, name.split("."))
+            for module in modules
+            for name, p in module.named_parameters()
+        }
+        self._places = [(w, *places[id(w.parameter)]) for w in watched]
+
+    def are_there(self) -> bool:
+        """Whether they are; not if somebody passes weights of their own (functional_call).
+
+        Raises:
+            RuntimeError: they were replaced or converted after `distribute`.
+        """
+        for watched, module, path in self._places:
+            found = reduce(_child, path, module)
+            if found is watched.parameter and found.dtype == watched.dtype:
+                continue
+            if found is None or isinstance(found, nn.Parameter):
+                raise RuntimeError(
+                    f"{watched.name!r} was replaced or converted after og.distribute(): call "
+                    f"session.detach(), convert or load, and distribute again on every site"
+                )
+            return False
+        return True
+
+
+def _child(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
