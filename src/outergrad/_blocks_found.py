@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from outergrad._block_tap import TappedBlock
 from outergrad._blocks import Block, Replayer
 from outergrad._class_swap import ClassSwap
 from outergrad._coding import Codecs
+from outergrad._host import Host, is_plain_sequential
 from outergrad._protocols import Exchange
 from outergrad.replay.chain import Between, Chain
 from outergrad.replay.find import chains_in, has_hooks
@@ -21,33 +22,6 @@ from outergrad.replay.layer import Layer, is_layer
 from outergrad.replay.modules import Modules
 
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
-
-
-class Host:
-    """An `nn.Sequential` in which chains run.
-
-    Args:
-        module: the `nn.Sequential`.
-        parts: its children, those of nested ones too.
-    """
-
-    def __init__(self, module: nn.Sequential, parts: Sequence[nn.Module]) -> None:
-        self._module = module
-        self._items: list[Callable[[Any], Any] | None] = list(parts)
-        self._swap: ClassSwap | None = None
-
-    def put(self, tapped: TappedBlock, start: int, last: int) -> None:
-        """Lets a chain run in the place of these parts."""
-        self._items[start] = lambda x: tapped.call(0, (x,), {})
-        self._items[start + 1 : last + 1] = [None] * (last - start)
-        if self._swap is None:
-            self._swap = ClassSwap(self._module, self._forward)
-            tapped.swaps.append(self._swap)
-
-    def _forward(self, input: Any) -> Any:
-        for item in self._items:
-            input = input if item is None else item(input)
-        return input
 
 
 @dataclass(frozen=True)
@@ -102,10 +76,17 @@ class BlockFinder:
         model: the model.
         exchange: what asks.
         full_names: by identity, of the trained parameters that belong to it.
+        hosts: where chains run, by identity: those of several exchanges may share one.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, full_names: Mapping[int, str]) -> None:
-        self._model, self._replays, self._full_names = model, exchange.replays, full_names
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        full_names: Mapping[int, str],
+        hosts: dict[int, Host],
+    ) -> None:
+        self._replays, self._full_names, self._hosts = exchange.replays, full_names, hosts
         self._codecs, self._modules = exchange.wire, dict(model.named_modules())
         every = model.named_parameters(remove_duplicate=False)
         self._times = Counter(id(p) for _, p in every)
@@ -202,28 +183,23 @@ class BlockFinder:
     def _chains(self) -> Iterator[FoundBlock]:
         seen: set[int] = set()
         for name, module in self._modules.items():
-            if _is_plain_sequential(module) and id(module) not in seen | self.owned:
-                parts = list(_flat(module, name))
+            if is_plain_sequential(module) and id(module) not in seen | self.owned:
+                host = self._hosts.setdefault(id(module), Host(name, module))
                 seen |= {id(m) for m in module.modules() if isinstance(m, nn.Sequential)}
-                host = Host(module, [part for _, part in parts])
-                yield from self._chains_of(host, parts)
+                yield from self._chains_of(host)
 
-    def _chains_of(
-        self, host: Host, parts: Sequence[tuple[str, nn.Module]]
-    ) -> Iterator[FoundBlock]:
-        usable = [module if self._may_chain(module) else None for _, module in parts]
+    def _chains_of(self, host: Host) -> Iterator[FoundBlock]:
+        usable = [module if self._may_chain(module) else None for _, module in host.parts]
         for first, last in chains_in(usable):
             start = first if self._replays.raw_inputs else _next_layer(usable, first)
             if start < last:
-                yield self._chain(host, parts, start, last)
+                yield self._chain(host, start, last)
 
     def _may_chain(self, module: nn.Module) -> bool:
         return not has_hooks(module) and (not list(module.parameters()) or self._is_fit(module))
 
-    def _chain(
-        self, host: Host, parts: Sequence[tuple[str, nn.Module]], start: int, last: int
-    ) -> FoundBlock:
-        names, modules = zip(*parts[start : last + 1], strict=True)
+    def _chain(self, host: Host, start: int, last: int) -> FoundBlock:
+        names, modules = zip(*host.parts[start : last + 1], strict=True)
         self._own(modules)
         layers: list[Layer] = []
         between: list[list[nn.Module]] = []
@@ -255,20 +231,6 @@ def _siblings(names: Sequence[str]) -> list[list[str]]:
 def _is_computed(module: nn.Module) -> bool:
     """Whether some weight is computed from others, as by `weight_norm`."""
     return any(name == "parametrizations" for name, _ in module.named_modules())
-
-
-def _is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-def _flat(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Full names and children, with those of nested ones in their place."""
-    for key, child in module.named_children():
-        name = f"{prefix}.{key}" if prefix else key
-        if _is_plain_sequential(child) and not has_hooks(child):
-            yield from _flat(child, name)
-        else:
-            yield name, child
 
 
 def _next_layer(modules: Sequence[nn.Module | None], first: int) -> int:

@@ -13,6 +13,7 @@ from outergrad._blocks import Block
 from outergrad._blocks_found import BlockFinder, FoundBlock
 from outergrad._claims import is_claimed
 from outergrad._exchanges import Exchanges
+from outergrad._host import Host
 from outergrad._joint import joint_parts
 from outergrad._model import Model
 from outergrad._protocols import Exchange, Rule, Rules
@@ -86,7 +87,8 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
     dense = [n for n in trained if assignment.exchange_of(n) is None]
     reasons = dict.fromkeys(trained, _PLAIN) | dict.fromkeys(dense, "the method is dense")
     names = {id(p): name for name, p in params.items()}
-    finders = [_finder(model, exchange, trained, assignment) for exchange in assignment.exchanges]
+    hosts: dict[int, Host] = {}
+    finders = [_finder(model, e, trained, assignment, hosts) for e in assignment.exchanges]
     blocks = [block for finder in finders for block in finder.found()]
     owned = {key for finder in finders for key in finder.owned}
     layers = list(_layers(model, rules, names, trained, reasons, owned))
@@ -108,9 +110,10 @@ def _finder(
     exchange: Exchange,
     trained: dict[str, nn.Parameter],
     assignment: Assignment,
+    hosts: dict[int, Host],
 ) -> BlockFinder:
     own = {id(p): n for n, p in trained.items() if assignment.exchange_of(n) is exchange}
-    return BlockFinder(model, exchange, own)
+    return BlockFinder(model, exchange, own, hosts)
 
 
 def _model(
