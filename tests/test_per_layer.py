@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -326,3 +327,102 @@ def test_a_local_head_is_not_joined():
     for error in try_ranks(2, body):
         with pytest.raises(ValueError, match="no module that is all"):
             raise error
+
+
+class TwoEncoders(nn.Module):
+    """Outputs of two widths go to one head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 50)
+        self.head = nn.Linear(58, 3)
+
+    def forward(self, x, fails=False):
+        y = torch.cat([self.first(x), self.second(x)], dim=1)
+        return self.head(Raises.apply(y, fails))
+
+
+TWO = og.PerLayer({"head.*": og.DAD(always=True), "*": og.Local()}, joint=True)
+
+
+def test_a_site_that_raised_gives_up_in_the_order_of_the_others():
+    """Its messages have the lengths that they wait for: another ends gloo's process."""
+    torch.manual_seed(0)
+    original = TwoEncoders()
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        session = og.distribute(replica, TWO, group=group)
+        outcomes = []
+        for step in range(3):
+            replica.zero_grad()
+            y = replica(torch.randn(4, 4), fails=step == 1 and rank == 0)
+            try:
+                loss(y).backward()
+                outcomes.append("good")
+            except (ZeroDivisionError, og.StepDiscardedError) as error:
+                outcomes.append(type(error).__name__)
+        session.detach()
+        return outcomes
+
+    first, second = run_on_lasting_groups(2, body)
+    assert first == ["good", "ZeroDivisionError", "good"]
+    assert second == ["good", "StepDiscardedError", "good"]
+
+
+def test_a_part_that_one_site_uses_for_the_first_time_is_not_waited_for():
+    """After steps without it, in which headers could have been left out."""
+
+    def body(rank, group):
+        replica = Parts(6)
+        session = og.distribute(replica, joint(), group=group)
+        made = torch.randn(4, 8)
+        for _ in range(4):
+            loss(replica.head(made)).backward()
+        y = replica(torch.randn(4, 6)) if rank == 0 else replica.head(made)
+        with pytest.raises(RuntimeError, match="returned other shapes on site 1 than on site 0"):
+            loss(y).backward()
+        session.detach()
+
+    run_on_lasting_groups(2, body)
+
+
+def test_a_part_inside_a_sequential_with_chains_is_joined():
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    original = nn.Sequential(encoder, *(nn.Linear(6, 6) for _ in range(4)))
+    inputs = [torch.randn(4, 6) for _ in range(2)]
+    method = og.PerLayer({"0.*": og.Local(), "*": og.EDAD(always=True)}, joint=True)
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        session = og.distribute(replica, method, group=group)
+        for _ in range(2):
+            replica.zero_grad()
+            loss(replica(inputs[rank])).backward()
+        session.detach()
+        return replica[0][0].weight.grad
+
+    outputs = [encoder(x) for x in inputs]
+    leaves = [y.detach().requires_grad_() for y in outputs]
+    sum(loss(original[1:](leaf)) for leaf in leaves).backward()
+    mean = sum(leaf.grad for leaf in leaves) / 2
+    for y, found in zip(outputs, run_on_lasting_groups(2, body), strict=True):
+        encoder.zero_grad()
+        y.backward(mean)
+        assert relative_error(found, encoder[0].weight.grad) < 5e-6
+
+
+def test_copies_and_pickles_of_joint_parts_are_plain():
+    original = Parts(6)
+
+    def body(rank, group):
+        replica = copy.deepcopy(original)
+        session = og.distribute(replica, joint(), group=group)
+        copies = [copy.deepcopy(replica), pickle.loads(pickle.dumps(replica))]
+        for plain in copies[: 1 + rank]:  # of which the other site knows nothing
+            loss(plain(torch.randn(4, 6))).backward()
+        session.detach()
+        return [type(m) for m in replica.modules()]
+
+    assert run_on_lasting_groups(2, body) == [[type(m) for m in original.modules()]] * 2

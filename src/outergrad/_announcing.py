@@ -38,7 +38,7 @@ class Announcer:
         used: set[str],
         unshared: set[str],
         earlier: Earlier,
-        joint: tuple[int, int],
+        joint: tuple[int, int] | None,
     ) -> Header:
         """What this site announces in a backward; accumulated gradients count as used.
 
@@ -47,16 +47,17 @@ class Announcer:
             used: parameters that the backward leaves a gradient in.
             unshared: those that earlier ones may have left a gradient in.
             earlier: what the step takes over from them.
-            joint: the deltas that are averaged; there always are headers where there are some.
+            joint: the deltas that are averaged; None where nothing ever is. Where something may be
+                there always are headers: a site must not wait for a mean that others do not take.
         """
         waiting = {name for name in unshared if self._model.params[name].grad is not None}
         has_gradient = tuple(name in used or name in waiting for name in self._model.params)
         formed = waiting - earlier.params
         uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
-        alone = len(on_group(self._comm.group).attached) == 1 and not joint[0]
+        alone = len(on_group(self._comm.group).attached) == 1 and joint is None
         blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
         own = (self._fingerprint, step, self._comm.rank)
-        return Header(*own, has_gradient, uses, alone, blocks, joint)
+        return Header(*own, has_gradient, uses, alone, blocks, joint or (0, 0))
 
     def _block_use(self, block: Block, formed: set[str]) -> BlockUse:
         nbytes, untapped = self._blocks.announce(block).nbytes, self._blocks[block].untapped_nbytes

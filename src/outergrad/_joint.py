@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from outergrad._class_swap import ClassSwap
 from outergrad._protocols import Comm
 from outergrad._tap import DeltaTap
 from outergrad.comm.agree import fingerprint
@@ -45,14 +46,12 @@ class JointParts:
         self, parts: dict[str, nn.Module], on_delta: Callable[[Point, Tensor], Tensor]
     ) -> None:
         self._on_delta, self._points = on_delta, list[Point]()
-        self._handles = [
-            module.register_forward_hook(self._watching(name)) for name, module in parts.items()
-        ]
+        self._swaps = [self._joined(name, module) for name, module in parts.items()]
 
     def remove(self) -> None:
-        """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
+        """Gives the modules their own classes back."""
+        for swap in self._swaps:
+            swap.restore()
 
     def points(self) -> list[Point]:
         """Those that the current backward reaches, in the order of forward."""
@@ -60,15 +59,17 @@ class JointParts:
         runs = torch._C._will_engine_execute_node
         return [point for point, node in alive if node is not None and runs(node)]
 
-    def _watching(self, name: str) -> Callable[..., Any]:
-        def watched(module: nn.Module, args: Any, output: Any) -> Any:
+    def _joined(self, name: str, module: nn.Module) -> ClassSwap:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = swap.plain_forward(*args, **kwargs)
             try:
                 structure, tensors = flattened(output)
             except TypeError as error:
                 raise TypeError(f"joint=True: what {name!r} returned: {error}") from None
             return rebuilt(structure, [self._tapped(t) for t in tensors])
 
-        return watched
+        swap = ClassSwap(module, forward)
+        return swap
 
     def _tapped(self, y: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -123,9 +124,13 @@ class JointStep:
         return sum(parts[1:], parts[0]) / len(parts)
 
     def give_up(self) -> None:
-        """Tells the others, at each point that is left, that this site has failed."""
+        """Tells the others, at each point that is left, that this site has failed.
+
+        In the order in which backward would have come to them: the others wait there with messages
+        of these lengths. Autograd runs what was made last first.
+        """
         while self._waiting:
-            self._exchange(self._waiting.pop(0), None, State.FAILED)
+            self._exchange(self._waiting.pop(), None, State.FAILED)
 
     def _exchange(self, point: Point, delta: Tensor | None, state: State) -> list[Tensor]:
         nbytes = _STATE_BYTES + point.shape.numel() * point.dtype.itemsize

@@ -283,7 +283,7 @@ class Session:
         waiting = (self._unshared | turn.released) & model.params.keys()
         announced = turn.used | turn.earlier.params
         points = self._joint.points() if self._joint else []
-        agreed = turn.earlier, described(points)
+        agreed = turn.earlier, described(points) if self._joint else None
         header = announcer.header(self._stats.step, announced, waiting, *agreed)
         parts = turn.earlier, self._blocks, JointStep(points, self._comm)
         step = SharedStep(task, model, planner, self._comm, header, turn.used, *parts)
