@@ -14,7 +14,7 @@ from outergrad._accumulated import Earlier
 from outergrad._claims import Claim
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
-from outergrad._joint import JointStep, described
+from outergrad._joint import JointStep
 from outergrad._optimizer_steps import StepCounter, ignore, listen
 from outergrad._protocols import Comm, Recorder
 from outergrad._session import Session
@@ -154,9 +154,7 @@ class LocalStepsSession(Session):
         """Makes the changes their mean over the sites, in a step without a backward."""
         used, sessions = set(self._start), on_group(self._comm.group)
         no_joint = JointStep([], self._comm)
-        header = self._announcer.header(
-            self._stats.step, used, set(), _NOTHING_EARLIER, described([])
-        )
+        header = self._announcer.header(self._stats.step, used, set(), _NOTHING_EARLIER, None)
         own, parts = (self._model, self._planner, self._comm), (self._blocks, no_joint)
         try:
             step = SharedStep(NO_TASK, *own, header, set(), _NOTHING_EARLIER, *parts)

@@ -1,0 +1,274 @@
+"""What autograd tells of a model, and the steps that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from outergrad._accumulated import Accumulated
+from outergrad._announcing import Announcer
+from outergrad._block_message import Blocks
+from outergrad._block_tap import TappedBlock
+from outergrad._block_use import Use
+from outergrad._blocks import Block
+from outergrad._cadence import Cadence, KeepingStep, Share
+from outergrad._calls import LocalStep
+from outergrad._groups import end_unfinished, on_group
+from outergrad._inspect import View
+from outergrad._joint import JointParts, JointStep, Point, described
+from outergrad._plan import Planner
+from outergrad._protocols import Comm, Recorder
+from outergrad._reporting import Reporter
+from outergrad._state import Owner
+from outergrad._step import SharedStep
+from outergrad._tap import (
+    WatchedParameter,
+    at_end_of_backward,
+    current_task,
+    refuse_nested_backward,
+)
+from outergrad._tapped_layer import TappedLayer
+from outergrad._types import ExchangeError, Factors, Slot, Unit
+from outergrad.record.stats import Stats
+
+_Step = LocalStep | SharedStep | KeepingStep
+
+
+class Listener:
+    """Begins a step at the first event of a backward, tells it the others, and ends it.
+
+    Args:
+        view: of the model.
+        comm: the transport.
+        fingerprint: what the sites have agreed on.
+        recorder: is told of every step, if there is one.
+        method: and its settings, as text.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        comm: Comm,
+        fingerprint: int,
+        recorder: Recorder | None,
+        method: str,
+    ) -> None:
+        model, exchanges = view.model, view.exchanges
+        self._model, self._comm, self._exchanges = model, comm, exchanges
+        self._frozen, self._local = view.frozen, view.local
+        self._reporter = Reporter(recorder)
+        self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
+        self._planner = Planner(model, exchanges, comm.world_size)
+        self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
+        self._unit_of: dict[Slot | Block, Unit] = {
+            part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
+        }
+        self._layers: list[TappedLayer] = []
+        self._blocks = Blocks()
+        self._announcer = Announcer(model, fingerprint, comm, self._blocks)
+        parts = view.joint_parts
+        self._joint = JointParts(parts, self.on_joint) if parts else None
+        whole = Share(model, self._planner, self._announcer)
+        self._cadence, self._turn = Cadence(whole, view.every), None
+        self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
+        self._step: _Step | None = None
+        self._synchronise, self._attached = True, True
+        self._unshared: set[str] = set()
+        self._accumulated = Accumulated(model, self._planner.pays)
+        self._lost: Exception | None = None
+        self._stats = Stats(total_sent_bytes=comm.sent_bytes)
+        self._chosen: dict[Unit, str] = {}
+        on_group(comm.group).attached.add(self)
+
+    # -- what distribute() calls ----------------------------------------------------------------
+
+    def attach(self, layer: TappedLayer) -> None:
+        """Adds a layer whose class was swapped."""
+        self._layers.append(layer)
+        self._announcer.add(layer)
+
+    def attach_block(self, block: TappedBlock) -> None:
+        """Adds a block whose modules' classes were swapped, in the order of the model."""
+        self._blocks.add(block)
+
+    def watched(self, names: Sequence[str]) -> list[WatchedParameter]:
+        """Parameters by name."""
+        return [self._watched[name] for name in names]
+
+    # -- what autograd calls, through the taps --------------------------------------------------
+
+    def taps(self, layer: TappedLayer) -> bool:
+        """Whether some product of the layer should travel as factors in the next step."""
+        return any(self._wanted[self._unit_of[slot]] for slot in layer.slots)
+
+    def taps_block(self, block: Block) -> bool:
+        """Whether the block should be computed again in the next step."""
+        return self._wanted[self._unit_of[block]]
+
+    def on_use(self, block: Block, use: Use) -> None:
+        """The deltas of a use of a block have arrived."""
+        self._refuse_detached()
+        try:
+            self._due().on_use(block, use)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """The delta of an output of a part that is each site's own; returns what flows back."""
+        self._refuse_detached()
+        try:
+            return self._due().on_joint(point, delta)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """A product's delta has arrived."""
+        self._refuse_detached()
+        try:
+            self._step_of(slot.weight).on_factors(slot, factors)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
+    def on_gradient(self, name: str) -> None:
+        """Autograd itself has a gradient for the parameter."""
+        try:
+            self._step_of(name).on_gradient(name)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
+    def on_ready(self, name: str) -> None:
+        """This backward has nothing more for the parameter."""
+        try:
+            self._step_of(name).on_ready(name)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
+    def _current(self) -> _Step:
+        """The step of the backward that runs now; its first event begins it."""
+        task = current_task()
+        if self._step is None or self._step.task != task:
+            self._begin(task)
+        assert self._step is not None
+        return self._step
+
+    def _due(self) -> LocalStep | SharedStep:
+        """The same; blocks and averages are due every time."""
+        step = self._current()
+        assert not isinstance(step, KeepingStep)
+        return step
+
+    def _step_of(self, name: str) -> _Step:
+        """Where a parameter belongs in it."""
+        step = self._current()
+        later = self._turn.later if self._turn is not None else None
+        return later if later is not None and name in later.model.params else step
+
+    def _begin(self, task: int) -> None:
+        refuse_nested_backward()
+        end_unfinished(self._comm.group)
+        self._refuse_lost()
+        self._refuse_unfrozen()
+        used = {name for name, watched in self._watched.items() if watched.accumulates()}
+        begin = self._synchronised if self._synchronise else self._unsynchronised
+        step = self._step = begin(task, used)
+        at_end_of_backward(lambda: self._finish(step))
+
+    def _unsynchronised(self, task: int, used: set[str]) -> LocalStep:
+        several, self._turn = self._comm.world_size > 1, None
+        self._unshared |= used if several else set()
+        kept = self._accumulated if several else None
+        return LocalStep(task, self._model, used, self._blocks, kept)
+
+    def _synchronised(self, task: int, used: set[str]) -> _Step:
+        """Shares what is due; on a single site that needs no messages."""
+        alone = self._comm.world_size == 1 and not any(self._wanted.values())
+        earlier = self._accumulated.take(used)
+        turn = self._turn = self._cadence.turn(task, used, earlier, rows=not alone)
+        if turn.due is None:
+            assert turn.later is not None
+            return turn.later
+        model, planner, announcer = turn.due.model, turn.due.planner, turn.due.announcer
+        if alone:
+            return LocalStep(task, model, turn.used, self._blocks, None)
+        waiting = (self._unshared | turn.released) & model.params.keys()
+        announced = turn.used | turn.earlier.params
+        points = self._joint.points() if self._joint else []
+        agreed = turn.earlier, described(points) if self._joint else None
+        header = announcer.header(self._stats.step, announced, waiting, *agreed)
+        parts = turn.earlier, self._blocks, JointStep(points, self._comm)
+        step = SharedStep(task, model, planner, self._comm, header, turn.used, *parts)
+        on_group(self._comm.group).running.append(self)
+        return step
+
+    def _finish(self, step: _Step) -> None:
+        if step is not self._step:  # left over from a backward that raised
+            return
+        try:
+            if isinstance(step, SharedStep):
+                step.finish()
+            if self._turn is not None:
+                shares = isinstance(step, SharedStep)
+                own = step.sender.used if shares else self._turn.used | self._turn.released
+                self._cadence.finish(self._turn, own)
+                self._unshared.clear()
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+        finally:
+            self._close(step)
+
+    def _close(self, step: _Step) -> None:
+        self._step, turn, self._turn = None, self._turn, None
+        if isinstance(step, SharedStep):
+            on_group(self._comm.group).running.remove(self)
+        if isinstance(step, SharedStep) or self._comm.world_size == 1:  # else they add up
+            self._blocks.forget()
+            for layer in self._layers:
+                if turn is None or turn.shares(layer.slots):
+                    layer.forget_untapped()
+        if isinstance(step, SharedStep) and step.choice is not None:
+            self._wanted.update(zip(step.units, step.choice.wanted, strict=True))
+            self._chosen.update(zip(step.units, step.choice.words, strict=True))
+            self._stats = step.stats(self._stats.step + 1)
+            self._reporter.report(step.sender, self._stats)
+
+    # -- when something went wrong --------------------------------------------------------------
+
+    def end_unfinished(self, *, unless: int) -> None:
+        """Ends a step whose backward raised here, so that all sites are in step again."""
+        step = self._step
+        if not isinstance(step, SharedStep) or step.task == unless:
+            return  # another session may be in the middle of the same backward
+        try:
+            step.abandon()
+        except ExchangeError as error:
+            self._lost = error
+        self._close(step)
+
+    def _lost_by(self, error: ExchangeError) -> RuntimeError:
+        """Remembers that the transport failed: its group must not be used again."""
+        self._lost = error
+        return self._lost_error()
+
+    def _refuse_detached(self) -> None:
+        if not self._attached:
+            raise RuntimeError("this forward ran before session.detach(): run it again")
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost_error() from self._lost
+
+    def _lost_error(self) -> RuntimeError:
+        return RuntimeError(
+            f"site {self._comm.rank} lost the other sites in step {self._stats.step}: "
+            f"{self._lost}. What is in param.grad must not be applied. The process group cannot "
+            f"be used any more: start the processes again from the last checkpoint"
+        )
+
+    def _refuse_unfrozen(self) -> None:
+        for name, p in self._frozen.items():
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the model was distributed and would not be shared: "
+                    f"call session.detach() and og.distribute(model, ...) again on every site"
+                )
