@@ -102,11 +102,10 @@ class Planner:
         self._exchanges.settle(applied=applied)
 
     def captures(self, name: str, headers: Sequence[Header]) -> bool:
-        """Whether some site announced rows for a product of the parameter."""
+        """Whether some site announced rows for a product of the parameter, or it is a block's."""
         slots = [k for slot, k in self._slot_index.items() if name in slot.params]
-        blocks = [k for block, k in self._block_index.items() if name in block.params]
-        rows = [header.uses[k].rows for header in headers for k in slots]
-        return any([*rows, *(header.blocks[k].nbytes for header in headers for k in blocks)])
+        in_block = any(name in block.params for block in self._block_index)
+        return in_block or any(header.uses[k].rows for header in headers for k in slots)
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced; the same again for the same."""
