@@ -772,3 +772,31 @@ def test_settings_are_checked():
     with pytest.raises(ValueError, match="every=2; use 1 with blocks="):
         og.EDAD(blocks=["a"], every=2)
     assert og.EDAD(blocks=["a"]) == og.EDAD(blocks=("a",))
+
+
+def test_a_sequential_that_is_iterated_travels_otherwise():
+    """Its chain never runs: right all the same, and together with the rest from the second step."""
+    torch.manual_seed(1)
+    model, inputs = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), rows(2, 6)
+
+    def forward(replica, x):
+        for layer in replica:
+            x = layer(x)
+        return x
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        session = og.distribute(replica, og.EDAD(always=True), group=group)
+        for _ in range(3):
+            replica.zero_grad()
+            loss(forward(replica, inputs[rank][0])).backward()
+        session.detach()
+        lines = {line.parameter: line for line in session.coverage()}
+        return {n: p.grad for n, p in replica.named_parameters()}, lines["2.weight"]
+
+    expected = pooled(model, inputs)
+    for gradients, line in run_on_lasting_groups(2, body):
+        assert line.travels == "dense"
+        assert line.why == "a parameter is also used outside the block"
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, expected[name]) < 5e-6, name
