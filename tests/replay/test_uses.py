@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import outergrad as og
 from cases import relative_error
 from ranks import run_on_lasting_groups
-from test_replay import check, loss, pooled, rows
+from replaying import check, loss, pooled, rows
 
 
 class Added(nn.Module):

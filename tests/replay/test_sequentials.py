@@ -10,7 +10,7 @@ from torch import nn
 
 import outergrad as og
 from ranks import run_on_lasting_groups
-from test_replay import check, loss, rows
+from replaying import check, loss, rows
 
 
 def linears(count, width=6):
