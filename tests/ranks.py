@@ -79,10 +79,14 @@ def _in_threads(
 ) -> list[T | BaseException]:
     sites = len(groups)
     results: list[T | BaseException] = [RuntimeError("did not finish")] * sites
+    # A group whose last holder is DDP's reducer is destroyed with the interpreter's lock held, and
+    # waits for a thread of gloo's that may wait for the lock: all groups live until all are done.
+    alive: dict[int, dist.ProcessGroup] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(rank, groups[rank]())
+            alive[rank] = groups[rank]()
+            results[rank] = body(rank, alive[rank])
         except BaseException as error:
             results[rank] = error
 
