@@ -22,7 +22,8 @@ WRONG = {
 
 
 def test_every_field_is_checked():
-    assert WRONG.keys() == {field.name for field in fields(Job)}
+    elsewhere = {"local", "joint"}  # by the method: see test_methods
+    assert WRONG.keys() | elsewhere == {field.name for field in fields(Job)}
 
 
 @pytest.mark.parametrize("name", WRONG)
