@@ -23,10 +23,8 @@ import outergrad as og
 METHODS: dict[str, Any] = {
     "dense": og.Dense(),
     "dad": og.DAD(),
-    "dad raw": og.DAD(reveal="activations"),
     "dad forced": og.DAD(always=True),
     "dad raw forced": og.DAD(always=True, reveal="activations"),
-    "edad": og.EDAD(),
     "edad forced": og.EDAD(always=True),
     "edad raw forced": og.EDAD(always=True, inputs="raw"),
     "rank-dad, full rank": og.RankDAD(rank=1000),

@@ -854,3 +854,26 @@ def test_recorder_sees_every_layer_and_step():
         assert payload < session.stats().sent_bytes < payload + 2000
 
     run_on_lasting_groups(SITES, body)
+
+
+def test_a_delta_that_was_not_announced_is_an_error():
+    """Rows that the others have not heard of would be missing from the mean without a word."""
+
+    def body(rank, group):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        loss = model(torch.ones(3, 4)).sum()
+        for layer in session._layers:
+            if rank == 0:
+                layer._live[0].clear()
+        error = RuntimeError if rank == 0 else og.StepDiscardedError
+        said = "more deltas than it had announced" if rank == 0 else "another site raised"
+        with pytest.raises(error, match=said):
+            loss.backward()
+        model.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        session.detach()
+        return model[0].weight.grad
+
+    first, second = run_on_lasting_groups(2, body)
+    assert first.equal(second)

@@ -221,6 +221,8 @@ class Listener:
         self._step, turn, self._turn = None, self._turn, None
         if isinstance(step, SharedStep):
             on_group(self._comm.group).running.remove(self)
+        for layer in self._layers:
+            layer.forget_awaited()
         if isinstance(step, SharedStep) or self._comm.world_size == 1:  # else they add up
             self._blocks.forget()
             for layer in self._layers:

@@ -47,6 +47,7 @@ class TappedLayer:
             WeakKeyDictionary() for _ in slots
         ]
         self._untapped = [0] * len(self.slots)
+        self._awaited: list[int | None] = [None] * len(self.slots)
         self._decided = False
         self._own = OwnParameters([module], [p for params in watched for p in params])
         self._swap = ClassSwap(module, self._forward)
@@ -100,8 +101,29 @@ class TappedLayer:
         uses = [use for node, use in live.items() if runs(node)]
         if not any(watched.accumulates() for watched in self._watched[slot]):
             uses = []
+        self._awaited[slot] = len(uses)
         dtype = reduce(torch.promote_types, (dtype for _, dtype in uses)) if uses else torch.float32
         return sum(rows for rows, _ in uses), self._untapped[slot], dtype
+
+    def forget_awaited(self) -> None:
+        """The step is over: no deltas are awaited until another one is announced."""
+        self._awaited = [None] * len(self.slots)
+
+    def _count(self, slot: int) -> None:
+        """Checks that a delta was announced: the others would not hear of its rows.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        awaited = self._awaited[slot]
+        if awaited == 0:
+            raise RuntimeError(
+                f"{self.slots[slot].layer!r}: this backward brings more deltas than it had "
+                f"announced to the other sites, so the step is void: call optimizer.zero_grad() "
+                f"and go on; if it comes again, please report it"
+            )
+        if awaited is not None:
+            self._awaited[slot] = awaited - 1
 
     def capture(self, ctx: Any, slot: int, delta: Tensor) -> None:
         """Takes the delta of one use of a slot.
@@ -113,3 +135,4 @@ class TappedLayer:
             return
         call = Call(ctx.saved_tensors[0], delta)
         self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))
+        self._count(slot)
