@@ -23,6 +23,7 @@ import outergrad as og
 METHODS: dict[str, Any] = {
     "dense": og.Dense(),
     "dad": og.DAD(),
+    "dad raw": og.DAD(reveal="activations"),
     "dad forced": og.DAD(always=True),
     "dad raw forced": og.DAD(always=True, reveal="activations"),
     "edad forced": og.EDAD(always=True),
@@ -98,6 +99,23 @@ class Branches(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self._forward(self, *inputs)
+
+
+class Boom(torch.autograd.Function):
+    """The identity, whose backward raises when told to."""
+
+    armed: bool = False
+
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, delta):
+        if ctx.armed:
+            raise ArithmeticError("boom")
+        return delta, None
 
 
 def mlp(*widths: int, inplace: bool = False) -> nn.Sequential:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import outergrad as og
 from cases import relative_error
+from outergrad.replay import streams
 from ranks import run_on_lasting_groups
 
 STEPS = 4
@@ -120,3 +121,23 @@ class Seeds:
     def __call__(self, device):
         self.local.count = getattr(self.local, "count", -1) + 1
         return 100 * self.local.rank + self.local.count
+
+
+def train_seeded(monkeypatch, model, method, inputs, steps=1):
+    """Gradients of every site; random numbers are drawn from `Seeds`."""
+    seeds = Seeds()
+    monkeypatch.setattr(streams, "next_seed", seeds)
+
+    def body(rank, group):
+        seeds.local.rank = rank
+        return train(model, method, inputs, rank, group, steps)[0]
+
+    return run_on_lasting_groups(len(inputs), body)
+
+
+def assert_all_have(found, whole):
+    """All sites have the gradients of a model in float64, and the same to the bit."""
+    for gradients in found:
+        for name, p in whole.named_parameters():
+            assert relative_error(gradients[name], p.grad) < 5e-6, name
+            assert gradients[name].equal(found[0][name]), name

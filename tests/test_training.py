@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
-from cases import METHODS, mlp, relative_error
+from cases import METHODS, Boom, mlp, relative_error
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 BATCHES = [torch.randn(4 + s, 6, generator=torch.Generator().manual_seed(s)) for s in range(4)]
@@ -261,23 +261,6 @@ def test_detach_and_back(method):
         session.detach()  # twice does no harm
 
     run_on_lasting_groups(SITES, body)
-
-
-class Boom(torch.autograd.Function):
-    """The identity, whose backward raises when told to."""
-
-    armed: bool = False
-
-    @staticmethod
-    def forward(ctx, x, armed):
-        ctx.armed = armed
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, delta):
-        if ctx.armed:
-            raise ArithmeticError("boom")
-        return delta, None
 
 
 def boom_step(model, x, armed):

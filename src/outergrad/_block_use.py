@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from outergrad._blocks import Sent
-from outergrad._tap import NO_TASK, current_task
+from outergrad._tap import NO_TASK, current_task, will_run
 from outergrad.replay.run import Shape
 
 
@@ -51,8 +50,7 @@ class Use:
 
     def runs(self) -> bool:
         """Whether the current backward reaches it."""
-        node = self.node and self.node()
-        return node is not None and torch._C._will_engine_execute_node(node)
+        return will_run(self.node and self.node())
 
     def release(self) -> None:
         """Lets go of what its step is done with: the graph may be kept, as with a loss."""

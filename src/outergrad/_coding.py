@@ -12,6 +12,8 @@ from torch import Tensor
 
 from outergrad.wire import Codec, Plain
 
+_ALIGNMENT = 16
+
 Codecs = tuple[Codec, ...]
 """In the order in which a sender applies them; none for rows as they are."""
 
@@ -117,3 +119,8 @@ def _decoded(
 def received(codecs: Codecs, rows: Tensor) -> Tensor:
     """What the receivers decode of a tensor in float32 or float64."""
     return decode(codecs, encode(codecs, rows), tuple(rows.shape), rows.dtype)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of what every dtype can start at in a message."""
+    return math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT

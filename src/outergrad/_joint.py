@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outergrad._class_swap import ClassSwap
 from outergrad._protocols import Comm
-from outergrad._tap import DeltaTap
+from outergrad._tap import DeltaTap, will_run
 from outergrad.comm.agree import fingerprint
 from outergrad.comm.wire import State
 from outergrad.replay.structure import flattened, rebuilt
@@ -55,9 +55,7 @@ class JointParts:
 
     def points(self) -> list[Point]:
         """Those that the current backward reaches, in the order of forward."""
-        alive = [(point, point.node()) for point in self._points]
-        runs = torch._C._will_engine_execute_node
-        return [point for point, node in alive if node is not None and runs(node)]
+        return [point for point in self._points if will_run(point.node())]
 
     def _joined(self, name: str, module: nn.Module) -> ClassSwap:
         def forward(*args: Any, **kwargs: Any) -> Any:

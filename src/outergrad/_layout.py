@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outergrad._coding import aligned
 from outergrad._rows import Rows
 from outergrad._types import Factors
-from outergrad.comm.wire import Piece, aligned
+from outergrad.comm.wire import Piece
 
 
 class Layout:

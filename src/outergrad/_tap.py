@@ -45,6 +45,15 @@ def current_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def will_run(node: Any) -> bool:
+    """Whether the current backward reaches a node; not if that is None, because it is gone.
+
+    Raises:
+        RuntimeError: it is a parameter's, and `torch.autograd.grad` returns its gradient instead.
+    """
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs callback when the current backward has succeeded, before it returns."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
@@ -145,7 +154,7 @@ class WatchedParameter(Claim):
             RuntimeError: it is returned by `torch.autograd.grad` instead.
         """
         try:
-            return torch._C._will_engine_execute_node(self.node)
+            return will_run(self.node)
         except RuntimeError:
             raise RuntimeError(
                 f"torch.autograd.grad of parameter {self.name!r} would return this site's "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outergrad._class_swap import ClassSwap
 from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Rule
-from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
+from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared, will_run
 from outergrad._types import Call, Factors, Slot
 
 
@@ -96,9 +96,11 @@ class TappedLayer:
         self._untapped = [0] * len(self.slots)
 
     def announced(self, slot: int) -> tuple[int, int, torch.dtype]:
-        """Rows that the current backward will capture, that passed untapped, and their dtype."""
-        runs, live = torch._C._will_engine_execute_node, self._live[slot]
-        uses = [use for node, use in live.items() if runs(node)]
+        """Rows that the current backward will capture, that passed untapped, and their dtype.
+
+        From now on their deltas are awaited, and no others.
+        """
+        uses = [use for node, use in self._live[slot].items() if will_run(node)]
         if not any(watched.accumulates() for watched in self._watched[slot]):
             uses = []
         self._awaited[slot] = len(uses)

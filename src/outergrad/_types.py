@@ -173,8 +173,8 @@ class Event:
         step: synchronised steps before this one.
         rank: this site.
         layer: full name of the layer, or of the parameter that travelled dense.
-        travels: "factors", "low rank" (sketches, merged triplets) or "dense".
-        rows: rows of activations and deltas on this site; 0 for dense.
+        travels: "factors", "low rank" (sketches, merged triplets), "replayed" or "dense".
+        rows: rows of activations and deltas on this site; 0 for what is replayed or dense.
         sent_bytes: payload bytes that this site sent for it.
         compress_s: seconds spent on turning rows into factors.
     """

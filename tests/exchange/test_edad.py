@@ -11,7 +11,16 @@ from torch import nn
 import outergrad as og
 from cases import relative_error
 from ranks import run_on_lasting_groups, try_ranks
-from replaying import Stack, ids, loss, pooled, rows, train, whole_error
+from replaying import (
+    Stack,
+    assert_all_have,
+    ids,
+    loss,
+    pooled,
+    rows,
+    train,
+    whole_error,
+)
 
 
 class Norm(nn.Module):
@@ -206,9 +215,7 @@ def test_accumulated_gradients_count():
     for batch in batches[1:]:
         for x in batch:
             (loss(whole(x)) / 2).backward()
-    for gradients in run_on_lasting_groups(2, body):
-        for name, p in whole.named_parameters():
-            assert relative_error(gradients[name], p.grad) < 5e-6, name
+    assert_all_have(run_on_lasting_groups(2, body), whole)
 
 
 def test_a_penalty_on_a_weight_of_a_block_is_shared_too():
@@ -231,9 +238,7 @@ def test_a_penalty_on_a_weight_of_a_block_is_shared_too():
     whole = copy.deepcopy(model).double()
     for (x,) in inputs:
         (value(whole, x.double()) / 2).backward()
-    for gradients in run_on_lasting_groups(2, body):
-        for name, p in whole.named_parameters():
-            assert relative_error(gradients[name], p.grad) < 5e-6, name
+    assert_all_have(run_on_lasting_groups(2, body), whole)
 
 
 def test_settings_are_checked():

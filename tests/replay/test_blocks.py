@@ -14,7 +14,16 @@ import outergrad as og
 from cases import relative_error
 from outergrad.replay import streams
 from ranks import run_on_lasting_groups
-from replaying import Seeds, Stack, check, ids, loss, pooled, rows, train
+from replaying import (
+    Stack,
+    assert_all_have,
+    check,
+    ids,
+    loss,
+    pooled,
+    rows,
+    train_seeded,
+)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -34,21 +43,12 @@ def test_dropout_is_drawn_again(sites, monkeypatch):
     """Every site draws the masks of all sites: the gradient is that of those masks."""
     torch.manual_seed(1)
     model, inputs = Stack(dropout=0.2), ids(sites)
-    seeds = Seeds()
-    monkeypatch.setattr(streams, "next_seed", seeds)
-
-    def body(rank, group):
-        seeds.local.rank = rank
-        return train(model, og.EDAD(blocks=["layers.*"], always=True), inputs, rank, group, 3)[0]
-
-    found = run_on_lasting_groups(sites, body)
+    method = og.EDAD(blocks=["layers.*"], always=True)
+    found = train_seeded(monkeypatch, model, method, inputs, steps=3)
     whole = copy.deepcopy(model).double()
     for rank, (batch,) in enumerate(inputs):
         (loss(seeded(whole, batch, range(100 * rank + 6, 100 * rank + 9))) / sites).backward()
-    for gradients in found:
-        for name, p in whole.named_parameters():
-            assert relative_error(gradients[name], p.grad) < 5e-6, name
-            assert gradients[name].equal(found[0][name])
+    assert_all_have(found, whole)
 
 
 def seeded(model, batch, seeds):

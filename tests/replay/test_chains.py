@@ -10,9 +10,8 @@ from torch import nn
 
 import outergrad as og
 from cases import relative_error
-from outergrad.replay import streams
 from ranks import run_on_lasting_groups
-from replaying import Seeds, check, loss, pooled, rows, train
+from replaying import assert_all_have, check, loss, pooled, rows, train_seeded
 
 ACTIVATIONS = {
     "relu": nn.ReLU(),
@@ -89,14 +88,8 @@ def test_dropout_in_a_chain_is_drawn_again(monkeypatch):
     torch.manual_seed(1)
     parts = [nn.Linear(10, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 11), nn.Dropout(0.3)]
     model = nn.Sequential(*parts, nn.Tanh(), nn.Linear(11, 5))
-    inputs, seeds = rows(2, 10), Seeds()
-    monkeypatch.setattr(streams, "next_seed", seeds)
-
-    def body(rank, group):
-        seeds.local.rank = rank
-        return train(model, og.EDAD(always=True, inputs="raw"), inputs, rank, group, 1)[0]
-
-    found = run_on_lasting_groups(2, body)
+    inputs = rows(2, 10)
+    found = train_seeded(monkeypatch, model, og.EDAD(always=True, inputs="raw"), inputs)
     whole = copy.deepcopy(model).double()
     for rank, (x,) in enumerate(inputs):
         y = x.double()
@@ -105,9 +98,7 @@ def test_dropout_in_a_chain_is_drawn_again(monkeypatch):
                 torch.manual_seed(100 * rank + (k == 4))
             y = part(y)
         (loss(y) / 2).backward()
-    for gradients in found:
-        for name, p in whole.named_parameters():
-            assert relative_error(gradients[name], p.grad) < 5e-6, name
+    assert_all_have(found, whole)
 
 
 def test_a_hook_on_a_layer_of_a_chain_is_called():

@@ -10,10 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import outergrad as og
-from cases import relative_error
-from outergrad.replay import streams
-from ranks import run_on_lasting_groups
-from replaying import Seeds, check, loss, train
+from replaying import assert_all_have, check, loss, train_seeded
 
 RECURRENT = {
     "rnn": lambda: nn.RNN(6, 5, nonlinearity="relu"),
@@ -47,22 +44,14 @@ def pack(x, shortest, batch_first):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_dropout_between_recurrent_layers_is_drawn_again(kind, monkeypatch):
     torch.manual_seed(1)
-    model, seeds = kind(6, 5, 3, dropout=0.3, bidirectional=True), Seeds()
+    model = kind(6, 5, 3, dropout=0.3, bidirectional=True)
     inputs = [(torch.randn(4, 3 + rank, 6),) for rank in range(2)]
-    monkeypatch.setattr(streams, "next_seed", seeds)
-
-    def body(rank, group):
-        seeds.local.rank = rank
-        return train(model, og.EDAD(always=True, inputs="raw"), inputs, rank, group, 1)[0]
-
-    found = run_on_lasting_groups(2, body)
+    found = train_seeded(monkeypatch, model, og.EDAD(always=True, inputs="raw"), inputs)
     whole = copy.deepcopy(model).double()
     for rank, (x,) in enumerate(inputs):
         torch.manual_seed(100 * rank)
         (loss(whole(x.double())) / 2).backward()
-    for gradients in found:
-        for name, p in whole.named_parameters():
-            assert relative_error(gradients[name], p.grad) < 5e-6, name
+    assert_all_have(found, whole)
 
 
 class HeadFirst(nn.Module):

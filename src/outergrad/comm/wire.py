@@ -10,14 +10,13 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from outergrad._coding import Codecs, Field
+from outergrad._coding import Codecs, Field, aligned
 from outergrad._types import ExchangeError, Slot
 
 _MAGIC = 0x6F757465726701  # "outerg", version 1 of the format
 _FIXED_WORDS = 64
 _BITS = 7
 """Words of a header before those that say which parameters are used."""
-_ALIGNMENT = 16
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that factors travel in, by code."""
 
@@ -240,8 +239,3 @@ class Preamble:
         wanted_rows = tuple(words[start : start + len(expected.wanted_rows)])
         step, bucket = expected.step, expected.bucket
         return Preamble(words[1], step, bucket, rank, State(words[5]), tuple(flags), wanted_rows)
-
-
-def aligned(nbytes: int) -> int:
-    """The next multiple of what every dtype can start at."""
-    return math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT

@@ -60,17 +60,17 @@ class DAD:
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""
-        return DADExchange(self)
+        raw = self.reveal == "activations" and self.every == 1  # of several passes rows are kept
+        return DADExchange(self, Replays(recurrent=raw, raw_inputs=raw))
 
 
 class DADExchange(Stateless):
     """Decides by bytes between factors and dense, and makes the factors."""
 
-    def __init__(self, method: DAD) -> None:
+    def __init__(self, method: DAD, replays: Replays | None = None) -> None:
         self.forced = method.always
         self._canonical = method.reveal == "gradient"
-        replays = not self._canonical and method.every == 1  # of several passes nothing is kept
-        self.replays = Replays(recurrent=replays, raw_inputs=not self._canonical)
+        self.replays = replays or Replays()
         self.bucket_bytes = method.bucket_bytes
         self.wire = stacked(method.wire)
 

@@ -60,16 +60,15 @@ class EDAD:
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""
         raw = self.inputs == "raw"
-        exchange = DADExchange(
-            DAD(
-                always=self.always,
-                reveal="activations" if raw else "gradient",
-                wire=self.wire,
-                every=self.every,
-                bucket_bytes=self.bucket_bytes,
-            )
+        rows = DAD(
+            always=self.always,
+            reveal="activations" if raw else "gradient",
+            wire=self.wire,
+            every=self.every,
+            bucket_bytes=self.bucket_bytes,
         )
-        if self.every == 1:
-            blocks = tuple(self.blocks)
-            exchange.replays = Replays(blocks=blocks, chains=True, recurrent=True, raw_inputs=raw)
-        return exchange
+        if self.every > 1:
+            return DADExchange(rows)
+        blocks = tuple(self.blocks)
+        replays = Replays(blocks=blocks, chains=True, recurrent=True, raw_inputs=raw)
+        return DADExchange(rows, replays)

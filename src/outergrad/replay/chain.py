@@ -25,6 +25,7 @@ from outergrad.replay.from_output import delta_before, is_known, reshapes
 from outergrad.replay.layer import Layer, backward, is_batched, output
 from outergrad.replay.modes import modes_as, modes_now
 from outergrad.replay.streams import recorded, replayed
+from outergrad.replay.sums import summed
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,24 @@ class Chain:
         y = output(self._layers[0], x, detached)
         shapes = [tuple(y.shape)]
         for layer, between in zip(self._layers[1:], self._between, strict=True):
-            with recorded(self._device) as draws:
-                activations.append(between(y, detached))
-            seeds.append(None if draws.seed is None else f"{draws.seed:016x}")
+            a, seed = self._through(between, y, detached)
+            activations.append(a)
+            seeds.append(seed)
             y = output(layer, activations[-1], detached)
             shapes.append(tuple(y.shape))
         about = {"seeds": seeds, "shapes": shapes, "autocast": autocast_now(self._device)}
         about["training"] = modes_now(self.modules)
         return Traced(about, activations, [y], lambda new: new[0])
+
+    def _through(
+        self, between: Between, y: Tensor, params: Mapping[int, Tensor]
+    ) -> tuple[Tensor, str | None]:
+        """Activations, and the seed of what was drawn for them; known functions draw nothing."""
+        if between.is_known:
+            return between(y, params), None
+        with recorded(self._device) as draws:
+            a = between(y, params)
+        return a, draws.seed
 
     def may_trace(self, member: int) -> bool:
         """See `Replayer`: not while a hook wants to see what goes through one of them."""
@@ -114,11 +125,8 @@ class Chain:
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: the rows of all sites at once where nothing is drawn."""
-        total: dict[str, Tensor] = {}
-        for run in [_stacked(runs)] if self._may_stack(runs) else runs:
-            for name, gradient in self._of_run(*run).items():
-                total[name] = total[name] + gradient if name in total else gradient
-        return total
+        together = [_stacked(runs)] if self._may_stack(runs) else runs
+        return summed(self._of_run(*run) for run in together)
 
     def _may_stack(self, runs: Sequence[SentRun]) -> bool:
         """Whether all differ in their number of rows alone, which nothing mixes or draws for."""
@@ -166,7 +174,7 @@ class Chain:
         own = [p for module in between.modules for p in module.parameters()]
         copies = {id(p): params[id(p)].detach().requires_grad_() for p in own}
         y = output(self._layers[k], a, params).detach().requires_grad_()
-        with torch.enable_grad(), replayed(None if seed is None else int(seed, 16), self._device):
+        with torch.enable_grad(), replayed(seed, self._device):
             made = between(y.clone(), copies)
         inputs = [y, *copies.values()]
         d, *gradients = torch.autograd.grad(made, inputs, d.view(made.shape).to(made.dtype))

@@ -15,6 +15,7 @@ from outergrad.replay.modes import modes_as, modes_now
 from outergrad.replay.run import DTYPES
 from outergrad.replay.streams import recorded, replayed
 from outergrad.replay.structure import flattened, rebuilt
+from outergrad.replay.sums import summed
 
 
 class Modules:
@@ -62,8 +63,7 @@ class Modules:
                 f"block {name!r}: its forward changes one of its inputs in place, so other sites "
                 f"could not compute it again: use inplace=False there, or leave it out of blocks="
             )
-        seed = None if draws.seed is None else f"{draws.seed:016x}"
-        about = {"in": structure, "seed": seed, "autocast": autocast_now(device)}
+        about = {"in": structure, "seed": draws.seed, "autocast": autocast_now(device)}
         about["training"] = modes_now([module])
         shape, leaves = self._flattened(name, output)
         self._check_dtypes(name, [*tensors, *(t for t in leaves if t.requires_grad)])
@@ -98,11 +98,7 @@ class Modules:
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: one run after the other, for their memory."""
-        total: dict[str, Tensor] = {}
-        for run in runs:
-            for name, gradient in self._of_run(*run).items():
-                total[name] = total[name] + gradient if name in total else gradient
-        return total
+        return summed(self._of_run(*run) for run in runs)
 
     def _of_run(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
         """Forward through all links, then back from the deltas of the last."""
@@ -130,10 +126,9 @@ class Modules:
         used = {n: p.detach() for n, p in module.named_parameters()}
         for n, full in trained.items():
             used[n] = copies.setdefault(full, used[n].requires_grad_())
-        seed = None if about["seed"] is None else int(about["seed"], 16)
         args, kwargs = rebuilt(about["in"], tensors)  # type: ignore[arg-type]
-        modes, autocast = modes_as([module], about["training"]), about["autocast"]
-        with torch.enable_grad(), replayed(seed, device), modes, autocast_as(autocast, device):
+        modes, seeded = modes_as([module], about["training"]), replayed(about["seed"], device)
+        with torch.enable_grad(), seeded, modes, autocast_as(about["autocast"], device):
             output = self._forwards[link.member].with_parameters(used, args, kwargs)
         return [t for t in flattened(output)[1] if t.is_floating_point()]
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outergrad._coding import Codecs, Field, decode, encode
+from outergrad._coding import Codecs, Field, aligned, decode, encode
 from outergrad.wire import Plain
 
-_ALIGNMENT = 16
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -84,7 +83,7 @@ class Message:
     def __init__(self, runs: Sequence[Run], shapes: Sequence[Shape], codecs: Codecs) -> None:
         self.runs, self._fields = tuple(runs), [shape.field(codecs) for shape in shapes]
         self._text = _text(self.runs, shapes)
-        self._start = _aligned(8 + len(self._text))
+        self._start = aligned(8 + len(self._text))
         payload = sum(_nbytes(plain) for field in self._fields for plain in field.tensors())
         self.nbytes = self._start + payload if runs else 0
 
@@ -106,7 +105,7 @@ class Message:
         shapes = [Shape(tuple(sizes), DTYPES[dtype]) for dtype, sizes in told["tensors"]]
         runs = tuple(_run(run) for run in told["runs"])
         fields = [shape.field(codecs) for shape in shapes]
-        pairs = zip(fields, _views(data, _aligned(8 + length), fields), strict=True)
+        pairs = zip(fields, _views(data, aligned(8 + length), fields), strict=True)
         return runs, [decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs]
 
 
@@ -123,7 +122,7 @@ def _views(data: Tensor, start: int, fields: Sequence[Field]) -> list[list[Tenso
 
 
 def _nbytes(plain: Plain) -> int:
-    return _aligned(math.prod(plain.shape) * plain.dtype.itemsize)
+    return aligned(math.prod(plain.shape) * plain.dtype.itemsize)
 
 
 def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
@@ -140,7 +139,3 @@ def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
 def _run(told: Any) -> Run:
     links = (Link(member, about, tuple(places)) for member, about, places in told["links"])
     return Run(tuple(links), tuple(told["deltas"]))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

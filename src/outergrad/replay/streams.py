@@ -16,10 +16,11 @@ class Draws:
     """What `recorded` found out.
 
     Attributes:
-        seed: with which the numbers can be drawn again; None if none were drawn.
+        seed: with which the numbers can be drawn again, as text of one length; None if none were
+            drawn.
     """
 
-    seed: int | None = None
+    seed: str | None = None
 
 
 @contextmanager
@@ -36,17 +37,18 @@ def recorded(device: torch.device) -> Iterator[Draws]:
             torch.manual_seed(seed)
             before = _states(device)
             yield draws
-            draws.seed = None if all(map(torch.equal, _states(device), before)) else seed
+            drawn = not all(map(torch.equal, _states(device), before))
+            draws.seed = f"{seed:016x}" if drawn else None
         if draws.seed is not None:
             torch.rand((), device=device)
 
 
 @contextmanager
-def replayed(seed: int | None, device: torch.device) -> Iterator[None]:
+def replayed(seed: str | None, device: torch.device) -> Iterator[None]:
     """Draws the same numbers again, and leaves the stream outside as it is."""
     with _forked(device):
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.manual_seed(int(seed, 16))
         yield
 
 
@@ -62,7 +64,8 @@ def _state(device: torch.device) -> torch.Tensor:
 
 def _states(device: torch.device) -> list[torch.Tensor]:
     """Of all streams that something on the device may draw from: the host's, too."""
-    return [_state(device), torch.get_rng_state()]
+    host = torch.get_rng_state()
+    return [host] if device.type == "cpu" else [_state(device), host]
 
 
 def next_seed(device: torch.device) -> int:
