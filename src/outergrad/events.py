@@ -1,0 +1,149 @@
+"""What a session tells its recorders.
+
+First a `Run`; then, at every recorded step, a `Layer` for each layer and a `Step` behind them;
+`Scalars` whenever the training loop says something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Steps of a session begin.
+
+    Attributes:
+        rank: this site.
+        sites: number of sites.
+        method: how gradients travel, as text.
+        step: synchronised steps before the first of these; not 0 where a training goes on.
+        time: seconds since 1970.
+        shapes: of every parameter that is shared, by full name, in the order of the model.
+        dense_bytes: bytes that a site would send per step in a ring all-reduce of all gradients,
+            as DDP does.
+        outergrad: its version.
+        torch: its version.
+    """
+
+    rank: int
+    sites: int
+    method: str
+    step: int
+    time: float
+    shapes: Mapping[str, tuple[int, ...]]
+    dense_bytes: int
+    outergrad: str
+    torch: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What one layer did in one synchronised step.
+
+    What was not measured is None. A weight of several groups, or parts that arise apart, counts
+    as so many matrices: their singular values are ordered together, their ranks averaged.
+
+    Attributes:
+        rank: this site.
+        step: synchronised steps before this one.
+        layer: full name of the weight, as in `state_dict`, with the bias that travels with it; of
+            another parameter that travels by itself; or of a block that is computed again.
+        travels: "factors", "low rank" (sketches, merged triplets), "replayed" or "dense".
+        rows: N, rows of activations and deltas on this site; 0 for what is replayed or dense.
+        kept_rows: R, the rows that this site sent of them, or the width of the sketches; 0 for
+            what is replayed or dense.
+        sent_bytes: payload bytes that this site sent for it.
+        received_bytes: that it received.
+        compress_s: seconds from its rows to packed factors.
+        replay_s: seconds in which it was computed again for all sites.
+        wait_s: seconds in which the training thread waited for the message that carried it, which
+            may carry other layers, too.
+        effective_rank: exponential of the entropy of the singular values of the mean gradient.
+            Source: Roy and Vetterli, 2007.
+        singular_values: the leading ones of the mean gradient, falling.
+        relative_error: Frobenius norm of what this site did not send of its gradient and of what
+            it had not sent before, relative to these; 0 where it sent all.
+        residual_norm: Frobenius norm of what error feedback keeps for the next step.
+        activation_norm: Frobenius norm of this site's activations, of all rows.
+        delta_norm: of its deltas.
+        gradient_norm: of its own gradient.
+        mean_norm: of the mean gradient of all sites.
+        cosine: between its own gradient and the mean gradient: 1 where all sites agree.
+    """
+
+    rank: int
+    step: int
+    layer: str
+    travels: str
+    rows: int
+    kept_rows: int
+    sent_bytes: int
+    received_bytes: int
+    compress_s: float
+    replay_s: float
+    wait_s: float
+    effective_rank: float | None = None
+    singular_values: tuple[float, ...] | None = None
+    relative_error: float | None = None
+    residual_norm: float | None = None
+    activation_norm: float | None = None
+    delta_norm: float | None = None
+    gradient_norm: float | None = None
+    mean_norm: float | None = None
+    cosine: float | None = None
+
+    @property
+    def discarded_energy(self) -> float | None:
+        """Share of the squared Frobenius norm that was not sent."""
+        return None if self.relative_error is None else self.relative_error**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one synchronised step was in all; comes behind its layers.
+
+    Attributes:
+        rank: this site.
+        step: synchronised steps before this one.
+        time: seconds since 1970, at its end.
+        seconds: per step, on average since the last recorded one; None at the first.
+        sent_bytes: payload and headers that this site sent in it.
+        received_bytes: that it received.
+        total_sent_bytes: in all steps so far, including the start of the session.
+        compress_s: seconds of this step spent on turning rows into factors.
+        replay_s: in which blocks were computed again for all sites.
+        wait_s: in which the training thread waited for other sites.
+    """
+
+    rank: int
+    step: int
+    time: float
+    seconds: float | None
+    sent_bytes: int
+    received_bytes: int
+    total_sent_bytes: int
+    compress_s: float
+    replay_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalars:
+    """What the training loop gave to `session.log`.
+
+    Attributes:
+        rank: this site.
+        step: synchronised steps so far.
+        time: seconds since 1970.
+        values: by name, as `loss`.
+    """
+
+    rank: int
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+Event = Run | Layer | Step | Scalars

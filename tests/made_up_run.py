@@ -1,0 +1,93 @@
+"""Runs that no training wrote, for what reads them."""
+
+import math
+from pathlib import Path
+
+from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.record.jsonl import JSONL
+
+SHAPES = {
+    "encoder.0.weight": (64, 32),
+    "encoder.0.bias": (64,),
+    "encoder.2.weight": (64, 64),
+    "encoder.2.bias": (64,),
+    "head.weight": (10, 64),
+    "head.bias": (10,),
+}
+TRAVELS = {"encoder.0.weight": "low rank", "encoder.2.weight": "factors", "head.weight": "dense"}
+DENSE_BYTES = 4 * sum(math.prod(shape) for shape in SHAPES.values())
+
+
+def write_run(
+    folder: Path, *, sites: int = 2, steps: int = 200, every: int = 10, start: float = 1.7e9
+) -> Path:
+    """A run of three layers: their ranks fall, the loss falls, and the sites come to agree."""
+    for rank in range(sites):
+        recorder = JSONL(folder, every=every)
+        for event in events(rank, sites, steps, every, start):
+            recorder.record(event)
+        recorder.close()
+    return folder
+
+
+def events(rank: int, sites: int, steps: int, every: int, start: float) -> list[Event]:
+    versions = {"outergrad": "0.1.0", "torch": "2.13.0"}
+    about = {"method": "RankDAD(rank=4)", "shapes": SHAPES, "dense_bytes": DENSE_BYTES}
+    found: list[Event] = [Run(rank=rank, sites=sites, step=0, time=start, **about, **versions)]
+    for step in range(steps):
+        if step % every == 0:
+            found += [layer(rank, sites, step, name) for name in TRAVELS]
+            found.append(whole(rank, step, every, start))
+        values = {"loss": 2.3 * math.exp(-step / 80) + 0.01 * rank}
+        found.append(Scalars(rank=rank, step=step + 1, time=start + step / 10, values=values))
+        if step % 50 == 49:
+            accuracy = {"accuracy": 1 - math.exp(-step / 80)}
+            found.append(Scalars(rank=rank, step=step + 1, time=start + step / 10, values=accuracy))
+    return found
+
+
+def layer(rank: int, sites: int, step: int, name: str) -> Layer:
+    travels = TRAVELS[name]
+    decay = 0.5 + step / 400
+    sigma = tuple(math.exp(-decay * k) * 3 for k in range(16))
+    share = [s / sum(sigma) for s in sigma]
+    norm = math.sqrt(sum(s * s for s in sigma))
+    dense = travels == "dense"
+    sent = 5120 if dense else 4 * 4 * sum(SHAPES[name])
+    return Layer(
+        rank=rank,
+        step=step,
+        layer=name,
+        travels=travels,
+        rows=0 if dense else 32,
+        kept_rows=0 if dense else 4,
+        sent_bytes=sent,
+        received_bytes=sent * (sites - 1),
+        compress_s=0.0 if dense else 2e-4,
+        replay_s=0.0,
+        wait_s=3e-3,
+        effective_rank=math.exp(-sum(s * math.log(s) for s in share)),
+        singular_values=sigma,
+        relative_error=0.2 if travels == "low rank" else 0.0,
+        residual_norm=0.2 * norm if travels == "low rank" else None,
+        activation_norm=None if dense else 10.0,
+        delta_norm=None if dense else 0.5,
+        gradient_norm=norm * 1.2,
+        mean_norm=norm,
+        cosine=1 - math.exp(-step / 100) * 0.5 * (rank + 1) / sites,
+    )
+
+
+def whole(rank: int, step: int, every: int, start: float) -> Step:
+    return Step(
+        rank=rank,
+        step=step,
+        time=start + step / 10,
+        seconds=0.1 if step else None,
+        sent_bytes=9_000,
+        received_bytes=9_000,
+        total_sent_bytes=30_000 + 9_000 * (step + 1),
+        compress_s=4e-4,
+        replay_s=0.0,
+        wait_s=9e-3,
+    )
