@@ -101,6 +101,16 @@ class Branches(nn.Module):
         return self._forward(self, *inputs)
 
 
+class Events(list):
+    """A recorder that keeps all it is told."""
+
+    record = list.append
+
+    @property
+    def layers(self):
+        return [event for event in self if isinstance(event, og.events.Layer)]
+
+
 class Boom(torch.autograd.Function):
     """The identity, whose backward raises when told to."""
 

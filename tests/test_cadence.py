@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import outergrad as og
-from cases import SHARED_STREAM, build, mlp, relative_error, run, to_double
+from cases import SHARED_STREAM, Events, build, mlp, relative_error, run, to_double
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
@@ -509,7 +509,7 @@ def test_rows_of_passes_without_sync_travel_along():
             accumulated_always(site)
         layers = site.session.stats().layers
         site.session.detach()
-        return layers["first"].travels
+        return layers["first.weight"].travels
 
     assert run_on_lasting_groups(2, body) == ["factors"] * 2
 
@@ -742,9 +742,6 @@ def test_coverage_says_how_often():
 
 
 def test_a_recorder_hears_of_what_travelled():
-    class Events(list):
-        record = list.append
-
     def body(rank, group):
         events, net = Events(), mlp(6, 9, 5)
         method = og.PerLayer({"0.*": og.DAD(always=True, every=2), "*": og.DAD(always=True)})
@@ -753,11 +750,11 @@ def test_a_recorder_hears_of_what_travelled():
             net.zero_grad()
             net(torch.ones(2, 6)).sum().backward()
         session.detach()
-        return [(event.step, event.layer, event.rows) for event in events]
+        return [(event.step, event.layer, event.rows) for event in events.layers]
 
     for events in run_on_lasting_groups(2, body):
-        rows = [(0, "2", 2), (1, "2", 2), (1, "0", 4), (2, "2", 2), (3, "2", 2), (3, "0", 4)]
-        assert sorted(events) == sorted(rows)
+        rows = [(step, "2.weight", 2) for step in range(4)]
+        assert sorted(events) == sorted([*rows, (1, "0.weight", 4), (3, "0.weight", 4)])
 
 
 @pytest.mark.parametrize("method", [og.DAD, og.Dense, og.RankDAD, og.PowerSGD])

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import outergrad as og
-from cases import mlp, relative_error
+from cases import Events, mlp, relative_error
 from outergrad._optimizer_steps import StepCounter
 from ranks import run_on_lasting_groups, try_ranks
 
@@ -473,15 +473,12 @@ def test_coverage_says_what_travels():
 
 
 def test_a_recorder_hears_of_exchanges():
-    class Events(list):
-        record = list.append
-
     def body(rank, group):
         events, net = Events(), model()
         session = og.distribute(net, og.LocalSteps(2), group=group, recorder=events)
         train(net, [INNER["sgd"](net.parameters())], rank, range(5))
         session.detach()
-        return [(event.step, event.layer, event.travels) for event in events]
+        return [(event.step, event.layer, event.travels) for event in events.layers]
 
     for events in run_on_lasting_groups(2, body):
         assert sorted(events) == sorted(

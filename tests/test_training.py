@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
-from cases import METHODS, Boom, mlp, relative_error
+from cases import METHODS, Boom, Events, mlp, relative_error
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 BATCHES = [torch.randn(4 + s, 6, generator=torch.Generator().manual_seed(s)) for s in range(4)]
@@ -205,7 +205,7 @@ def test_bf16_autocast(method):
     layers = run_on_lasting_groups(SITES, body)[0]
     if method == og.DAD(always=True, reveal="activations"):
         rows = len(BATCHES[0])
-        assert layers["0.2"].sent_bytes <= rows * (24 + 24) * 2 + 64, "bf16 halves the bytes"
+        assert layers["0.2.weight"].sent_bytes <= rows * (24 + 24) * 2 + 64, "bf16 halves the bytes"
 
 
 def test_copies_and_pickles_are_plain(method):
@@ -817,21 +817,14 @@ def test_freezing_later_leaves_the_gradient_alone(method):
 
 
 def test_recorder_sees_every_layer_and_step():
-    class List:
-        def __init__(self):
-            self.events = []
-
-        def record(self, event):
-            self.events.append(event)
-
     def body(rank, group):
-        model, recorder = model_of(), List()
+        model, recorder = model_of(), Events()
         session = og.distribute(model, og.DAD(always=True), group=group, recorder=recorder)
         for _ in range(2):
             loss_of(model, BATCHES[rank]).backward()
-        layers = {event.layer: event for event in recorder.events if event.step == 1}
-        assert set(layers) == {"0.0", "0.2", "2", "1.weight", "1.bias"}
-        assert layers["0.2"].rows == len(BATCHES[rank])
+        layers = {event.layer: event for event in recorder.layers if event.step == 1}
+        assert set(layers) == {"0.0.weight", "0.2.weight", "2.weight", "1.weight", "1.bias"}
+        assert layers["0.2.weight"].rows == len(BATCHES[rank])
         assert layers["1.weight"].travels == "dense"
         payload = sum(event.sent_bytes for event in layers.values())
         assert payload < session.stats().sent_bytes < payload + 2000

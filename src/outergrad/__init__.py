@@ -4,23 +4,24 @@ Sites that train replicas of one model exchange the factors of its weight gradie
 and deltas, instead of the gradients: the same gradients at a fraction of the bytes.
 """
 
-from outergrad import wire
+from outergrad import events, wire
 from outergrad._attach import distribute
 from outergrad._protocols import Rule
 from outergrad._session import Session
 from outergrad._step import StepDiscardedError
-from outergrad._types import Call, Event, Factors, Part, Slot
+from outergrad._types import Call, Factors, Part, Slot
 from outergrad._version import __version__
 from outergrad.exchange import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
+from outergrad.record.jsonl import JSONL
 
 __all__ = [
     "DAD",
     "EDAD",
+    "JSONL",
     "RULES",
     "Call",
     "Dense",
-    "Event",
     "Factors",
     "Local",
     "LocalSteps",
@@ -34,5 +35,6 @@ __all__ = [
     "StepDiscardedError",
     "__version__",
     "distribute",
+    "events",
     "wire",
 ]

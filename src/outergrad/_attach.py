@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from outergrad._inspect import View, inspect
 from outergrad._local_steps import LocalStepsSession
 from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Method, Recorder, Rules
+from outergrad._reporting import Recorders, recorders_of
 from outergrad._session import Session
 from outergrad._tapped_layer import TappedLayer
 from outergrad._version import __version__
@@ -28,7 +31,7 @@ def distribute(
     method: Method | PerLayer | LocalSteps | None = None,
     *,
     group: dist.ProcessGroup | None = None,
-    recorder: Recorder | None = None,
+    recorder: Recorders = None,
     rules: Rules = RULES,
 ) -> Session:
     """Shares the gradients of a model between the sites of a process group, in place.
@@ -44,7 +47,8 @@ def distribute(
             part of the model, `og.Local()` for a part that is not shared; `og.LocalSteps(k)` to
             share not gradients but what k steps of each site have changed.
         group: the sites; the default group if None.
-        recorder: an object whose `record(event)` is called per layer and step with an `Event`.
+        recorder: is told of steps: `og.JSONL(path)`, `og.TensorBoard(dir)`, `og.WandB(run)`, any
+            object with a method `record(event)` that takes `og.events`, or a list of them.
         rules: what is known about layer types; extend by `{**og.RULES, MyLayer: MyRule()}`.
 
     Returns:
@@ -58,8 +62,9 @@ def distribute(
     """
     method = DAD() if method is None else method
     comm = TorchComm(_group(group), _device(model))
-    error, view = None, None
+    error, view, recorders = None, None, ()
     try:
+        recorders = recorders_of(recorder)
         view = _inspect(model, method, rules)
     except (ValueError, TypeError) as raised:
         error = raised
@@ -71,8 +76,8 @@ def distribute(
     broadcast_all(comm, [t for _, _, t in _shared_tensors(model, view)])
     _settle_reduce(view, comm)
     if isinstance(method, LocalSteps):
-        return LocalStepsSession(view, comm, fingerprint, recorder, method)
-    return _attach(view, comm, fingerprint, recorder, repr(method))
+        return LocalStepsSession(view, comm, fingerprint, recorders, method)
+    return _attach(view, comm, fingerprint, recorders, repr(method))
 
 
 def _inspect(model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules) -> View:
@@ -132,9 +137,9 @@ def _settle_reduce(view: View, comm: TorchComm) -> None:
 
 
 def _attach(
-    view: View, comm: TorchComm, fingerprint: int, recorder: Recorder | None, method: str
+    view: View, comm: TorchComm, fingerprint: int, recorders: Sequence[Recorder], method: str
 ) -> Session:
-    session = Session(view, comm, fingerprint, recorder, method)
+    session = Session(view, comm, fingerprint, recorders, method)
     for layer in view.layers:
         watched = [session.watched(slot.params) for slot in layer.slots]
         session.attach(TappedLayer(layer.module, layer.rule, layer.slots, watched, session))

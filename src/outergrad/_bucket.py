@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from outergrad._blocks import Block
 from outergrad._protocols import Comm, FactorsOf
 from outergrad._types import Factors, Gradient, Slot, Unit
 from outergrad.comm.wire import Header, State
+from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats
 
 
@@ -117,6 +118,8 @@ class Sender:
         blocks: what is computed again.
         state: this site's; unless GOOD it takes part in everything and sends nothing.
         layers: bytes and seconds by layer, filled by the buckets.
+        waits: seconds by parameter that this site waited for the message that carried it.
+        reading: measures the gradients, if the step is recorded.
         headers: every site's, in the order of ranks.
         used: parameters that have a gradient on some site; the others are left alone, as in DDP.
     """
@@ -130,6 +133,8 @@ class Sender:
     blocks: Blocks
     state: State = State.GOOD
     layers: dict[str, LayerStats] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+    reading: Reading | None = None
     headers: Sequence[Header] = ()
     used: set[str] = field(default_factory=set)
 
@@ -159,20 +164,45 @@ class Sender:
         empty = p.new_empty(slot.groups, 0, slot.outputs + slot.inputs, requires_grad=False)
         return Factors(*empty.split([slot.outputs, slot.inputs], dim=2))
 
-    def add(self, layer: str, travels: str, nbytes: int, seconds: float = 0.0) -> None:
-        """Books bytes and seconds on a layer."""
-        before = self.layers.get(layer, LayerStats(travels, 0, 0.0))
+    def add(
+        self,
+        layer: str,
+        travels: str,
+        *,
+        sent: int = 0,
+        received: int = 0,
+        rows: int = 0,
+        compress_s: float = 0.0,
+        replay_s: float = 0.0,
+    ) -> None:
+        """Books bytes and seconds on a layer; what is dense besides does not change how it goes."""
+        before = self.layers.get(layer, LayerStats(travels))
         self.layers[layer] = LayerStats(
-            travels, before.sent_bytes + nbytes, before.compress_s + seconds
+            travels if before.travels == "dense" else before.travels,
+            before.sent_bytes + sent,
+            before.received_bytes + received,
+            max(before.kept_rows, rows),
+            before.compress_s + compress_s,
+            before.replay_s + replay_s,
         )
+
+    def add_wait(self, params: Iterable[str], seconds: float) -> None:
+        """Books seconds on all parameters of a message."""
+        for name in params:
+            self.waits[name] = self.waits.get(name, 0.0) + seconds
+
+    def forget(self) -> None:
+        """The step starts again."""
+        self.layers.clear()
+        self.waits.clear()
+        if self.reading is not None:
+            self.reading.forget()
 
     def computed_again(self, block: Block, data_S: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The mean gradients of a block from what every site sent of it; books the seconds."""
         began = time.perf_counter()
         found = block_gradients(self.blocks[block], data_S, 1.0 / len(data_S))
-        before = self.layers.get(block.name, LayerStats("replayed", 0, 0.0))
-        seconds = before.replay_s + time.perf_counter() - began
-        self.layers[block.name] = replace(before, replay_s=seconds)
+        self.add(block.name, "replayed", replay_s=time.perf_counter() - began)
         dtypes = {name: self.params[name].dtype for name in found}
         return {name: gradient.to(dtypes[name]) for name, gradient in found.items()}
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender, copy_scaled
 from outergrad._protocols import Work
+from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import State
 
 
@@ -33,7 +34,8 @@ class DenseBucket:
         buffer[-1] = float(sender.state == State.FAILED)
         for name, view in views.items():
             copy_scaled(name, self._params[name], view, scale)
-            sender.add(name, "dense", 2 * (sites - 1) * view.nbytes // sites)
+            nbytes = ring_bytes(view.nbytes, sites)
+            sender.add(name, "dense", sent=nbytes, received=nbytes)
         work = sender.comm.all_reduce(buffer)
         return _DensePending(work, views)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender
 from outergrad._layout import Layout
-from outergrad._message import Cargo, read_all, sums_of_riders
+from outergrad._message import Cargo, book_received, read_all, sums_of_riders
 from outergrad._protocols import Work
 from outergrad._types import Factors
 from outergrad.comm.wire import Preamble, State
@@ -41,6 +41,7 @@ class FactorBucket:
         if sender.state == State.GOOD:
             cargo.pack(sender, own, message, "factors", comm.world_size - 1)
             cargo.pack_blocks(sender, own, message, comm.world_size - 1)
+            book_received(sender, layouts, "factors", cargo.blocks)
         preamble = cargo.preamble(sender)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
@@ -92,7 +93,10 @@ class _FactorPending:
         cargo.agree(preambles)
         pairs = list(zip(self._layouts, messages, strict=True))
         parts_SK = [layout.factors(message) for layout, message in pairs]
-        params = self._sender.params
+        params, reading = self._sender.params, self._sender.reading
+        if reading is not None:
+            for slot, parts_S in zip(cargo.slots, zip(*parts_SK, strict=True), strict=True):
+                reading.came(slot, [p for p in parts_S if p is not None], 1 / len(parts_S))
         additions = self._bucket.gradients(parts_SK, params, tapped=True)
         additions.update(self._computed_again(messages))
         means = self._bucket.gradients(parts_SK, params, tapped=False)

@@ -59,6 +59,14 @@ class Layout:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return _Spot(shape, strides, start // dtype.itemsize, dtype)
 
+    def rider_bytes(self) -> dict[str, int]:
+        """Of each rider."""
+        return {name: p.nbytes for name, p in self.riders.items()}
+
+    def blob_bytes(self) -> list[int]:
+        """Of each blob."""
+        return [spot.shape[0] for spot in self._blobs]
+
     def flats(self, message: Tensor) -> list[Tensor]:
         """The riders, a flat view per dtype."""
         return [spot.view(message.view(spot.dtype)) for spot in self._flats]

@@ -42,7 +42,7 @@ class Listener:
         view: of the model.
         comm: the transport.
         fingerprint: what the sites have agreed on.
-        recorder: is told of every step, if there is one.
+        recorders: are told of steps.
         method: and its settings, as text.
     """
 
@@ -51,13 +51,13 @@ class Listener:
         view: View,
         comm: Comm,
         fingerprint: int,
-        recorder: Recorder | None,
+        recorders: Sequence[Recorder],
         method: str,
     ) -> None:
         model, exchanges = view.model, view.exchanges
         self._model, self._comm, self._exchanges = model, comm, exchanges
         self._frozen, self._local = view.frozen, view.local
-        self._reporter = Reporter(recorder)
+        self._reporter = Reporter(recorders, comm.rank, comm.world_size, method, model, exchanges)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
         self._planner = Planner(model, exchanges, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
@@ -197,7 +197,8 @@ class Listener:
         agreed = turn.earlier, described(points) if self._joint else None
         header = announcer.header(self._stats.step, announced, waiting, *agreed)
         parts = turn.earlier, self._blocks, JointStep(points, self._comm)
-        step = SharedStep(task, model, planner, self._comm, header, turn.used, *parts)
+        reading = self._reporter.reading(self._stats.step)
+        step = SharedStep(task, model, planner, self._comm, header, turn.used, *parts, reading)
         on_group(self._comm.group).running.append(self)
         return step
 

@@ -40,14 +40,14 @@ class LocalStepsSession(Session):
         view: View,
         comm: Comm,
         fingerprint: int,
-        recorder: Recorder | None,
+        recorders: Sequence[Recorder],
         method: LocalSteps,
     ) -> None:
         self._trained, self._k = dict(view.model.params), method.k
         self._start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
         self._outer = method.optimizer(list(self._start.values()))
         shared = replace(view, model=replace(view.model, params=self._start))
-        super().__init__(shared, comm, fingerprint, recorder, repr(method))
+        super().__init__(shared, comm, fingerprint, recorders, repr(method))
         self._counter = StepCounter({id(p): name for name, p in self._trained.items()}, method.k)
         self._begun = False
         self._claims = [Claim(p, self) for p in self._trained.values()]
@@ -157,7 +157,8 @@ class LocalStepsSession(Session):
         header = self._announcer.header(self._stats.step, used, set(), _NOTHING_EARLIER, None)
         own, parts = (self._model, self._planner, self._comm), (self._blocks, no_joint)
         try:
-            step = SharedStep(NO_TASK, *own, header, set(), _NOTHING_EARLIER, *parts)
+            reading = self._reporter.reading(self._stats.step)
+            step = SharedStep(NO_TASK, *own, header, set(), _NOTHING_EARLIER, *parts, reading)
         except ExchangeError as error:
             raise self._lost_by(error) from error
         self._step = step

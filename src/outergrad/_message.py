@@ -8,11 +8,13 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from outergrad._blocks import Block
 from outergrad._bucket import Carried, Load, Sender, copy_scaled
 from outergrad._layout import Layout
 from outergrad._protocols import Exchange
-from outergrad._types import Part, Slot
+from outergrad._types import Factors, Part, Slot
 from outergrad.comm.wire import Header, Piece, Preamble, State
+from outergrad.record.gauge import Reading
 
 _KEPT_LAYOUTS = 256
 """The steps of a training have few different ones, or nearly as many as steps."""
@@ -99,21 +101,33 @@ class Cargo(Carried):
         """
         for name, view in layout.by_name(layout.flats(message)).items():
             copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
-            sender.add(name, "dense", view.nbytes * receivers)
+            sender.add(name, "dense", sent=view.nbytes * receivers)
         began = time.perf_counter()
         pairs = zip(layout.pieces, layout.rows(message), strict=True)
         filled = [(piece, rows) for piece, rows in pairs if rows is not None]
         parts = [self._part(sender, piece) for piece, _ in filled]
-        for (_, rows), factors in zip(filled, self._exchange.compress(parts), strict=True):
+        compressed = self._exchange.compress(parts)
+        for (_, rows), factors in zip(filled, compressed, strict=True):
             rows.fill(factors)
         book(sender, layout.pieces, travels, receivers, time.perf_counter() - began)
+        if sender.reading is not None:
+            for part, (piece, rows), factors in zip(parts, filled, compressed, strict=True):
+                self._measure(sender.reading, part, piece, factors, rows.read())
+
+    def _measure(
+        self, reading: Reading, part: Part, piece: Piece, rows: Factors, arrives: Factors
+    ) -> None:
+        if not self._exchange.exact:
+            reading.sent(part, self._exchange.unsent(part.slot), arrives)
+        else:
+            reading.sent_all(part, rows, arrives if piece.codecs else None)
 
     def pack_blocks(self, sender: Sender, layout: Layout, message: Tensor, receivers: int) -> None:
         """Fills in what is sent of blocks, and books it."""
         for block, view in zip(self.blocks, layout.blobs(message), strict=True):
             if view is not None:
                 sender.blocks.message(block).write(view)
-                sender.add(block.name, "replayed", view.nbytes * receivers)
+                sender.add(block.name, "replayed", sent=view.nbytes * receivers)
 
     def blobs(self, sender: Sender, site: Header) -> list[int]:
         """Bytes that one site has of each block, as agreed."""
@@ -158,7 +172,33 @@ def book(
     sizes = [piece.slot.numel if piece.rows else 0 for piece in pieces]
     whole = sum(sizes) or 1
     for piece, size in zip(pieces, sizes, strict=True):
-        sender.add(piece.slot.label, travels, piece.nbytes * receivers, seconds * size / whole)
+        sender.add(
+            piece.slot.weight,
+            travels,
+            sent=piece.nbytes * receivers,
+            rows=piece.rows,
+            compress_s=seconds * size / whole,
+        )
+
+
+def book_received(
+    sender: Sender, layouts: Sequence[Layout], travels: str, blocks: Sequence[Block] = ()
+) -> None:
+    """Books what comes from every other site.
+
+    Args:
+        sender: this site.
+        layouts: of every site's message to this one.
+        travels: what the rows are called.
+        blocks: of which there are blobs in the messages.
+    """
+    for layout in (one for rank, one in enumerate(layouts) if rank != sender.comm.rank):
+        for name, nbytes in layout.rider_bytes().items():
+            sender.add(name, "dense", received=nbytes)
+        for piece in layout.pieces:
+            sender.add(piece.slot.weight, travels, received=piece.nbytes)
+        for block, nbytes in zip(blocks, layout.blob_bytes(), strict=False):
+            sender.add(block.name, "replayed", received=nbytes)
 
 
 def _delta_dtype(k: int, headers: Sequence[Header]) -> torch.dtype:

@@ -120,9 +120,7 @@ class Packer:
     def sketch_bucket(self, loads: Sequence[Load], riders: Sequence[str]) -> SketchBucket:
         """The two messages of these units, with these parameters and their own vectors along."""
         exchange, along = self._exchanges[loads[0].unit], self._along(loads, riders)
-        assert exchange.sketches is not None
-        dtype = self.sketched_in(loads[0])
-        return SketchBucket(loads, exchange.sketches, dtype, exchange.wire, along)
+        return SketchBucket(loads, exchange, self.sketched_in(loads[0]), along)
 
     def sketched_in(self, load: Load) -> torch.dtype:
         """What the sketches of a unit are computed in."""

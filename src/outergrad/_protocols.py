@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from outergrad._blocks import Replays
 from outergrad._types import (
     Call,
-    Event,
     Factors,
     Gradient,
     Inheritance,
@@ -22,6 +21,7 @@ from outergrad._types import (
     StateDict,
     Unit,
 )
+from outergrad.events import Event
 from outergrad.wire import Codec
 
 
@@ -91,6 +91,8 @@ class Exchange(Protocol):
     """The state of what takes `Route.REDUCE`."""
     merger: Merger | None
     """What the owner of a slot does on `Route.TWO_WAY`."""
+    exact: bool
+    """Whether the rows that it sends have the product of the gradient, but for their codecs."""
     way_note: str
     """Why low rank travels as it does, for the coverage table; empty where it is plain."""
 
@@ -156,6 +158,10 @@ class Exchange(Protocol):
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
         """Takes note of what a site, this one too, said in `wanted_rows`."""
+        ...
+
+    def unsent(self, slot: Slot) -> Gradient | None:
+        """What it has not sent of the gradients of the steps until now, if it remembers that."""
         ...
 
     def settle(self, *, applied: bool) -> None:
@@ -235,6 +241,7 @@ class Comm(Protocol):
     rank: int
     world_size: int
     sent_bytes: int
+    received_bytes: int
     device: torch.device
     group: Any
     """What the sites share: sessions on one group must take turns in the same order."""
@@ -272,7 +279,11 @@ class Comm(Protocol):
 
 
 class Recorder(Protocol):
-    """Anything that wants to know what happened in each step."""
+    """Anything that wants to know what happens.
+
+    An attribute `every` thins the steps that it is told of, to those whose number it divides; a
+    method `close()` is called when the session ends. Both may be missing.
+    """
 
     def record(self, event: Event) -> None:
         """Takes one event; called at the end of backward, on the training thread."""

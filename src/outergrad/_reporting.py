@@ -1,42 +1,246 @@
-"""What a step did, for whoever wants to know."""
+"""What a session tells recorders."""
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from outergrad._bucket import Sender
+from outergrad._exchanges import Exchanges
+from outergrad._model import Model
 from outergrad._protocols import Recorder
-from outergrad._types import Event
+from outergrad._version import __version__
+from outergrad.comm.torch import ring_bytes
+from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.linalg.inner import inner
+from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.stats import LayerStats, Stats
+
+Recorders = Recorder | Sequence[Recorder] | None
+
+
+def recorders_of(given: Recorders) -> tuple[Recorder, ...]:
+    """One, several or none.
+
+    Raises:
+        TypeError: one of them has no method `record`.
+    """
+    if given is None:
+        return ()
+    several: tuple[Any, ...] = (given,)
+    if isinstance(given, Sequence) and not _records(given):
+        several = tuple(given)
+    for recorder in several:
+        if not _records(recorder):
+            raise TypeError(
+                f"recorder={recorder!r} has no method record(event); use og.JSONL(path), "
+                f"og.TensorBoard(dir), a list of these, or an object that has one"
+            )
+        every = getattr(recorder, "every", 1)
+        if not isinstance(every, int) or every < 1:
+            raise TypeError(f"recorder={recorder!r} has every={every!r}; use 1 or more")
+    return several
+
+
+def _records(recorder: object) -> bool:
+    return callable(getattr(recorder, "record", None))
 
 
 class Reporter:
-    """Hands an event per layer and step to a recorder, if there is one."""
+    """Hands events to the recorders of a session, to each at its own pace.
 
-    def __init__(self, recorder: Recorder | None) -> None:
-        self._recorder = recorder
+    Args:
+        recorders: these; one that fails is dropped, with a warning.
+        rank: this site.
+        sites: their number.
+        method: how gradients travel, as text.
+        model: what is shared.
+        exchanges: of its units.
+    """
+
+    def __init__(
+        self,
+        recorders: Sequence[Recorder],
+        rank: int,
+        sites: int,
+        method: str,
+        model: Model,
+        exchanges: Exchanges,
+    ) -> None:
+        self._clients = [_Client(recorder) for recorder in recorders]
+        self._rank, self._sites, self._method = rank, sites, method
+        self._model, self._exchanges = model, exchanges
+        units = [unit for unit in model.units if unit.matrices]
+        matrices = {m.weight: [] for unit in units for m in unit.matrices}
+        for unit in units:
+            for matrix in unit.matrices:
+                matrices[matrix.weight].append(matrix)
+        self._gauge = Gauge(matrices, {slot.weight for slot in model.slots if slot.lookup})
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def reading(self, step: int) -> Reading | None:
+        """Measures a step, if a recorder wants to know of it."""
+        return self._gauge.reading() if self._due(step) else None
 
     def report(self, sender: Sender, stats: Stats) -> None:
         """Tells of a step, which has been applied: so a failure must not undo it here."""
-        if self._recorder is None:
+        if not self._clients:
+            return
+        step = sender.header.step
+        self._begin(step)
+        due = self._due(step)
+        layers = list(self._layers(sender, stats)) if due else []
+        for client in due:
+            for event in [*layers, self._step(client, step, stats)]:
+                self._tell(client, event)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Tells of what the training loop says.
+
+        Raises:
+            TypeError: a value is no number; it is named.
+        """
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self._begin(step)
+        own = {"rank": self._rank, "step": step, "time": time.time()}
+        for client in list(self._clients):
+            self._tell(client, Scalars(**own, values=numbers))
+
+    def close(self) -> None:
+        """The session ends."""
+        for client in list(self._clients):
+            self._guarded(client, getattr(client.recorder, "close", lambda: None))
+            client.begun = False
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _due(self, step: int) -> list[_Client]:
+        return [client for client in self._clients if step % client.every == 0]
+
+    def _begin(self, step: int) -> None:
+        """Every recorder first hears of the run."""
+        for client in [client for client in self._clients if not client.begun]:
+            client.begun = True
+            self._tell(client, self._run(step))
+
+    def _run(self, step: int) -> Run:
+        params = self._model.params
+        return Run(
+            rank=self._rank,
+            sites=self._sites,
+            method=self._method,
+            step=step,
+            time=time.time(),
+            shapes={name: tuple(p.shape) for name, p in params.items()},
+            dense_bytes=sum(ring_bytes(p.nbytes, self._sites) for p in params.values()),
+            outergrad=__version__,
+            torch=torch.__version__,
+        )
+
+    def _layers(self, sender: Sender, stats: Stats) -> Iterator[Layer]:
+        """Of all that travelled, and of the weights of blocks: their bytes are the block's."""
+        residuals = self._residuals()
+        reading = sender.reading
+        blocks = {block.block.name: block.block.params for block in sender.blocks}
+        for name, layer in stats.layers.items():
+            yield self._layer(sender, name, layer, blocks.get(name, (name,)), residuals)
+            for weight in blocks.get(name, ()):
+                if reading is not None and reading.sums[weight].sigma:
+                    yield self._layer(sender, weight, LayerStats("replayed"), (), residuals)
+
+    def _layer(
+        self,
+        sender: Sender,
+        name: str,
+        layer: LayerStats,
+        params: Sequence[str],
+        residuals: Mapping[str, float],
+    ) -> Layer:
+        header, reading = sender.header, sender.reading
+        uses = [header.uses[k] for slot, k in sender.slot_index.items() if slot.weight == name]
+        by_rows = layer.travels in ("factors", "low rank")
+        found: dict[str, Any] = reading.sums[name].measured() if reading is not None else {}
+        if name in residuals:
+            found["residual_norm"] = residuals[name]
+        return Layer(
+            rank=self._rank,
+            step=header.step,
+            layer=name,
+            travels=layer.travels,
+            rows=max((use.rows for use in uses), default=0) if by_rows else 0,
+            kept_rows=layer.kept_rows,
+            sent_bytes=layer.sent_bytes,
+            received_bytes=layer.received_bytes,
+            compress_s=layer.compress_s,
+            replay_s=layer.replay_s,
+            wait_s=max((sender.waits.get(p, 0.0) for p in params), default=0.0),
+            **found,
+        )
+
+    def _residuals(self) -> dict[str, float]:
+        """By weight, what error feedback keeps."""
+        squares: dict[str, float] = {}
+        for unit in self._model.units:
+            for matrix in unit.matrices:
+                unsent = self._exchanges[unit].unsent(matrix)
+                if unsent is not None:
+                    before = squares.get(matrix.weight, 0.0)
+                    squares[matrix.weight] = before + inner(unsent, unsent)
+        return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}
+
+    def _step(self, client: _Client, step: int, stats: Stats) -> Step:
+        return Step(
+            rank=self._rank,
+            step=step,
+            time=time.time(),
+            seconds=client.seconds_per_step(step),
+            sent_bytes=stats.sent_bytes,
+            received_bytes=stats.received_bytes,
+            total_sent_bytes=stats.total_sent_bytes,
+            compress_s=stats.compress_s,
+            replay_s=stats.replay_s,
+            wait_s=stats.wait_s,
+        )
+
+    def _tell(self, client: _Client, event: Event) -> None:
+        self._guarded(client, lambda: client.recorder.record(event))
+
+    def _guarded(self, client: _Client, call: Callable[[], object]) -> None:
+        if client not in self._clients:
             return
         try:
-            for name, layer in stats.layers.items():
-                self._recorder.record(_event(sender, name, layer))
+            call()
         except Exception as error:
-            warnings.warn(f"the recorder failed and is dropped: {error!r}", stacklevel=2)
-            self._recorder = None
+            self._clients.remove(client)
+            message = f"the recorder {client.recorder!r} failed and is dropped: {error!r}"
+            warnings.warn(message, stacklevel=2)
 
 
-def _event(sender: Sender, name: str, layer: LayerStats) -> Event:
-    header = sender.header
-    rows = sum(header.uses[k].rows for slot, k in sender.slot_index.items() if slot.label == name)
-    return Event(
-        header.step,
-        header.rank,
-        name,
-        layer.travels,
-        rows if layer.travels != "dense" else 0,
-        layer.sent_bytes,
-        layer.compress_s,
-    )
+class _Client:
+    """A recorder, and what it has been told."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.every: int = getattr(recorder, "every", 1)
+        self.begun = False
+        self._last: tuple[int, float] | None = None
+
+    def seconds_per_step(self, step: int) -> float | None:
+        """On average since the last time."""
+        last, self._last = self._last, (step, time.perf_counter())
+        if last is None or step <= last[0]:
+            return None
+        return (self._last[1] - last[1]) / (step - last[0])
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"session.log({name}={value!r}): give a number") from None

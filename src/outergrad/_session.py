@@ -47,6 +47,19 @@ class Session(Listener):
         """Bytes and seconds of the last synchronised step, per layer and in total."""
         return self._stats
 
+    def log(self, **values: float) -> None:
+        """Tells the recorders what the training loop knows, as `log(loss=loss.item())`.
+
+        Each site tells its own. Not thinned by `every`; does nothing without a recorder.
+
+        Args:
+            **values: numbers by name, or tensors of one element.
+
+        Raises:
+            TypeError: a value is no number.
+        """
+        self._reporter.log(self._stats.step, values)
+
     def state_dict(self) -> StateDict:
         """What the session remembers, to be saved beside the model and the optimizer.
 
@@ -108,3 +121,4 @@ class Session(Listener):
             watched.remove()
         self._accumulated.clear()
         self._cadence.kept.clear()
+        self._reporter.close()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Carried, Load, Pending, Result, Sender, copy_scaled
-from outergrad._coding import Codecs, sum_dtype
-from outergrad._protocols import Comm, Sketches, Work
-from outergrad._types import Factors, Slot
+from outergrad._coding import sum_dtype
+from outergrad._protocols import Comm, Exchange, Work
+from outergrad._types import Factors, Gradient, Slot
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import State
 from outergrad.linalg.gradients import add_gradients, add_rows
@@ -24,22 +24,22 @@ class SketchBucket(Carried):
 
     Args:
         loads: what travels at low rank.
-        sketches: makes the sketches.
+        exchange: makes the sketches, which go through codecs that only round.
         dtype: what they are computed in.
-        wire: the codecs that they go through, each of which only rounds.
         riders: parameters whose `grad` travels as it is, in the first round.
     """
 
     def __init__(
         self,
         loads: Sequence[Load],
-        sketches: Sketches,
+        exchange: Exchange,
         dtype: torch.dtype,
-        wire: Codecs,
         riders: Mapping[str, nn.Parameter],
     ) -> None:
         super().__init__(loads, riders)
-        self.sketches, self.dtype, self.wire = sketches, dtype, sum_dtype(wire, dtype)
+        assert exchange.sketches is not None
+        self.exchange, self.sketches = exchange, exchange.sketches
+        self.dtype, self.wire = dtype, sum_dtype(exchange.wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
     def start(self, sender: Sender) -> Pending:
@@ -53,6 +53,7 @@ class _SketchPending:
         self._slots = [slot for slot in bucket.tapped if slot.weight in sender.used]
         self._biases = [slot for slot in self._slots if bucket.tapped[slot] and slot.bias]
         self._b_GO: dict[Slot, Tensor] = {}
+        self._measured: dict[Slot, tuple[Gradient, Gradient | None]] = {}
         self._state, self._flags = State.GOOD, torch.empty(0)
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
@@ -74,6 +75,8 @@ class _SketchPending:
         if slot in self._biases:
             assert isinstance(gradient, Factors)
             self._b_GO[slot] = row_sum(gradient.d_GRO)
+        if self._sender.reading is not None:
+            self._measured[slot] = gradient, self._bucket.exchange.unsent(slot)
         return self._bucket.sketches.begin(slot, gradient)
 
     def _exact(self) -> Tensor:
@@ -87,7 +90,8 @@ class _SketchPending:
         for name, view in riders.items():
             p = bucket.riders[name]
             copy_scaled(name, p, view.view(p.shape), scale)
-            sender.add(name, "dense", ring_bytes(view.nbytes, sender.comm.world_size))
+            nbytes = ring_bytes(view.nbytes, sender.comm.world_size)
+            sender.add(name, "dense", sent=nbytes, received=nbytes)
         states = [sender.state == State.SURPRISED, sender.state == State.FAILED]
         flags.copy_(torch.tensor([*(name in sender.mixed for name in bucket.flagged), *states]))
         return exact
@@ -131,6 +135,11 @@ class _SketchPending:
             for slot, y in zip(self._slots, sums, strict=True)
         ]
         self._second = _Sums(self._sender.comm, turned)
+        if self._sender.reading is not None:
+            for slot, z in zip(self._slots, turned, strict=True):
+                columns = self._bucket.sketches.columns(slot)
+                z_GIK = z.flatten()[: slot.groups * slot.inputs * columns]
+                self._sender.reading.sketched(slot, *self._measured.pop(slot), z_GIK)
 
     def wait(self) -> Result:
         """From the sums of the second sketches to the gradients."""
@@ -140,6 +149,8 @@ class _SketchPending:
         sender, bucket = self._sender, self._bucket
         for slot, z_GIK in zip(self._slots, self._second.wait(), strict=True):
             factors = bucket.sketches.end(slot, z_GIK, sender.comm.world_size)
+            if sender.reading is not None:
+                sender.reading.came(slot, [factors], 1.0)
             into = self._additions if bucket.tapped[slot] else self._means
             matrix = replace(slot, bias=None, bias_rows=None)
             add_gradients(into, matrix, [factors], sender.params, 1.0)
@@ -152,8 +163,11 @@ class _SketchPending:
     def _timed(self, slot: Slot, work: Callable[[Slot], Tensor]) -> Tensor:
         began = time.perf_counter()
         part = work(slot).to(self._bucket.wire)
-        sent = ring_bytes(part.nbytes, self._sender.comm.world_size)
-        self._sender.add(slot.label, "low rank", sent, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        nbytes = ring_bytes(part.nbytes, self._sender.comm.world_size)
+        columns = self._bucket.sketches.columns(slot)
+        booked = {"sent": nbytes, "received": nbytes, "rows": columns}
+        self._sender.add(slot.weight, "low rank", **booked, compress_s=seconds)
         return part
 
 

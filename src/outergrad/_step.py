@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from outergrad._plan import Planner
 from outergrad._protocols import Comm
 from outergrad._types import Factors, Slot, Unit
 from outergrad.comm.wire import Header, State
+from outergrad.record.gauge import Reading
 from outergrad.record.stats import Stats
 
 
@@ -50,9 +51,11 @@ class SharedStep:
         earlier: Earlier,
         blocks: Blocks,
         joint: JointStep,
+        reading: Reading | None = None,
     ) -> None:
         self.task, self._joint = task, joint
-        self._wait_s, self._sent_before = 0.0, comm.sent_bytes
+        self._wait_s = 0.0
+        self._sent_before, self._received_before = comm.sent_bytes, comm.received_bytes
         self.choice: Choice | None = None
         self._model, self._planner, self._comm = model, planner, comm
         self._calls = Calls(model, used | earlier.params, blocks)
@@ -64,7 +67,8 @@ class SharedStep:
         self._pending: list[Pending] = []
         index = {slot: k for k, slot in enumerate(model.slots)}
         rows = self._calls.rows
-        self.sender = Sender(comm, model.params, header, index, rows, set(), blocks)
+        own = (comm, model.params, header, index, rows, set[str](), blocks)
+        self.sender = Sender(*own, reading=reading)
         foreseen = planner.foresight.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
@@ -177,6 +181,7 @@ class SharedStep:
         return Stats(
             step=step,
             sent_bytes=self._comm.sent_bytes - self._sent_before,
+            received_bytes=self._comm.received_bytes - self._received_before,
             total_sent_bytes=self._comm.sent_bytes,
             compress_s=self.sender.compress_s,
             replay_s=self.sender.replay_s,
@@ -207,7 +212,9 @@ class SharedStep:
             began, replay_s = time.perf_counter(), self.sender.replay_s
             with torch.no_grad():
                 result = pending.wait()
-            self._wait_s += time.perf_counter() - began - (self.sender.replay_s - replay_s)
+            waited_s = time.perf_counter() - began - (self.sender.replay_s - replay_s)
+            self._wait_s += waited_s
+            self.sender.add_wait(bucket.params, waited_s)
             state = max(state, result.state)
             if write and state == State.GOOD:
                 self._write(bucket, result, used, mixed)
@@ -217,23 +224,36 @@ class SharedStep:
 
     def _start_second_rounds(self) -> None:
         """In the order of the messages; those of one round have none."""
-        for pending in self._pending:
+        for bucket, pending in zip(self._buckets, self._pending, strict=True):
             began, compress_s = time.perf_counter(), self.sender.compress_s
             with torch.no_grad():
                 pending.advance()
             compress_s = self.sender.compress_s - compress_s
-            self._wait_s += time.perf_counter() - began - compress_s
+            waited_s = time.perf_counter() - began - compress_s
+            self._wait_s += waited_s
+            self.sender.add_wait(bucket.params, waited_s)
 
     def _write(
         self, bucket: Bucket, result: Result, used: set[str], mixed: dict[str, Tensor]
     ) -> None:
         means = {name: g for name, g in result.means.items() if name in used}
+        self._measure(means)
         overwrite(self._model, means)
         missing = (bucket.params & used) - set(result.additions) - set(means)
         additions = {name: g for name, g in result.additions.items() if name in used}
         additions.update(self._zeros(missing))
+        self._measure(additions, formed=False)
         mixed.update({n: additions.pop(n) for n in result.mixed if n in additions})
         accumulate(self._model, additions)
+
+    @torch.no_grad()
+    def _measure(self, means: Mapping[str, Tensor], *, formed: bool = True) -> None:
+        """Before `param.grad` is overwritten: what is formed is this site's own gradient."""
+        reading = self.sender.reading
+        if reading is not None:
+            for name, mean in means.items():
+                own = self._model.params[name].grad if formed else None
+                reading.mean(name, own, mean)
 
     def _share(self, mixed: dict[str, Tensor]) -> None:
         """All-reduces what autograd had for parameters whose factors were also sent."""
@@ -256,7 +276,7 @@ class SharedStep:
         members = zip(self._model.blocks, header.blocks, strict=True)
         blocks = tuple(replace(use, tapped=use.tapped and b not in settled) for b, use in members)
         self.choice, self._pending, self.sender.state = None, [], State.GOOD
-        self.sender.layers.clear()
+        self.sender.forget()
         self._announce(replace(header, uses=uses, blocks=blocks))
 
     def _zeros(self, names: Collection[str]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad._bucket import Pending, Result, Sender
 from outergrad._layout import Layout
-from outergrad._message import Cargo, book, read_all, sums_of_riders
+from outergrad._message import Cargo, book, book_received, read_all, sums_of_riders
 from outergrad._protocols import Merger, Work
 from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Piece, State
@@ -99,6 +99,8 @@ class _TwoWayPending:
         self._mixed = cargo.mixed(preambles)
         merged = self._empty(self._merged[self._rank])
         self._merge(messages, merged)
+        book_received(self._sender, self._theirs, "low rank")
+        book_received(self._sender, self._merged, "low rank")
         self._expected = cargo.preamble(self._sender, second=True)
         self._expected.write(merged)
         sizes = [layout.nbytes for layout in self._merged]
@@ -110,7 +112,7 @@ class _TwoWayPending:
         sums = sums_of_riders(self._theirs, messages)
         for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])
-            self._sender.add(name, "dense", view.nbytes * others)
+            self._sender.add(name, "dense", sent=view.nbytes * others)
         parts_KS = zip(*(theirs.factors(message) for theirs, message in pairs), strict=True)
         for piece, rows, parts_S in zip(layout.pieces, layout.rows(merged), parts_KS, strict=True):
             began = time.perf_counter()
@@ -147,7 +149,10 @@ class _TwoWayPending:
         additions: dict[str, Tensor],
     ) -> None:
         tapped, params = self._bucket.cargo.tapped, self._sender.params
+        reading = self._sender.reading
         for piece, factors in zip(layout.pieces, layout.factors(message), strict=True):
             if factors is not None:
+                if reading is not None:
+                    reading.came(piece.slot, [factors], 1.0)
                 into = additions if tapped[piece.slot] else means
                 add_gradients(into, piece.slot, [factors], params, 1.0)

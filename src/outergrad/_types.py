@@ -1,4 +1,4 @@
-"""What the rooms of outergrad say to each other: slots, units, factors, events and the protocols.
+"""What the rooms of outergrad say to each other: slots, units and factors.
 
 Letters used everywhere: S sites, N rows (batch x positions) on one site, I and O input and output
 width, R rows on the wire, G groups (1 except for grouped convolutions).
@@ -62,11 +62,6 @@ class Slot:
     def numel(self) -> int:
         """Elements of its part of the weight."""
         return self.groups * self.outputs * self.inputs
-
-    @property
-    def label(self) -> str:
-        """What its bytes and seconds are booked on: the layer, or the parameter without one."""
-        return self.layer or self.weight
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -163,29 +158,6 @@ class Call(NamedTuple):
 
     a: Tensor
     d: Tensor
-
-
-@dataclass(frozen=True)
-class Event:
-    """What one layer did in one synchronised step.
-
-    Attributes:
-        step: synchronised steps before this one.
-        rank: this site.
-        layer: full name of the layer, or of the parameter that travelled dense.
-        travels: "factors", "low rank" (sketches, merged triplets), "replayed" or "dense".
-        rows: rows of activations and deltas on this site; 0 for what is replayed or dense.
-        sent_bytes: payload bytes that this site sent for it.
-        compress_s: seconds spent on turning rows into factors.
-    """
-
-    step: int
-    rank: int
-    layer: str
-    travels: str
-    rows: int
-    sent_bytes: int
-    compress_s: float
 
 
 def place_name(place: Place) -> str:

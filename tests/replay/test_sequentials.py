@@ -105,7 +105,7 @@ def test_chains_of_two_methods_share_a_sequential():
     smaller = og.EDAD(always=True, bucket_bytes=1 << 10)
     method = og.PerLayer({"[0-3].*": og.EDAD(always=True), "*": smaller})
     for _, session in check(model, method, rows(2, 6), ["1.weight", "7.weight"]):
-        assert set(session.stats().layers) == {"0", "1 ... 3", "4", "5 ... 7"}
+        assert set(session.stats().layers) == {"0.weight", "1 ... 3", "4.weight", "5 ... 7"}
 
     def body(rank, group):
         replica = copy.deepcopy(model)

@@ -60,7 +60,7 @@ class TorchComm:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
-        self.sent_bytes = 0
+        self.sent_bytes = self.received_bytes = 0
         self.device = device
         self._kept: Tensor | None = None
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
@@ -74,6 +74,7 @@ class TorchComm:
         if self.world_size == 1:
             return Ready(t)
         self.sent_bytes += ring_bytes(t.nbytes, self.world_size)
+        self.received_bytes += ring_bytes(t.nbytes, self.world_size)
         staged = self._staged(t)
         with _transport():
             work = dist.all_reduce(staged, group=self.group, async_op=True)
@@ -121,6 +122,7 @@ class TorchComm:
         own = outgoing[self.rank]
         self.sent_bytes += sum(t.nbytes for t in outgoing) - own.nbytes
         parts = [own.new_empty(size) for size in sizes]
+        self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
         with _transport():
             works = self._exchange(outgoing, parts, _TAG + lane)
 

@@ -8,11 +8,21 @@ from collections.abc import Sequence
 from outergrad._blocks import Replays
 from outergrad._coding import Codecs, drops
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Factors, Inheritance, Link, Part, Route, Slot, StateDict, Unit
+from outergrad._types import (
+    Factors,
+    Gradient,
+    Inheritance,
+    Link,
+    Part,
+    Route,
+    Slot,
+    StateDict,
+    Unit,
+)
 from outergrad.exchange._common import bias_bytes, dense_bytes, tied_in_use
 from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state
-from outergrad.exchange._memory import Memories
+from outergrad.exchange._memory import Memories, unsent_of
 from outergrad.exchange._merging import Merging
 from outergrad.exchange._owners import heaviest_share
 from outergrad.exchange._reduce import WAYS, best_way, explained, times
@@ -33,6 +43,7 @@ class LowRankExchange:
 
     forced = False
     takes_plain = True
+    exact = False
     replays = Replays()
 
     def __init__(self, settings: LowRankSettings) -> None:
@@ -175,6 +186,10 @@ class LowRankExchange:
     def compress(self, parts: Sequence[Part]) -> list[Factors]:
         """The leading triplets of each gradient and of what was not sent of it before."""
         return self._gathered.compress(parts)
+
+    def unsent(self, slot: Slot) -> Gradient | None:
+        """What error feedback adds to the gradient of the next step."""
+        return unsent_of(self._memories[slot])
 
     def settle(self, *, applied: bool) -> None:
         """Keeps what the step left, or, if the step is void, what there was before it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outergrad._blocks import Replays
 from outergrad._coding import Codecs
 from outergrad._protocols import Merger, Sketches
-from outergrad._types import Inheritance, Link, Slot, StateDict, Unit
+from outergrad._types import Gradient, Inheritance, Link, Slot, StateDict, Unit
 
 
 class Stateless:
@@ -19,6 +19,7 @@ class Stateless:
     replays = Replays()
     sketches: Sketches | None = None
     merger: Merger | None = None
+    exact = True
     way_note = ""
 
     def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
@@ -42,6 +43,10 @@ class Stateless:
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
         """Nothing to remember."""
+
+    def unsent(self, slot: Slot) -> Gradient | None:
+        """Nothing: all is sent."""
+        return None
 
     def settle(self, *, applied: bool) -> None:
         """Nothing to remember."""

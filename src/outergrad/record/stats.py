@@ -8,18 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer, or one parameter that travelled dense, in the last synchronised step.
+    """One weight, with the bias that travels with it, in the last synchronised step.
+
+    Or another parameter that travels by itself, or a block.
 
     Attributes:
         travels: "factors", "low rank" (sketches, merged triplets), "replayed" or "dense".
         sent_bytes: payload that this site sent for it.
+        received_bytes: that it received.
+        kept_rows: R, rows that it sent, or the width of the sketches; 0 for others.
         compress_s: seconds from its rows to packed factors.
         replay_s: seconds in which it was computed again for all sites.
     """
 
     travels: str
-    sent_bytes: int
-    compress_s: float
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    kept_rows: int = 0
+    compress_s: float = 0.0
     replay_s: float = 0.0
 
 
@@ -30,15 +36,17 @@ class Stats:
     Attributes:
         step: synchronised steps so far.
         sent_bytes: payload and headers that this site sent in the last one.
+        received_bytes: that it received in it.
         total_sent_bytes: in all of them, including the start of the session.
         compress_s: seconds in the last step spent on turning rows into factors.
         replay_s: seconds in the last step in which blocks were computed again for all sites.
         wait_s: seconds in the last step in which the training thread waited for other sites.
-        layers: the last step by layer.
+        layers: the last step by full names of weights, of other parameters and of blocks.
     """
 
     step: int = 0
     sent_bytes: int = 0
+    received_bytes: int = 0
     total_sent_bytes: int = 0
     compress_s: float = 0.0
     replay_s: float = 0.0

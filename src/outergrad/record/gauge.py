@@ -1,0 +1,253 @@
+"""What the gradients of a recorded step are like."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outergrad._types import Factors, Gradient, Part, Place, Slot
+from outergrad.linalg.inner import inner
+from outergrad.linalg.leading import leading_values
+from outergrad.linalg.outer import stack
+from outergrad.linalg.rank import effective_rank
+
+SPECTRUM = 16
+"""Singular values that are recorded."""
+
+_FEW = 64
+"""Rows of a mean gradient that cost less than the gradient itself."""
+
+_ROUNDING = 1e-6
+"""Of a squared norm, relative to it."""
+
+
+@dataclass
+class Sums:
+    """Squares and products over all matrices of a weight; what was not measured is NaN.
+
+    Attributes:
+        own: squared norm of this site's gradient.
+        mean: of the mean gradient.
+        both: inner product of these.
+        due: squared norm of what this site had to send.
+        missing: of what it did not send of that.
+        activations: of its activations.
+        deltas: of its deltas.
+        sigma: singular values of each matrix of the mean gradient, (G, K).
+    """
+
+    own: float = math.nan
+    mean: float = math.nan
+    both: float = math.nan
+    due: float = math.nan
+    missing: float = math.nan
+    activations: float = math.nan
+    deltas: float = math.nan
+    sigma: list[Tensor] = field(default_factory=list)
+
+    def add(self, **terms: float) -> None:
+        """Adds to each of them."""
+        for name, term in terms.items():
+            before = getattr(self, name)
+            setattr(self, name, term if math.isnan(before) else before + term)
+
+    def measured(self) -> dict[str, object]:
+        """As fields of `events.Layer`; without those that were not measured."""
+        found = {
+            "activation_norm": _root(self.activations),
+            "delta_norm": _root(self.deltas),
+            "gradient_norm": _root(self.own),
+            "mean_norm": _root(self.mean),
+            "relative_error": _root(self.missing / self.due) if self.due else 0.0,
+            "cosine": self.both / _root(self.own * self.mean) if self.own * self.mean else math.nan,
+        }
+        known: dict[str, object] = {name: x for name, x in found.items() if not math.isnan(x)}
+        if self.sigma:
+            values = torch.cat([sigma_GK.flatten() for sigma_GK in self.sigma])
+            known["singular_values"] = tuple(
+                values.sort(descending=True).values[:SPECTRUM].tolist()
+            )
+            ranks_G = torch.cat([effective_rank(sigma_GK) for sigma_GK in self.sigma])
+            known["effective_rank"] = ranks_G.mean().item()
+        return known
+
+
+def _root(square: float) -> float:
+    """Rounding may leave less than nothing."""
+    return math.sqrt(square) if square > 0 else square * 0
+
+
+class Gauge:
+    """Measures the gradients of a model, step by step.
+
+    Args:
+        matrices: of each weight, what is to be decomposed; another of two dimensions or more is
+            one matrix.
+        tables: weights of which few rows have a gradient.
+    """
+
+    def __init__(self, matrices: Mapping[str, Sequence[Slot]], tables: Collection[str]) -> None:
+        self.matrices, self.tables = matrices, tables
+        self.starts: dict[Place, Tensor] = {}
+
+    def reading(self) -> Reading:
+        """Of one step."""
+        return Reading(self)
+
+
+class Reading:
+    """What is measured in one step; its buckets tell it what they send and what comes."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._own: dict[Place, Factors] = {}
+        self._mean: dict[Place, Factors] = {}
+        self.sums: defaultdict[str, Sums] = defaultdict(Sums)
+
+    def forget(self) -> None:
+        """The step starts again."""
+        for of in (self._own, self._mean, self.sums):
+            of.clear()
+
+    # -- what is sent -----------------------------------------------------------------------------
+
+    def sent_all(self, part: Part, rows: Factors, arrives: Factors | None) -> None:
+        """This site sends rows whose product is its gradient.
+
+        Args:
+            part: the gradient.
+            rows: these.
+            arrives: as the others decode them, if they are encoded.
+        """
+        slot, gradient, _ = part
+        self._take(slot, gradient if slot.lookup else rows)
+        self._take_norms(slot, gradient)
+        lost = 0.0 if arrives is None else _squared_loss(rows, arrives)
+        self.sums[slot.weight].add(due=inner(rows, rows), missing=lost)
+
+    def sent(self, part: Part, unsent: Gradient | None, arrives: Factors) -> None:
+        """This site sends rows whose product is about its gradient.
+
+        Args:
+            part: the gradient.
+            unsent: what it did not send of earlier ones.
+            arrives: the rows, as the others decode them.
+        """
+        slot, gradient, _ = part
+        self._take(slot, gradient)
+        self._take_norms(slot, gradient)
+        due, both = _squared_sum(gradient, unsent), inner(gradient, arrives)
+        if unsent is not None:
+            both += inner(unsent, arrives)
+        missing = due - 2 * both + inner(arrives, arrives)
+        self.sums[slot.weight].add(due=due, missing=_above_rounding(missing, due))
+
+    def sketched(
+        self, slot: Slot, gradient: Gradient, unsent: Gradient | None, z_GIK: Tensor
+    ) -> None:
+        """This site's part of a sum of sketches `dWᵀ P`, of orthonormal P."""
+        self._take(slot, gradient)
+        self._take_norms(slot, gradient)
+        due = _squared_sum(gradient, unsent)
+        missing = _above_rounding(due - inner(z_GIK, z_GIK), due)
+        self.sums[slot.weight].add(due=due, missing=missing)
+
+    def _take(self, slot: Slot, own: Gradient) -> None:
+        if isinstance(own, Factors):
+            self._own[slot.place] = own
+
+    def _take_norms(self, slot: Slot, gradient: Gradient) -> None:
+        if not isinstance(gradient, Factors):
+            return
+        deltas = inner(*[gradient.d_GRO.flatten()[None, None]] * 2)
+        self.sums[slot.weight].add(deltas=deltas)
+        if not slot.lookup:
+            activations = inner(*[gradient.a_GRI.flatten()[None, None]] * 2)
+            self.sums[slot.weight].add(activations=activations)
+
+    # -- what comes of it -------------------------------------------------------------------------
+
+    def came(self, slot: Slot, parts: Sequence[Factors], scale: float) -> None:
+        """The mean gradient of a slot is the sum of these products times scale."""
+        if slot.lookup or sum(part.d_GRO.shape[1] for part in parts) > _FEW:
+            return  # the gradient itself is less work
+        whole = stack([Factors(part.d_GRO, part.a_GRI) for part in parts])
+        self._mean[slot.place] = Factors(whole.d_GRO * scale, whole.a_GRI)
+
+    def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:
+        """The mean gradient of a parameter.
+
+        Args:
+            name: of the parameter.
+            own: this site's gradient where it was formed.
+            mean: the mean gradient.
+        """
+        slots = self._gauge.matrices.get(name) or _whole(name, mean)
+        for slot in slots:
+            formed_GOI = _matrix(slot, mean)
+            given = None if own is None else _matrix(slot, own)
+            self._compare(slot, self._own.get(slot.place, given), formed_GOI)
+            if mean.dim() > 1:
+                self.sums[name].sigma.append(self._spectrum(slot, formed_GOI))
+
+    def _compare(self, slot: Slot, own: Gradient | None, formed_GOI: Tensor) -> None:
+        mean = self._mean.get(slot.place, formed_GOI)
+        sums = self.sums[slot.weight]
+        sums.add(mean=inner(mean, mean))
+        if own is not None:
+            sums.add(own=inner(own, own), both=inner(own, mean))
+
+    def _spectrum(self, slot: Slot, formed_GOI: Tensor) -> Tensor:
+        starts = self._gauge.starts
+        mean = self._mean.get(slot.place)
+        if mean is None:
+            mean = _used_rows(formed_GOI) if slot.weight in self._gauge.tables else formed_GOI
+        sigma_GK, start = leading_values(mean, SPECTRUM, starts.get(slot.place))
+        if start is not None:
+            starts[slot.place] = start
+        return sigma_GK
+
+
+def _squared_sum(gradient: Gradient, unsent: Gradient | None) -> float:
+    """The squared norm of what is to be sent."""
+    square = inner(gradient, gradient)
+    if unsent is None:
+        return square
+    return square + 2 * inner(gradient, unsent) + inner(unsent, unsent)
+
+
+def _above_rounding(missing: float, due: float) -> float:
+    """A difference of squares that are exact to about 1e-6."""
+    return missing if missing > _ROUNDING * due else 0.0
+
+
+def _squared_loss(rows: Factors, arrives: Factors) -> float:
+    """Of `(D - D') A' + D (A - A')`: nothing large cancels in it."""
+    of_deltas = Factors(rows.d_GRO - arrives.d_GRO, arrives.a_GRI)
+    if rows.a_GRI.dim() == 1:  # ids are not encoded
+        return inner(of_deltas, of_deltas)
+    lost = stack([of_deltas, Factors(rows.d_GRO, rows.a_GRI - arrives.a_GRI)])
+    return inner(lost, lost)
+
+
+def _whole(name: str, mean: Tensor) -> list[Slot]:
+    """A parameter of which no more is known, as one matrix; a vector has one row."""
+    outputs = mean.shape[0] if mean.dim() > 1 else 1
+    return [Slot("", name, outputs, mean.numel() // max(outputs, 1))]
+
+
+def _matrix(slot: Slot, gradient: Tensor) -> Tensor:
+    start, stop = slot.weight_rows or (0, gradient.shape[0] if gradient.dim() else 1)
+    part = gradient if gradient.dim() == 0 else gradient[start:stop]
+    return part.reshape(slot.groups, slot.outputs, slot.inputs)
+
+
+def _used_rows(table_1IO: Tensor) -> Tensor:
+    """Those of a table that are not zero: its singular values are theirs."""
+    used = table_1IO[0].any(dim=1)
+    return table_1IO[:, used] if bool(used.any()) else table_1IO[:, :1]
