@@ -86,7 +86,8 @@ class Reporter:
 
     def reading(self, step: int) -> Reading | None:
         """Measures a step, if a recorder wants to know of it."""
-        return self._gauge.reading() if self._due(step) else None
+        allowed_s = max((client.allowed_s for client in self._due(step)), default=0.0)
+        return self._gauge.reading(allowed_s) if allowed_s else None
 
     def report(self, sender: Sender, stats: Stats) -> None:
         """Tells of a step, which has been applied: so a failure must not undo it here."""
@@ -95,6 +96,8 @@ class Reporter:
         step = sender.header.step
         self._begin(step)
         due = self._due(step)
+        if sender.reading is not None:
+            sender.reading.end()
         layers = list(self._layers(sender, stats)) if due else []
         for client in due:
             for event in [*layers, self._step(client, step, stats)]:
@@ -166,6 +169,8 @@ class Reporter:
         uses = [header.uses[k] for slot, k in sender.slot_index.items() if slot.weight == name]
         by_rows = layer.travels in ("factors", "low rank")
         found: dict[str, Any] = reading.sums[name].measured() if reading is not None else {}
+        if layer.travels == "dense":
+            found["relative_error"] = 0.0
         if name in residuals:
             found["residual_norm"] = residuals[name]
         return Layer(
@@ -228,6 +233,7 @@ class _Client:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.every: int = getattr(recorder, "every", 1)
+        self.allowed_s = math.inf
         self.begun = False
         self._last: tuple[int, float] | None = None
 
@@ -236,7 +242,9 @@ class _Client:
         last, self._last = self._last, (step, time.perf_counter())
         if last is None or step <= last[0]:
             return None
-        return (self._last[1] - last[1]) / (step - last[0])
+        seconds = (self._last[1] - last[1]) / (step - last[0])
+        self.allowed_s = getattr(self.recorder, "budget", math.inf) * seconds
+        return seconds
 
 
 def _number(name: str, value: Any) -> float:

@@ -7,45 +7,54 @@ import math
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient
-from outergrad.linalg.compress import compress
-from outergrad.linalg.outer import widened
-from outergrad.linalg.subspace import OVERSAMPLING
+from outergrad.linalg.orthonormal import orthonormal
+from outergrad.linalg.product import unscaled
+from outergrad.linalg.subspace import OVERSAMPLING, start
 
-_FEW = 64
-"""Rows of which Gram matrices and their eigenvalues cost less than an iteration."""
-
-_ROUNDING = 1e-7
-"""Of a Gram matrix, relative to its largest entry."""
+_COLD_ITERATIONS = 3
 
 
 def leading_values(
-    gradient: Gradient, count: int, q_GIK: Tensor | None
+    formed_GOI: Tensor, count: int, q_GIK: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Singular values, falling, (G, at most count), and directions to begin with next time.
+    """Singular values, falling, (G, count), and directions to begin with next time.
 
-    Of few rows they are exact down to about 1e-3 of the largest; otherwise from one iteration from
-    where the last time ended, which comes from below.
+    One iteration from where the last time ended: from below, and within some percent where the
+    gradients are some steps of a training apart. All of them where there are few.
 
     Args:
-        gradient: d_GRO and a_GRI, or the gradient itself, (G, O, I).
-        count: how many are wanted.
+        formed_GOI: the gradient.
+        count: how many are wanted, at most.
         q_GIK: what came back the last time, None at the first.
     """
-    if isinstance(gradient, Factors) and gradient.d_GRO.shape[1] <= _FEW:
-        return _of_few_rows(gradient)[:, :count], None
-    found = compress(gradient, count + OVERSAMPLING, q_GIR=q_GIK)
-    return found.sigma_GR[:, :count], found.a_GRI.mT.clone()
+    if not math.isfinite(formed_GOI.sum().item()):
+        return formed_GOI.new_full((len(formed_GOI), count), math.nan), None
+    columns = min(count + OVERSAMPLING, *formed_GOI.shape[1:])
+    gradient = unscaled(formed_GOI)
+    z_GIK = start(gradient.a_GNI, columns, q_GIK)
+    for _ in range(_COLD_ITERATIONS if q_GIK is None else 1):
+        p_GOK = orthonormal(gradient.times(z_GIK))
+        z_GIK = gradient.transposed_times(p_GOK)
+    squares_GK, u_GKK = torch.linalg.eigh(z_GIK.mT @ z_GIK)
+    sigma_GK = squares_GK.flip(1).clamp(min=0).sqrt()
+    return sigma_GK[:, :count], z_GIK @ u_GKK.flip(2)
 
 
-def _of_few_rows(factors: Factors) -> Tensor:
-    """`sqrt(eig(Lᵀ K L))` of the Gram matrices K of deltas and `L Lᵀ` of activations."""
-    d_GRO, a_GRI = widened(factors.d_GRO), widened(factors.a_GRI)
-    deltas_GRR, activations_GRR = (d_GRO @ d_GRO.mT).double(), (a_GRI @ a_GRI.mT).double()
-    most = min(d_GRO.shape[1:] + a_GRI.shape[2:])
+def values_of_rows(deltas_GRR: Tensor, activations_GRR: Tensor, most: int) -> Tensor:
+    """All singular values of `dᵀ a`, falling, (G, at most `most`), from the Gram matrices of rows.
+
+    `sqrt(eig(Lᵀ K L))` of K = d dᵀ and L Lᵀ = a aᵀ: exact to about 1e-3 of the largest.
+
+    Args:
+        deltas_GRR: d dᵀ.
+        activations_GRR: a aᵀ.
+        most: as many as there can be.
+    """
+    deltas_GRR, activations_GRR = deltas_GRR.double(), activations_GRR.double()
+    most = min(most, deltas_GRR.shape[1])
     if not math.isfinite(deltas_GRR.sum().item() + activations_GRR.sum().item()):
-        return deltas_GRR.new_full((len(d_GRO), most), math.nan)
-    shift_G1 = activations_GRR.diagonal(dim1=1, dim2=2).amax(dim=1, keepdim=True) * _ROUNDING
-    lower_GRR = torch.linalg.cholesky_ex(activations_GRR + torch.diag_embed(shift_G1)).L
-    squares_GR = torch.linalg.eigvalsh(lower_GRR.mT @ deltas_GRR @ lower_GRR)
+        return deltas_GRR.new_full((len(deltas_GRR), most), math.nan)
+    squares_GR, u_GRR = torch.linalg.eigh(activations_GRR)
+    root_GRR = u_GRR * squares_GR.clamp(min=0).sqrt()[:, None]
+    squares_GR = torch.linalg.eigvalsh(root_GRR.mT @ deltas_GRR @ root_GRR)
     return squares_GR.flip(1).clamp(min=0).sqrt()[:, :most]

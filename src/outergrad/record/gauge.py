@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
+import warnings
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outergrad._types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
-from outergrad.linalg.leading import leading_values
-from outergrad.linalg.outer import stack
+from outergrad.linalg.leading import leading_values, values_of_rows
+from outergrad.linalg.outer import stack, widened
 from outergrad.linalg.rank import effective_rank
 
 SPECTRUM = 16
@@ -94,28 +98,76 @@ class Gauge:
     def __init__(self, matrices: Mapping[str, Sequence[Slot]], tables: Collection[str]) -> None:
         self.matrices, self.tables = matrices, tables
         self.starts: dict[Place, Tensor] = {}
+        self._seconds: dict[str, float] = {}
 
-    def reading(self) -> Reading:
-        """Of one step."""
-        return Reading(self)
+    def reading(self, seconds: float) -> Reading:
+        """Of one step: of so many parameters as can be measured in so many seconds, in turn.
+
+        One at least; all at the first time, when it is not known how long they take.
+        """
+        left, later = seconds, set[str]()
+        for place, (name, cost) in enumerate(self._seconds.items()):
+            left -= cost
+            if left < 0 and place:
+                later.add(name)
+        return Reading(self, later)
+
+    def took(self, seconds: Mapping[str, float]) -> None:
+        """How long each parameter took: the next turn is the others'."""
+        for name, cost in seconds.items():
+            self._seconds.pop(name, None)
+            self._seconds[name] = cost
+
+
+def _in_turn(measure: Callable[..., None]) -> Callable[..., None]:
+    """Leaves out what is measured another time, and takes down how long the rest takes."""
+
+    @wraps(measure)
+    def timed(self: Reading, of: Part | Slot | str, *args: Any, **kwargs: Any) -> None:
+        slot = of.slot if isinstance(of, Part) else of
+        name = slot.weight if isinstance(slot, Slot) else slot
+        if name in self.later:
+            return
+        began = time.perf_counter()
+        try:
+            measure(self, of, *args, **kwargs)
+        except Exception as error:  # a look at a training must not end it
+            self.later = {*self.later, name}
+            self.sums[name] = Sums()
+            warnings.warn(f"{name!r} was not measured: {error!r}", stacklevel=2)
+        self.seconds[name] += time.perf_counter() - began
+
+    return timed
 
 
 class Reading:
-    """What is measured in one step; its buckets tell it what they send and what comes."""
+    """What is measured in one step; its buckets tell it what they send and what comes.
 
-    def __init__(self, gauge: Gauge) -> None:
-        self._gauge = gauge
+    Args:
+        gauge: what is kept from one time to the next.
+        later: parameters that are not measured now.
+    """
+
+    def __init__(self, gauge: Gauge, later: Collection[str]) -> None:
+        self._gauge, self.later = gauge, later
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
         self._own: dict[Place, Factors] = {}
-        self._mean: dict[Place, Factors] = {}
+        self._mean: dict[Place, _Rows] = {}
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)
 
     def forget(self) -> None:
         """The step starts again."""
-        for of in (self._own, self._mean, self.sums):
+        for of in (self._slots, self._own, self._mean, self.sums, self.seconds):
             of.clear()
+
+    def end(self) -> None:
+        """The step is over."""
+        self._gauge.took(self.seconds)
 
     # -- what is sent -----------------------------------------------------------------------------
 
+    @_in_turn
     def sent_all(self, part: Part, rows: Factors, arrives: Factors | None) -> None:
         """This site sends rows whose product is its gradient.
 
@@ -130,6 +182,7 @@ class Reading:
         lost = 0.0 if arrives is None else _squared_loss(rows, arrives)
         self.sums[slot.weight].add(due=inner(rows, rows), missing=lost)
 
+    @_in_turn
     def sent(self, part: Part, unsent: Gradient | None, arrives: Factors) -> None:
         """This site sends rows whose product is about its gradient.
 
@@ -147,6 +200,7 @@ class Reading:
         missing = due - 2 * both + inner(arrives, arrives)
         self.sums[slot.weight].add(due=due, missing=_above_rounding(missing, due))
 
+    @_in_turn
     def sketched(
         self, slot: Slot, gradient: Gradient, unsent: Gradient | None, z_GIK: Tensor
     ) -> None:
@@ -172,13 +226,17 @@ class Reading:
 
     # -- what comes of it -------------------------------------------------------------------------
 
+    @_in_turn
     def came(self, slot: Slot, parts: Sequence[Factors], scale: float) -> None:
         """The mean gradient of a slot is the sum of these products times scale."""
+        if not parts:
+            return
+        self._slots[slot.weight][slot.place] = slot
         if slot.lookup or sum(part.d_GRO.shape[1] for part in parts) > _FEW:
             return  # the gradient itself is less work
-        whole = stack([Factors(part.d_GRO, part.a_GRI) for part in parts])
-        self._mean[slot.place] = Factors(whole.d_GRO * scale, whole.a_GRI)
+        self._mean[slot.place] = _Rows(stack([Factors(*part[:2]) for part in parts]), scale)
 
+    @_in_turn
     def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:
         """The mean gradient of a parameter.
 
@@ -187,8 +245,8 @@ class Reading:
             own: this site's gradient where it was formed.
             mean: the mean gradient.
         """
-        slots = self._gauge.matrices.get(name) or _whole(name, mean)
-        for slot in slots:
+        used = [slot for slot in self._slots[name].values() if not slot.lookup]
+        for slot in used or self._gauge.matrices.get(name) or _whole(name, mean):
             formed_GOI = _matrix(slot, mean)
             given = None if own is None else _matrix(slot, own)
             self._compare(slot, self._own.get(slot.place, given), formed_GOI)
@@ -196,21 +254,46 @@ class Reading:
                 self.sums[name].sigma.append(self._spectrum(slot, formed_GOI))
 
     def _compare(self, slot: Slot, own: Gradient | None, formed_GOI: Tensor) -> None:
-        mean = self._mean.get(slot.place, formed_GOI)
-        sums = self.sums[slot.weight]
-        sums.add(mean=inner(mean, mean))
+        rows, sums = self._mean.get(slot.place), self.sums[slot.weight]
         if own is not None:
-            sums.add(own=inner(own, own), both=inner(own, mean))
+            both = rows.inner(own) if rows else inner(own, formed_GOI)
+            sums.add(own=inner(own, own), both=both)
+        sums.add(mean=rows.square if rows else inner(formed_GOI, formed_GOI))
 
     def _spectrum(self, slot: Slot, formed_GOI: Tensor) -> Tensor:
-        starts = self._gauge.starts
-        mean = self._mean.get(slot.place)
-        if mean is None:
-            mean = _used_rows(formed_GOI) if slot.weight in self._gauge.tables else formed_GOI
-        sigma_GK, start = leading_values(mean, SPECTRUM, starts.get(slot.place))
+        rows, starts = self._mean.get(slot.place), self._gauge.starts
+        if rows is not None:
+            return rows.singular_values[:, :SPECTRUM]
+        if slot.weight in self._gauge.tables:
+            formed_GOI = _used_rows(formed_GOI)
+        sigma_GK, start = leading_values(formed_GOI, SPECTRUM, starts.get(slot.place))
         if start is not None:
             starts[slot.place] = start
         return sigma_GK
+
+
+class _Rows:
+    """A mean gradient of few rows: their Gram matrices tell what it is like."""
+
+    def __init__(self, factors: Factors, scale: float) -> None:
+        self._factors, self._scale = factors, scale
+        d_GRO, a_GRI = widened(factors.d_GRO), widened(factors.a_GRI)
+        self._deltas_GRR, self._activations_GRR = d_GRO @ d_GRO.mT, a_GRI @ a_GRI.mT
+
+    @property
+    def square(self) -> float:
+        """The squared norm."""
+        return (self._deltas_GRR * self._activations_GRR).sum().item() * self._scale**2
+
+    @property
+    def singular_values(self) -> Tensor:
+        """All of them, falling, (G, R) or less."""
+        most = min(self._factors.d_GRO.shape[2], self._factors.a_GRI.shape[2])
+        return self._scale * values_of_rows(self._deltas_GRR, self._activations_GRR, most)
+
+    def inner(self, own: Gradient) -> float:
+        """With another gradient."""
+        return self._scale * inner(own, self._factors)
 
 
 def _squared_sum(gradient: Gradient, unsent: Gradient | None) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -20,10 +19,16 @@ class JSONL:
     Args:
         path: the folder of the run; made if there is none.
         every: record every so many-th step.
+        budget: share of the time of a step that measuring a recorded one may take: layers that do
+            not fit are measured another time, in turn, at least one. `math.inf` measures all.
+
+    Raises:
+        ValueError: a setting out of its range.
     """
 
-    def __init__(self, path: str | Path, *, every: int = 10) -> None:
-        self.path, self.every = Path(path), checked_every(every)
+    def __init__(self, path: str | Path, *, every: int = 10, budget: float = 0.1) -> None:
+        self.path = Path(path)
+        self.every, self.budget = checked(every, budget)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"JSONL: path={str(path)!r} is a file; name a folder for the run")
         self._file: IO[str] | None = None
@@ -44,15 +49,17 @@ class JSONL:
 
 def line_of(event: Event) -> dict[str, object]:
     """The fields of an event behind its kind: "run", "layer", "step" or "scalars"."""
-    return {"event": type(event).__name__.lower(), **asdict(event)}
+    return {"event": type(event).__name__.lower(), **vars(event)}
 
 
-def checked_every(every: int) -> int:
-    """Returns it.
+def checked(every: int, budget: float) -> tuple[int, float]:
+    """Returns the settings of a recorder.
 
     Raises:
-        ValueError: it is less than one.
+        ValueError: one is out of its range.
     """
     if every < 1:
         raise ValueError(f"every={every!r}; use 1 or more: record every so many-th step")
-    return every
+    if not budget > 0:
+        raise ValueError(f"budget={budget!r}; use a share of a step above 0, or math.inf")
+    return every, budget
