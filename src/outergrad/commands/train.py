@@ -45,6 +45,13 @@ Joint = Annotated[
 Log = Annotated[
     Path | None, typer.Option(help="File that gets a line of JSON per epoch.", dir_okay=False)
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder that gets what `outergrad report` and `outergrad watch` show.", file_okay=False
+    ),
+]
+Every = Annotated[int, typer.Option(min=1, help="Record every so many-th step.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show how each parameter travels, and tracebacks.")
 ]
@@ -65,6 +72,8 @@ def train(
     joint: Joint = False,
     data_dir: DataDir = DATA_DIR,
     log: Log = None,
+    record: Record = None,
+    every: Every = 10,
     verbose: Verbose = False,
 ) -> None:
     """Train a model at several sites: under torchrun, or in local processes."""
@@ -83,7 +92,8 @@ def train(
             local=tuple(local or ()),
             joint=joint,
         )
-        work = partial(train_site, job, data_dir=data_dir, log=log, verbose=verbose)
+        files = {"data_dir": data_dir, "log": log, "record": record}
+        work = partial(train_site, job, **files, every=every, verbose=verbose)
         if not under_torchrun():
             require_files(data, data_dir)
         run_sites(work, 1 if method == "pooled" else job.sites, verbose=verbose)

@@ -91,7 +91,7 @@ def compare(job: Job, data: Dataset) -> Outcome:
         measured=sent_bytes is not None,
         seconds=after.at_s - before.at_s,
     )
-    training.replica.close()
+    training.close()
     return outcome
 
 

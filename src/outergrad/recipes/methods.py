@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
-from outergrad._protocols import Method
+from outergrad._protocols import Method, Recorder
 from outergrad.recipes.errors import RecipeError
 
 FIRST_COMPRESSED_STEP = 2
@@ -101,9 +101,11 @@ class Distributed:
 
     Attributes:
         method: How gradients travel.
+        recorder: What is told of every step.
     """
 
     method: Method | og.PerLayer
+    recorder: Recorder | None = None
 
     def __call__(self, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
         """Distributes the model.
@@ -112,7 +114,7 @@ class Distributed:
             RecipeError: The method does not fit the model; at every site.
         """
         try:
-            session = og.distribute(model, self.method, group=group)
+            session = og.distribute(model, self.method, group=group, recorder=self.recorder)
         except ValueError as error:
             raise RecipeError(str(error)) from error
         return Replica(model=model, session=session, start_bytes=session.stats().total_sent_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from outergrad.recipes.console import amount, count, step_bars
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
+from outergrad.recipes.recording import recorder_into
 from outergrad.recipes.sites import mean_over_sites, prepare_together
 from outergrad.recipes.split import Rows
 from outergrad.recipes.training import Training, deal, start
+from outergrad.record.jsonl import JSONL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,34 +46,54 @@ class Report:
     seconds: float
 
 
-def train(job: Job, *, data_dir: Path, log: Path | None = None, verbose: bool = False) -> None:
+def train(
+    job: Job,
+    *,
+    data_dir: Path,
+    log: Path | None = None,
+    record: Path | None = None,
+    every: int = 10,
+    verbose: bool = False,
+) -> None:
     """Does this site's part of a job; site 0 shows the progress and the result.
 
     Args:
         job: The job.
         data_dir: Folder of the data sets.
         log: File that gets one line of JSON at the start and one per epoch.
+        record: Folder that gets what a report shows.
+        every: Record every so many-th step.
         verbose: Whether to show how each parameter travels.
 
     Raises:
         RecipeError: The same at every site, if one of them cannot start.
     """
     first = dist.get_rank() == 0
-    prepare = partial(_prepare, job, data_dir, log if first and log else Path(os.devnull))
-    data, rows_by_site, file = prepare_together(job, prepare)
-    training = start(job, data, rows_by_site)
+    files = Files(log if first and log else Path(os.devnull), record, every)
+    prepare = partial(_prepare, job, data_dir, files)
+    data, rows_by_site, file, recorder = prepare_together(job, prepare)
+    training = start(job, data, rows_by_site, recorder)
     with file, step_bars(shown=first) as bars:
         report = _run(job, training, file, bars)
     if first and verbose and training.replica.session:
         print(training.replica.session.coverage())
     if first:
         print(_summary(job, report))
-    training.replica.close()
+    training.close()
 
 
-def _prepare(job: Job, data_dir: Path, log: Path) -> tuple[Dataset, Rows, IO[str]]:
+class Files(NamedTuple):
+    """Where this site writes, and how often."""
+
+    log: Path
+    record: Path | None
+    every: int
+
+
+def _prepare(job: Job, data_dir: Path, files: Files) -> tuple[Dataset, Rows, IO[str], JSONL | None]:
     data = load(job.data, data_dir)
-    return data, deal(job, data), _open(log)
+    recorder = recorder_into(files.record, files.every) if files.record else None
+    return data, deal(job, data), _open(files.log), recorder
 
 
 def _open(log: Path) -> IO[str]:

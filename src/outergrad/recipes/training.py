@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,10 +14,12 @@ from torch.optim import Adam, Optimizer
 
 from outergrad.recipes.data import Dataset
 from outergrad.recipes.job import Job
-from outergrad.recipes.methods import Replica, attach_of
+from outergrad.recipes.methods import Distributed, Replica, attach_of
 from outergrad.recipes.models import build_model
+from outergrad.recipes.recording import Recording
 from outergrad.recipes.sites import mean_over_sites, smallest_over_sites
 from outergrad.recipes.split import SPLITS, Batches, Rows, full_batches
+from outergrad.record.jsonl import JSONL
 
 ADAM_EPS = 1e-6
 """Above the rounding noise of a gradient: Adam makes whole steps of what is larger than eps."""
@@ -35,12 +37,14 @@ class Training:
         batches: The batches of this site.
         replica: The model.
         optimizer: Its optimizer.
+        recording: What is told of it.
     """
 
     data: Dataset
     batches: Batches
     replica: Replica
     optimizer: Optimizer
+    recording: Recording
 
     def epoch(self, number: int) -> Iterator[float]:
         """Trains for an epoch; yields this site's loss after each step."""
@@ -50,30 +54,43 @@ class Training:
             loss = cross_entropy(self.replica.model(x), y)
             loss.backward()
             self.optimizer.step()
-            yield loss.item()
+            value = loss.item()
+            self.recording.step(value)
+            yield value
 
     def accuracy(self) -> float:
         """Share of the test labels that are guessed right, averaged over sites."""
         share = accuracy(self.replica.model, self.data)
+        self.recording.log(accuracy=share)
         return mean_over_sites(torch.tensor(share)).item()
 
+    def close(self) -> None:
+        """Leaves a plain model."""
+        self.replica.close()
+        self.recording.close()
 
-def start(job: Job, data: Dataset, rows_by_site: Rows) -> Training:
+
+def start(job: Job, data: Dataset, rows_by_site: Rows, recorder: JSONL | None = None) -> Training:
     """Makes the model and the batches of a job; all sites must call it.
 
     Args:
         job: The job.
         data: The data of all sites.
         rows_by_site: The rows of ``data`` that each site holds.
+        recorder: What is told of the training.
     """
     torch.manual_seed(job.seed)
     model = build_model(job.model, data.format, job.widths)
-    replica = attach_of(job.method, local=job.local, joint=job.joint)(model, None)
+    attach = attach_of(job.method, local=job.local, joint=job.joint)
+    if isinstance(attach, Distributed):
+        attach = replace(attach, recorder=recorder)
+    replica = attach(model, None)
     return Training(
         data=data,
         batches=site_batches(job, data, rows_by_site),
         replica=replica,
         optimizer=Adam(model.parameters(), lr=job.lr, eps=ADAM_EPS),
+        recording=Recording(recorder, job.method, replica),
     )
 
 

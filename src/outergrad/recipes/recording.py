@@ -1,0 +1,113 @@
+"""What a training of a recipe writes down for reports, whatever its method."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import outergrad as og
+from outergrad.events import Event, Run, Scalars, Step
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.methods import Replica, all_reduce_bytes
+from outergrad.record.jsonl import JSONL
+
+
+def recorder_into(folder: Path, every: int) -> JSONL:
+    """Makes the folder of a run, with what an earlier run of this site has left there removed.
+
+    Raises:
+        RecipeError: it cannot be written to.
+    """
+    try:
+        recorder = JSONL(folder, every=every)
+        recorder.path.mkdir(parents=True, exist_ok=True)
+        (recorder.path / f"site-{dist.get_rank()}.jsonl").write_text("")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(f"--record {folder}: {reason}") from error
+    return recorder
+
+
+class Recording:
+    """Tells a recorder of a training: through the session, if that has others to share with.
+
+    Without one there is nothing to be told of gradients, but loss, bytes and time are compared.
+
+    Args:
+        recorder: where it goes; None for nowhere.
+        method: as it was named.
+        replica: what is trained.
+    """
+
+    def __init__(self, recorder: JSONL | None, method: str, replica: Replica) -> None:
+        self._recorder, self._method, self._replica = recorder, method, replica
+        shared = dist.get_world_size() > 1
+        self._session: og.Session | None = replica.session if shared else None
+        self._steps, self._last = 0, time.perf_counter()
+
+    def step(self, loss: float) -> None:
+        """A step is done."""
+        if self._recorder is None:
+            return
+        if self._session is None:
+            if self._steps == 0:
+                self._tell(_run(self._method, self._replica.model))
+            if self._steps % self._recorder.every == 0:
+                self._tell(self._step())
+            self._steps += 1
+        self.log(loss=loss)
+
+    def log(self, **values: float) -> None:
+        """The loop knows something."""
+        if self._session is not None:
+            self._session.log(**values)
+        else:
+            self._tell(_scalars(self._steps, values))
+
+    def close(self) -> None:
+        """The training is over."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _tell(self, event: Event) -> None:
+        if self._recorder is not None:
+            self._recorder.record(event)
+
+    def _step(self) -> Step:
+        assert self._recorder is not None
+        sent, now = self._replica.sent_bytes or 0, time.perf_counter()
+        seconds = (now - self._last) / self._recorder.every if self._steps else None
+        self._last = now
+        return Step(
+            rank=dist.get_rank(),
+            step=self._steps,
+            time=time.time(),
+            seconds=seconds,
+            sent_bytes=sent,
+            received_bytes=sent,
+            total_sent_bytes=sent * (self._steps + 1),
+            compress_s=0.0,
+            replay_s=0.0,
+            wait_s=0.0,
+        )
+
+
+def _run(method: str, model: nn.Module) -> Run:
+    return Run(
+        rank=dist.get_rank(),
+        sites=dist.get_world_size(),
+        method=method,
+        step=0,
+        time=time.time(),
+        shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
+        dense_bytes=all_reduce_bytes(model),
+        outergrad=og.__version__,
+        torch=torch.__version__,
+    )
+
+
+def _scalars(step: int, values: Mapping[str, float]) -> Scalars:
+    return Scalars(rank=dist.get_rank(), step=step, time=time.time(), values=values)
