@@ -234,6 +234,10 @@ class Listener:
             self._chosen.update(zip(step.units, step.choice.words, strict=True))
             self._stats = step.stats(self._stats.step + 1)
             self._reporter.report(step.sender, self._stats)
+        if isinstance(step, LocalStep) and turn is not None:  # a single site's
+            alone = Stats(self._stats.step + 1, total_sent_bytes=self._stats.total_sent_bytes)
+            self._stats = alone
+            self._reporter.report_alone(alone, turn.used)
 
     # -- when something went wrong --------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,10 +98,25 @@ class Reporter:
         due = self._due(step)
         if sender.reading is not None:
             sender.reading.end()
-        layers = list(self._layers(sender, stats)) if due else []
-        for client in due:
-            for event in [*layers, self._step(client, step, stats)]:
-                self._tell(client, event)
+        self._tell_all(list(self._layers(sender, stats)) if due else [], step, stats)
+
+    def report_alone(self, stats: Stats, used: Collection[str]) -> None:
+        """Tells of a step of a single site: nothing travels, its gradients are all there are."""
+        if not self._clients:
+            return
+        step = stats.step - 1
+        self._begin(step)
+        reading = self.reading(step)
+        if reading is None:
+            return
+        grads = {n: p.grad for n, p in self._model.params.items() if n in used}
+        layers = []
+        for name, grad in ((name, grad) for name, grad in grads.items() if grad is not None):
+            reading.mean(name, grad, grad)
+            measured = reading.sums[name].measured() | {"relative_error": 0.0}
+            layers.append(_alone(self._rank, step, name, measured))
+        reading.end()
+        self._tell_all(layers, step, stats)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Tells of what the training loop says.
@@ -199,6 +214,12 @@ class Reporter:
                     squares[matrix.weight] = before + inner(unsent, unsent)
         return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}
 
+    def _tell_all(self, layers: Sequence[Layer], step: int, stats: Stats) -> None:
+        """Whom it concerns, of a step."""
+        for client in self._due(step):
+            for event in [*layers, self._step(client, step, stats)]:
+                self._tell(client, event)
+
     def _step(self, client: _Client, step: int, stats: Stats) -> Step:
         return Step(
             rank=self._rank,
@@ -245,6 +266,13 @@ class _Client:
         seconds = (self._last[1] - last[1]) / (step - last[0])
         self.allowed_s = getattr(self.recorder, "budget", math.inf) * seconds
         return seconds
+
+
+def _alone(rank: int, step: int, name: str, measured: Mapping[str, Any]) -> Layer:
+    nothing = dict.fromkeys(("rows", "kept_rows", "sent_bytes", "received_bytes"), 0)
+    no_time = dict.fromkeys(("compress_s", "replay_s", "wait_s"), 0.0)
+    about = {"rank": rank, "step": step, "layer": name, "travels": "dense"}
+    return Layer(**about, **nothing, **no_time, **measured)
 
 
 def _number(name: str, value: Any) -> float:

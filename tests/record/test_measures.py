@@ -269,3 +269,26 @@ def test_what_is_no_recorder_is_refused_on_all_sites(recorder, message):
 
     for error in try_ranks(SITES, body):
         assert message in str(error)
+
+
+def test_a_single_site_hears_of_its_own_gradients():
+    def body(rank, group):
+        net, events = nn.Linear(3, 2), Events()
+        session = og.distribute(net, group=group, recorder=events)
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.ones(1, 3)).sum().backward()
+        session.log(loss=1.0)
+        session.detach()
+        return events, norm(net.weight.grad), session.stats()
+
+    ((events, expected, stats),) = run_on_lasting_groups(1, body)
+    assert [type(event).__name__ for event in events] == [
+        "Run",
+        *["Layer", "Layer", "Step"] * 2,
+    ] + ["Scalars"]
+    last = [event for event in events.layers if event.layer == "weight"][-1]
+    assert (last.step, last.sent_bytes, last.cosine) == (1, 0, pytest.approx(1.0))
+    assert last.mean_norm == pytest.approx(expected)
+    assert last.effective_rank == pytest.approx(1.0, abs=0.01)
+    assert stats.step == events[-1].step == 2

@@ -27,14 +27,14 @@ def leading_values(
         count: how many are wanted, at most.
         q_GIK: what came back the last time, None at the first.
     """
-    if not math.isfinite(formed_GOI.sum().item()):
-        return formed_GOI.new_full((len(formed_GOI), count), math.nan), None
     columns = min(count + OVERSAMPLING, *formed_GOI.shape[1:])
     gradient = unscaled(formed_GOI)
     z_GIK = start(gradient.a_GNI, columns, q_GIK)
     for _ in range(_COLD_ITERATIONS if q_GIK is None else 1):
         p_GOK = orthonormal(gradient.times(z_GIK))
         z_GIK = gradient.transposed_times(p_GOK)
+    if not math.isfinite(z_GIK.sum().item()):  # LAPACK would raise
+        return z_GIK.new_full((len(z_GIK), min(count, columns)), math.nan), None
     squares_GK, u_GKK = torch.linalg.eigh(z_GIK.mT @ z_GIK)
     sigma_GK = squares_GK.flip(1).clamp(min=0).sqrt()
     return sigma_GK[:, :count], z_GIK @ u_GKK.flip(2)
