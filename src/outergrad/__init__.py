@@ -4,7 +4,7 @@ Sites that train replicas of one model exchange the factors of its weight gradie
 and deltas, instead of the gradients: the same gradients at a fraction of the bytes.
 """
 
-from outergrad import wire
+from outergrad import events, wire
 from outergrad._attach import distribute
 from outergrad._protocols import Rule
 from outergrad._session import Session
@@ -13,10 +13,14 @@ from outergrad._types import Call, Event, Factors, Part, Slot
 from outergrad._version import __version__
 from outergrad.exchange import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
+from outergrad.record.jsonl import JSONL
+from outergrad.record.tensorboard import TensorBoard
+from outergrad.record.wandb import WandB
 
 __all__ = [
     "DAD",
     "EDAD",
+    "JSONL",
     "RULES",
     "Call",
     "Dense",
@@ -32,7 +36,10 @@ __all__ = [
     "Session",
     "Slot",
     "StepDiscardedError",
+    "TensorBoard",
+    "WandB",
     "__version__",
     "distribute",
+    "events",
     "wire",
 ]
