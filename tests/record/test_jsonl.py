@@ -6,7 +6,7 @@ import json
 from dataclasses import MISSING, fields, replace
 
 import pytest
-from examples import EVENTS, LAYER, RUN, SCALARS, STEP
+from event_examples import EVENTS, LAYER, RUN, SCALARS, STEP
 
 from made_up_run import events, write_run
 from outergrad.record.jsonl import JSONL, event_of, line_of

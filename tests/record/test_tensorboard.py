@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from examples import BARE, DENSE, EVENTS, LAYER, RUN, SCALARS, STEP
+from event_examples import BARE, DENSE, EVENTS, LAYER, RUN, SCALARS, STEP
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import outergrad as og

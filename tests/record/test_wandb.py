@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from examples import EVENTS, LAYER, RUN, SCALARS, STEP
+from event_examples import EVENTS, LAYER, RUN, SCALARS, STEP
 
 import outergrad as og
 from made_up_run import TRAVELS, events
