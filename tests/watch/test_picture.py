@@ -98,6 +98,16 @@ def test_curves_grow_where_there_is_room():
         assert below - above == rows
 
 
+def test_scalars_without_room_are_counted():
+    run = watched()
+    values = {f"metric {i}": float(i) for i in range(5)}
+    run.take(Scalars(rank=0, step=200, time=START + 20, values=values), heard=START + 20)
+    lines = drawn(run)
+    assert "and 3 more scalars" in lines[-1]
+    assert sum("metric" in line for line in lines) == 1
+    assert "\n".join(drawn(run, height=None)).count("metric") == 5
+
+
 def test_silence_of_all():
     lines = drawn(watched(), later_s=40.0)
     assert lines[0].endswith("○ no news for 40 s")

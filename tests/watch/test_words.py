@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outergrad.watch.words import BLOCKS, amount, chart, duration, seconds, short
+from outergrad.watch.words import BLOCKS, amount, chart, duration, plain, seconds, short
 
 WRITTEN = [
     (short(0.0), "0.00"),
@@ -15,6 +15,10 @@ WRITTEN = [
     (short(41234.0), "41,234"),
     (short(4.1e-5), "4.1e-05"),
     (short(math.nan), "nan"),
+    (plain(0.43123), "0.4312"),
+    (plain(1e-3), "0.001"),
+    (plain(math.inf), "inf"),
+    (plain(41234.0), "41,234"),
     (amount(0), "0 B"),
     (amount(999), "999 B"),
     (amount(999.9), "1 kB"),

@@ -1,5 +1,7 @@
 """``outergrad watch``."""
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +28,12 @@ def watch(run: Run, once: Once = False) -> None:
     Where the output is no terminal, a line every 10 seconds. Ctrl-C ends it.
     """
     with errors_in_one_line(), exit_on_signals():
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack the blocks of curves
+            sys.stdout.reconfigure(errors="replace")
         try:
             _watch(Watch(run, Console()), run, once=once)
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise RecipeError(f"cannot read {error.filename}: {error.strerror}") from None
 

@@ -14,6 +14,8 @@ from outergrad.record.jsonl import checked_every
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
+_FLUSH_S = 10
+
 
 class TensorBoard:
     """Writes the events of this site for TensorBoard, into `dir/site-<rank>`.
@@ -64,7 +66,7 @@ class TensorBoard:
         if self._writer is None:
             hides_from = event.step if isinstance(event, Run) else None
             folder = str(self.path / f"site-{event.rank}")
-            self._writer = self._open(folder, purge_step=hides_from)
+            self._writer = self._open(folder, purge_step=hides_from, flush_secs=_FLUSH_S)
         return self._writer
 
     def _record_layer(self, writer: SummaryWriter, event: Layer) -> None:

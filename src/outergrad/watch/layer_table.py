@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from rich.text import Text
 
 from outergrad.watch.summary import LayerLine
+from outergrad.watch.view import DIM
 from outergrad.watch.words import amount, chart, seconds, short
 
 TRAVELS = {"factors": "cyan", "low rank": "magenta", "replayed": "blue", "dense": "bright_black"}
-DIM = "bright_black"
 NOTHING = Text("-", DIM)
 _NAME = 18
 _WIDE = 100

@@ -9,11 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from outergrad.watch.picture import View, picture, silence, waiting
+from outergrad.watch.overview import silence
+from outergrad.watch.picture import picture, waiting
 from outergrad.watch.state import Watched
 from outergrad.watch.summary import scalars, speed
 from outergrad.watch.tail import Folder
-from outergrad.watch.words import amount, short
+from outergrad.watch.view import View
+from outergrad.watch.words import amount, plain, short
 
 LOOK_EVERY_S = 0.25
 DRAW_EVERY_S = 1.0
@@ -53,7 +55,7 @@ class Watch:
     def follow(self) -> None:
         """Shows it until Ctrl-C: a picture in a terminal, else lines."""
         with contextlib.suppress(KeyboardInterrupt):
-            if self._console.is_terminal:
+            if self._console.is_terminal and not self._console.is_dumb_terminal:
                 self._live()
             else:
                 self._lines()
@@ -93,7 +95,7 @@ def summary_line(watched: Watched, view: View) -> str:
         return waiting(view).plain.strip()
     told = speed(watched)
     parts = [f"step {max(site.step for site in watched.sites):,}"]
-    parts += [f"{name} {short(values[-1], 4)}" for name, values in scalars(watched).items()]
+    parts += [f"{name} {plain(values[-1])}" for name, values in scalars(watched).items()]
     if told.step_s:
         parts += [f"{short(1 / told.step_s)} steps/s"]
     if told.sent_bytes:

@@ -134,8 +134,10 @@ def whole_cosine(layers: list[Layer]) -> float | None:
     told = [
         (layer.cosine, layer.gradient_norm, layer.mean_norm)
         for layer in layers
-        if None not in (layer.cosine, layer.gradient_norm, layer.mean_norm)
+        if layer.cosine is not None
+        and layer.gradient_norm is not None
+        and layer.mean_norm is not None
     ]
-    dot = sum(c * g * m for c, g, m in told)  # type: ignore[operator]
-    norms = math.hypot(*(g for _, g, _ in told)) * math.hypot(*(m for _, _, m in told))  # type: ignore[misc]
+    dot = sum(cosine * own * mean for cosine, own, mean in told)
+    norms = math.hypot(*(own for _, own, _ in told)) * math.hypot(*(mean for _, _, mean in told))
     return dot / norms if norms > 0 else None

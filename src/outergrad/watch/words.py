@@ -19,6 +19,11 @@ def short(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
+def plain(value: float) -> str:
+    """With up to four digits: 0.4312, 0.001, 41,200."""
+    return short(value, 4) if abs(value) >= 1e4 else f"{value:.4g}"
+
+
 def amount(number: float, unit: str = "B") -> str:
     """With a prefix: 512 B, 1.20 kB, 12.3 MB."""
     for prefix in ("", "k", "M", "G", "T"):
