@@ -14,6 +14,8 @@ from outergrad._version import __version__
 from outergrad.exchange import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
 from outergrad.record.jsonl import JSONL
+from outergrad.record.tensorboard import TensorBoard
+from outergrad.record.wandb import WandB
 
 __all__ = [
     "DAD",
@@ -33,6 +35,8 @@ __all__ = [
     "Session",
     "Slot",
     "StepDiscardedError",
+    "TensorBoard",
+    "WandB",
     "__version__",
     "distribute",
     "events",

@@ -46,7 +46,7 @@ def test_every_training_can_be_compared(sites, tmp_path):
             shares = sites > 1 and method != "alone"
             assert (steps[-1]["sent_bytes"] > 0) == shares
             measured = [line for line in found if line["event"] == "layer"]
-            assert bool(measured) == (method == "rank-dad-4")
+            assert bool(measured) == (method in ("rank-dad-4", "dad"))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, one_site):

@@ -283,10 +283,8 @@ def test_a_single_site_hears_of_its_own_gradients():
         return events, norm(net.weight.grad), session.stats()
 
     ((events, expected, stats),) = run_on_lasting_groups(1, body)
-    assert [type(event).__name__ for event in events] == [
-        "Run",
-        *["Layer", "Layer", "Step"] * 2,
-    ] + ["Scalars"]
+    step = ["Layer", "Layer", "Step"]
+    assert [type(event).__name__ for event in events] == ["Run", *step, *step, "Scalars"]
     last = [event for event in events.layers if event.layer == "weight"][-1]
     assert (last.step, last.sent_bytes, last.cosine) == (1, 0, pytest.approx(1.0))
     assert last.mean_norm == pytest.approx(expected)

@@ -5,6 +5,7 @@ import typer
 from outergrad.commands.bench import bench
 from outergrad.commands.data import data_app
 from outergrad.commands.train import train
+from outergrad.commands.watch import watch
 
 app = typer.Typer(
     help="Distributed auto-differentiation for PyTorch.",
@@ -14,4 +15,5 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(bench)
+app.command()(watch)
 app.add_typer(data_app, name="data")

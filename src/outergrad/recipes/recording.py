@@ -32,7 +32,7 @@ def recorder_into(folder: Path, every: int) -> JSONL:
 
 
 class Recording:
-    """Tells a recorder of a training: through the session, if that has others to share with.
+    """Tells a recorder of a training: through the session, if it has one.
 
     Without one there is nothing to be told of gradients, but loss, bytes and time are compared.
 
@@ -44,8 +44,7 @@ class Recording:
 
     def __init__(self, recorder: JSONL | None, method: str, replica: Replica) -> None:
         self._recorder, self._method, self._replica = recorder, method, replica
-        shared = dist.get_world_size() > 1
-        self._session: og.Session | None = replica.session if shared else None
+        self._session = replica.session
         self._steps, self._last = 0, time.perf_counter()
 
     def step(self, loss: float) -> None:

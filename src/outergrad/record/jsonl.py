@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import IO
 
 from outergrad.events import Event
+from outergrad.record.lines import line_of
+from outergrad.record.pace import checked
 
 
 class JSONL:
@@ -23,7 +26,7 @@ class JSONL:
             not fit are measured another time, in turn, at least one. `math.inf` measures all.
 
     Raises:
-        ValueError: a setting out of its range.
+        ValueError: a setting out of its range, or the path is a file.
     """
 
     def __init__(self, path: str | Path, *, every: int = 10, budget: float = 0.1) -> None:
@@ -34,11 +37,21 @@ class JSONL:
         self._file: IO[str] | None = None
 
     def record(self, event: Event) -> None:
-        """Writes a line, at once: what there is of a run that dies can be read."""
-        if self._file is None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._file = (self.path / f"site-{event.rank}.jsonl").open("a", buffering=1)
-        self._file.write(json.dumps(line_of(event)) + "\n")
+        """Writes a line, at once: what there is of a run that dies can be read.
+
+        Raises:
+            OSError: the folder or the file cannot be written; names it.
+        """
+        path = self.path / f"site-{event.rank}.jsonl"
+        try:
+            if self._file is None:
+                self._file = _open(path)
+            self._file.write(json.dumps(line_of(event)) + "\n")
+        except OSError as error:
+            self._give_up()
+            raise OSError(
+                error.errno, f"JSONL cannot write: {error.strerror}", str(path)
+            ) from error
 
     def close(self) -> None:
         """Closes the file; a later event opens it again."""
@@ -46,20 +59,19 @@ class JSONL:
             self._file.close()
             self._file = None
 
+    def _give_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
+        self._file = None
 
-def line_of(event: Event) -> dict[str, object]:
-    """The fields of an event behind its kind: "run", "layer", "step" or "scalars"."""
-    return {"event": type(event).__name__.lower(), **vars(event)}
 
-
-def checked(every: int, budget: float) -> tuple[int, float]:
-    """Returns the settings of a recorder.
-
-    Raises:
-        ValueError: one is out of its range.
-    """
-    if every < 1:
-        raise ValueError(f"every={every!r}; use 1 or more: record every so many-th step")
-    if not budget > 0:
-        raise ValueError(f"budget={budget!r}; use a share of a step above 0, or math.inf")
-    return every, budget
+def _open(path: Path) -> IO[str]:
+    """To append whole lines: what a writer that died left of its last one gets an end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", buffering=1, encoding="utf-8")
+    if path.stat().st_size:
+        with path.open("rb") as written:
+            written.seek(-1, 2)
+            if written.read() != b"\n":
+                file.write("\n")
+    return file

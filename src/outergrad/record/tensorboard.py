@@ -1,0 +1,91 @@
+"""Events as curves in TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outergrad.events import Event, Layer, Run
+from outergrad.record.figures import about, figures
+from outergrad.record.pace import checked
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+_FLUSH_S = 10
+
+
+class TensorBoard:
+    """Writes the events of this site for TensorBoard, into `dir/site-<rank>`.
+
+    `tensorboard --logdir dir` shows the sites as runs. Tags are `<figure>/<layer>`, as
+    `effective_rank/encoder.0.weight` or `sent_bytes/encoder.0.weight`, and `step/<figure>`, as
+    `step/seconds`; what the training loop logs keeps its names. Singular values are histograms
+    of their logarithms to base 10; how a layer travels is a text, written when it changes. Where a
+    training goes on from a checkpoint, what was written of later steps is hidden.
+
+    Args:
+        dir: folder of the run; made if there is none.
+        every: record every so many-th step.
+        budget: share of the time of a step that measuring a recorded one may take: layers that do
+            not fit are measured another time, in turn, at least one. `math.inf` measures all.
+
+    Raises:
+        ImportError: the package tensorboard is not installed.
+        ValueError: a setting out of its range.
+    """
+
+    def __init__(self, dir: str | Path, *, every: int = 10, budget: float = 0.1) -> None:
+        self.path = Path(dir)
+        self.every, self.budget = checked(every, budget)
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            needs = "og.TensorBoard needs tensorboard: pip install 'outergrad[tensorboard]'"
+            raise ImportError(needs) from error
+        self._open, self._writer = SummaryWriter, None
+        self._travels: dict[str, str] = {}
+
+    def record(self, event: Event) -> None:
+        """Hands its numbers to TensorBoard's writer, whose thread writes them to the file."""
+        writer = self._writer_for(event)
+        for tag, value in figures(event).items():
+            writer.add_scalar(tag, value, event.step)
+        if isinstance(event, Run):
+            writer.add_text("run", _table(event), event.step)
+        elif isinstance(event, Layer):
+            self._record_layer(writer, event)
+
+    def close(self) -> None:
+        """Writes what is left and closes the file; a later event opens another."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _writer_for(self, event: Event) -> SummaryWriter:
+        if isinstance(event, Run):
+            self.close()
+        if self._writer is None:
+            hides_from = event.step if isinstance(event, Run) else None
+            folder = str(self.path / f"site-{event.rank}")
+            self._writer = self._open(folder, purge_step=hides_from, flush_secs=_FLUSH_S)
+        return self._writer
+
+    def _record_layer(self, writer: SummaryWriter, event: Layer) -> None:
+        if self._travels.get(event.layer) != event.travels:
+            self._travels[event.layer] = event.travels
+            writer.add_text(f"travels/{event.layer}", event.travels, event.step)
+        sigma = np.array([s for s in event.singular_values or () if 0 < s < np.inf])
+        if sigma.size:
+            tag = f"log10_singular_values/{event.layer}"
+            writer.add_histogram(tag, np.log10(sigma), event.step)
+
+
+def _table(run: Run) -> str:
+    """In Markdown, which TensorBoard shows."""
+    told = [f"| {name} | {value} |" for name, value in about(run).items()]
+    shapes = [f"| {name} | {' x '.join(map(str, shape))} |" for name, shape in run.shapes.items()]
+    rule = "|---|---|"
+    return "\n".join(["| run | |", rule, *told, "", "| parameter | shape |", rule, *shapes])

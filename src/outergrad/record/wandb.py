@@ -1,0 +1,79 @@
+"""Events as curves in Weights & Biases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.record.figures import GROUPS, about, figures
+from outergrad.record.pace import checked
+
+AXIS = "outergrad/step"
+
+
+class WandB:
+    """Logs the events of this site to a run of Weights & Biases.
+
+    One `run.log` per recorded step, with tags as `effective_rank/encoder.0.weight` and
+    `step/seconds`, and one for what the training loop logs, under its own names. The number of
+    synchronised steps is in each as `outergrad/step`, the axis of these charts. The step of
+    Weights & Biases itself, which may only grow, stays yours: it counts calls, those of your own
+    `run.log` too, so pass no `step=` there, or log everything by `session.log`. The run's
+    configuration gets an entry `outergrad`. Give each site a run of its own, with `group=` alike,
+    or one site alone a recorder.
+
+    Args:
+        run: of `wandb.init(...)`; yours to finish.
+        every: record every so many-th step.
+        budget: share of the time of a step that measuring a recorded one may take: layers that do
+            not fit are measured another time, in turn, at least one. `math.inf` measures all.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    def __init__(self, run: Any, *, every: int = 10, budget: float = 0.1) -> None:
+        self.run = run
+        self.every, self.budget = checked(every, budget)
+        self._layers: dict[str, float | str] = {}
+        self._defined: set[str] = set()
+
+    def record(self, event: Event) -> None:
+        """Keeps what it says of a layer until the step that is behind it."""
+        if isinstance(event, Run):
+            self._begin(event)
+        elif isinstance(event, Layer):
+            self._layers[f"travels/{event.layer}"] = event.travels
+            self._layers.update(figures(event))
+        else:
+            self._log(event)
+
+    def close(self) -> None:
+        """Forgets layers without a step; the run stays open."""
+        self._layers = {}
+
+    def _begin(self, run: Run) -> None:
+        count = sum(map(math.prod, run.shapes.values()))
+        config = {**about(run), "shared_parameters": count}
+        self.run.config.update({"outergrad": config}, allow_val_change=True)
+        self._layers = {}
+        if not self._defined:
+            self.run.define_metric(AXIS, hidden=True)
+        self._define(*(f"{group}/*" for group in GROUPS))
+
+    def _log(self, event: Step | Scalars) -> None:
+        values = {AXIS: event.step, **figures(event)}
+        if isinstance(event, Step):
+            values = {**self._layers, **values}
+            self._layers = {}
+        else:
+            self._define(*event.values)
+        self.run.log(values)
+
+    def _define(self, *names: str) -> None:
+        """Draws them over synchronised steps."""
+        for name in names:
+            if name not in self._defined:
+                self._defined.add(name)
+                self.run.define_metric(name, step_metric=AXIS)

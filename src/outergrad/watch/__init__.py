@@ -1,0 +1,1 @@
+"""``outergrad watch``: what a run writes, as a picture in the terminal."""

@@ -1,0 +1,27 @@
+"""An event of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, replace
+
+from made_up_run import events, layer
+from outergrad.events import Event, Layer, Run, Scalars, Step
+
+BEGUN = events(rank=1, sites=2, steps=1, every=1, start=1.7e9)
+RUN = next(e for e in BEGUN if isinstance(e, Run))
+LAYER = layer(rank=1, sites=2, step=10, name="encoder.0.weight")
+BARE = Layer(**{f.name: getattr(LAYER, f.name) for f in fields(Layer) if f.default is MISSING})
+DENSE = layer(rank=1, sites=2, step=10, name="head.weight")
+STEP = replace(next(e for e in BEGUN if isinstance(e, Step)), step=10, seconds=0.1)
+FIRST_STEP = replace(STEP, step=0, seconds=None)
+SCALARS = Scalars(rank=1, step=11, time=1.7e9, values={"loss": 0.5, "lr": 1e-3})
+
+EVENTS: dict[str, Event] = {
+    "run": RUN,
+    "layer": LAYER,
+    "bare layer": BARE,
+    "dense layer": DENSE,
+    "step": STEP,
+    "first step": FIRST_STEP,
+    "scalars": SCALARS,
+}
