@@ -95,6 +95,16 @@ def test_a_rehearsal_in_two_processes():
 
 
 @pytest.mark.slow
+def test_under_torchrun_one_site_talks():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, "-m", "outergrad", "doctor"]
+    code, stdout, stderr = ended(start(*command))
+    assert code == 0, stdout + stderr
+    assert "all 2 sites came" in stdout
+    assert stdout.count("VERDICT") == 1
+
+
+@pytest.mark.slow
 def test_a_missing_site_is_named_by_those_that_came():
     meeting = ["--sites", "3", "--master", f"127.0.0.1:{free_port()}", "--timeout", "5"]
     local = {"GLOO_SOCKET_IFNAME": loopback_name() or "lo"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -156,25 +154,9 @@ def _connected(meeting: Meeting) -> Store:
 
 def _tcp_store(host: str, port: int, *, serves: bool) -> Store:
     limit = timedelta(seconds=_STORE_S)
-    with _without_stderr():
-        return bounded(
-            lambda: TCPStore(host, port, None, serves, limit, wait_for_workers=False),
-            3 * _STORE_S,
-        )
-
-
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Keeps away the pages that PyTorch's libraries write where a connection fails."""
-    sys.stderr.flush()
-    before = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
+    return bounded(
+        lambda: TCPStore(host, port, None, serves, limit, wait_for_workers=False), 3 * _STORE_S
+    )
 
 
 def _await_port(meeting: Meeting, until_s: float, timeout_s: float) -> None:

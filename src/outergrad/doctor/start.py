@@ -16,6 +16,7 @@ from outergrad.doctor.connect import listen
 from outergrad.doctor.course import Report, agree_on_verdict, examine
 from outergrad.doctor.findings import Finding, problem
 from outergrad.doctor.machine import describe, look_at_machine, taken_here
+from outergrad.doctor.quiet import quiet_libraries
 from outergrad.doctor.rendezvous import Meeting, UnreachableError, open_store
 from outergrad.doctor.show import show
 from outergrad.recipes.launch import stay_on_loopback
@@ -69,7 +70,10 @@ def check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) 
         timeout_s: How long to wait for the others.
         findings: Of this machine.
     """
-    with Console(stderr=True).status(f"site {meeting.rank} starts") as status:
+    with (
+        quiet_libraries() as terminal,
+        Console(file=terminal).status(f"site {meeting.rank} starts") as status,
+    ):
         report, board = _examined(meeting, timeout_s, findings, _telling(status.update))
     if board is None:
         show(Console(), report)
@@ -78,7 +82,8 @@ def check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) 
         show(Console(), report)
     elif report.findings:
         _tell_apart(meeting, report)
-    return agree_on_verdict(board, report)
+    with quiet_libraries():
+        return agree_on_verdict(board, report)
 
 
 def _telling(update: Callable[[str], None]) -> Callable[[str], None]:
