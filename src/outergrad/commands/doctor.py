@@ -31,9 +31,11 @@ def doctor(
 ) -> None:
     """Check this machine, and what is between the sites; say what to mend.
 
-    Alone it checks this machine. With --sites 2 it starts two local processes, a rehearsal. On
-    several machines, run it on each under torchrun, or with --sites, --rank and --master, which
-    also tells which machine does not come.
+    Alone it checks this machine; with --sites 2, two local processes besides.
+
+    On several machines, run it on each, with --sites, --rank and --master.
+
+    Under torchrun it needs no options, but torchrun itself waits until all have come.
     """
     with leaving_at_once(), errors_in_one_line():
         if code := _check(sites, rank, master, timeout):
