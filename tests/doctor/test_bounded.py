@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import outergrad
+from outergrad.doctor.bounded import bounded
+
+HANGS = """
+import sys, time, types
+sys.modules["outergrad"] = package = types.ModuleType("outergrad")
+package.__path__ = sys.argv[1:]  # without torch, which takes seconds to import
+
+from outergrad.doctor.bounded import bounded, leaving_at_once
+with leaving_at_once():
+    try:
+        bounded(lambda: time.sleep(100), 0.05)
+    except TimeoutError:
+        sys.exit(3)
+"""
+
+
+def fail():
+    raise KeyError("mine")
+
+
+def test_work_in_time_returns_or_raises():
+    assert bounded(lambda: 7, 5) == 7
+    assert bounded(lambda: None, 5) is None
+    with pytest.raises(KeyError, match="mine"):
+        bounded(fail, 5)
+
+
+def test_work_that_hangs_is_left():
+    release = threading.Event()
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        bounded(lambda: release.wait(20), 0.05)
+    assert time.monotonic() - began_s < 5
+    release.set()
+
+
+@pytest.mark.slow
+def test_a_process_ends_though_work_hangs():
+    command = [sys.executable, "-c", HANGS, str(Path(outergrad.__file__).parent)]
+    done = subprocess.run(command, timeout=60, capture_output=True)
+    assert (done.returncode, done.stderr) == (3, b"")

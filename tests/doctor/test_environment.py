@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from outergrad.doctor.environment import (
+    VARIABLES,
+    check_disk,
+    check_open_files,
+    check_shaping,
+    check_threads,
+    check_variables,
+)
+from outergrad.doctor.findings import Level
+
+BITES = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "OFF"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "0"),
+    "GLOO_DEVICE_TRANSPORT": ("TCP_TLS", "TCP"),
+    "CUDA_VISIBLE_DEVICES": ("", "0"),
+    "NCCL_DEBUG": ("INFO", "WARN"),
+    "NCCL_SOCKET_IFNAME": ("eth1", None),
+    "NCCL_P2P_DISABLE": ("1", "0"),
+    "NCCL_IB_DISABLE": ("1", "0"),
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_that_bites_is_named(name):
+    bad, good = BITES[name]
+    (finding,) = check_variables({name: bad})
+    assert finding.level > Level.OK
+    assert name in finding.said
+    if good is not None:
+        assert [f.level for f in check_variables({name: good})] == [Level.OK]
+
+
+def test_debug_says_what_it_costs():
+    assert "8 ms" in check_variables({"TORCH_DISTRIBUTED_DEBUG": "detail"})[0].said
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "processes", "level", "remedy"),
+    [
+        (8, 8, 1, Level.OK, ""),
+        (1, 8, 1, Level.NOTE, "export OMP_NUM_THREADS=8"),
+        (8, 8, 2, Level.WARNING, "export OMP_NUM_THREADS=4"),
+        (1, 2, 4, Level.OK, ""),
+    ],
+)
+def test_threads(threads, cores, processes, level, remedy):
+    finding = check_threads({}, threads, cores, processes)
+    assert (finding.level, finding.remedy) == (level, remedy)
+
+
+def test_torchrun_is_blamed_for_its_one_thread():
+    said = check_threads({"TORCHELASTIC_RUN_ID": "1"}, 1, 8, 1).said
+    assert "torchrun sets OMP_NUM_THREADS=1" in said
+
+
+def test_limits():
+    assert check_open_files(64).level == Level.WARNING
+    assert check_open_files(None).level == check_open_files(1024).level == Level.OK
+    assert check_disk("/tmp", 10**6).level == Level.WARNING
+    assert check_disk("/tmp", 10**10).level == Level.OK
+    assert check_shaping(None).level == Level.OK
+    assert "needs root" in check_shaping("--link 100mbit needs root: run as root").said

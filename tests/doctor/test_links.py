@@ -1,0 +1,145 @@
+"""Pairs of sites: how they are found, measured and judged."""
+
+from __future__ import annotations
+
+import socket
+from itertools import combinations
+
+import pytest
+from made_up_sites import in_threads, site
+
+from outergrad.doctor.bursts import Rates, measure
+from outergrad.doctor.connect import connect, listen
+from outergrad.doctor.findings import Level
+from outergrad.doctor.links import check_links, ddp_step_s, rate, seconds
+from outergrad.doctor.pairs import Measured, combine, rounds
+
+ADDRESSES = {0: "10.0.0.1:40000", 1: "10.0.0.2:40001", 2: "10.0.0.3:40002"}
+EVEN = {"rtt_s": 0.01, "rates": {"alone": 1e7, "alone_back": 1e7, "both": 9e6, "both_back": 9e6}}
+
+
+def link(alone=1e7, alone_back=1e7, both=9e6, both_back=9e6, rtt_s=0.01, lower=0, higher=1):
+    return Measured(lower, higher, rtt_s, Rates(alone, alone_back, both, both_back))
+
+
+@pytest.mark.parametrize("sites", range(2, 10))
+@pytest.mark.parametrize("together", [False, True])
+def test_every_pair_has_its_turn_once_and_no_site_twice_in_a_round(sites, together):
+    ranks = [3 * site for site in range(sites)]
+    found = rounds(ranks, together=together)
+    assert sorted(pair for pairs in found for pair in pairs) == sorted(combinations(ranks, 2))
+    for pairs in found:
+        busy = [rank for pair in pairs for rank in pair]
+        assert len(busy) == len(set(busy))
+    if together:
+        assert len(found) == sites - 1 + sites % 2
+
+
+def test_a_line_is_measured_alike_from_both_ends():
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        found = in_threads((0, 1), lambda rank: measure(ends[rank], lower=rank == 0))
+    assert found[0] == found[1]
+    rtt_s, rates = found[0]
+    assert 0 < rtt_s < 1
+    assert rates.slowest > 1e6
+
+
+def test_a_peer_that_closes_is_an_error():
+    ends = socket.socketpair()
+    ends[1].close()
+    with ends[0], pytest.raises(OSError, match=r"closed|pipe|reset"):
+        measure(ends[0], lower=True)
+
+
+def test_strangers_are_not_taken_for_a_site():
+    listeners = [listen("127.0.0.1") for _ in range(2)]
+    sites = [
+        site(rank, address="127.0.0.1", port=listener.getsockname()[1])
+        for rank, listener in enumerate(listeners)
+    ]
+    with socket.create_connection(listeners[0].getsockname()) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+        found = in_threads(
+            (0, 1), lambda rank: connect(listeners[rank], sites[rank], sites[1 - rank], "secret")
+        )
+    for connected in found.values():
+        assert connected.outgoing is None
+        assert connected.incoming
+        connected.line.close()
+    for listener in listeners:
+        listener.close()
+
+
+def test_both_sites_tell_of_a_pair():
+    told = {0: {"outgoing": None, **EVEN}, 1: {"outgoing": "refused", **EVEN}}
+    found = combine((0, 1), told, ADDRESSES)
+    assert found.rates == Rates(**EVEN["rates"])
+    assert found.failures == ("site 1 cannot connect to site 0 at 10.0.0.1:40000: refused",)
+    assert combine((0, 1), {}, ADDRESSES) == Measured(0, 1)
+    stopped = combine((0, 1), {1: {"outgoing": None, "stopped": "timed out"}}, ADDRESSES)
+    assert stopped.failures == ("site 0 stopped answering site 1 while they measured",)
+
+
+def sentences(links, sites=2, rehearsal=False):
+    return [(f.level, f.said) for f in check_links(links, sites, rehearsal=rehearsal)]
+
+
+def test_an_even_link_needs_two_lines():
+    first, second = check_links([link()], 2, rehearsal=False)
+    assert (first.level, first.said) == (Level.OK, "9.0 Mbit/s between sites 0 and 1")
+    assert second.said == "a step of DDP with 10 million parameters spends 36 s there"
+    assert second.remedy == "`outergrad plan --link 9.0mbit --latency 5.0ms` shows what pays"
+
+
+def test_the_slowest_pair_is_named():
+    links = [link(), link(both=1e6, lower=0, higher=2), link(lower=1, higher=2)]
+    said = [said for _, said in sentences(links, 3)]
+    assert "1.0 Mbit/s between sites 0 and 2, the slowest" in said
+
+
+def test_what_is_peculiar_is_told():
+    said = sentences([link(alone_back=1e6, both_back=1e6)])
+    assert said[0] == (
+        Level.NOTE,
+        "site 1 sends 10.0 times slower than it receives, to and from site 0",
+    )
+    assert "share one channel" in sentences([link(both=4e6, both_back=5e6)])[0][1]
+    assert "400 ms there and back" in sentences([link(rtt_s=0.4)])[0][1]
+
+
+def test_fast_links_are_not_blamed_for_busy_processors():
+    assert len(sentences([link(6e9, 3e9, 1e9, 1e9)])) == 2
+
+
+def test_what_failed_is_a_problem_and_what_was_not_measured_a_note():
+    assert sentences([Measured(0, 1, failures=("refused",)), Measured(0, 2)], 3) == [
+        (Level.PROBLEM, "refused"),
+        (Level.NOTE, "not measured: sites 0 and 2"),
+    ]
+
+
+def test_a_rehearsal_has_no_link():
+    assert sentences([link()], rehearsal=True)[0][1].startswith("between processes of one machine")
+
+
+def test_ddp_sends_all_but_one_part_twice():
+    assert ddp_step_s(10**6, 2, 32e6, 0.0) == pytest.approx(1.0)
+    assert ddp_step_s(10**6, 4, 32e6, 0.0) == pytest.approx(1.5)
+    assert ddp_step_s(10**6, 2, 32e6, 0.1) == pytest.approx(1.1)
+
+
+def test_figures_for_a_reader():
+    assert [rate(r) for r in (96.4e6, 9.64e6, 1.25e9, 955e3)] == [
+        "96 Mbit/s",
+        "9.6 Mbit/s",
+        "1.2 Gbit/s",
+        "955 kbit/s",
+    ]
+    assert [seconds(s) for s in (0.00123, 0.2, 3.61, 34.2, 335)] == [
+        "1.2 ms",
+        "200 ms",
+        "3.6 s",
+        "34 s",
+        "5.6 minutes",
+    ]

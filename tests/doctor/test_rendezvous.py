@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from outergrad.doctor.rendezvous import (
+    Meeting,
+    UnreachableError,
+    meeting_at,
+    meeting_from,
+    open_store,
+    why_unreachable,
+)
+from outergrad.recipes.errors import RecipeError
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+}
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_torchruns_environment():
+    there = Meeting(rank=1, sites=2, host="10.0.0.1", port=29400, hosted=True, attempt=3)
+    assert meeting_from(TORCHRUN) == there
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, not 'http'"),
+        ({"RANK": "2"}, "rank 2 is not one of 2 sites"),
+    ],
+)
+def test_a_broken_environment_is_a_mistake(changed, said):
+    with pytest.raises(RecipeError, match=said):
+        meeting_from({**TORCHRUN, **changed})
+
+
+@pytest.mark.parametrize(
+    ("master", "host", "port"),
+    [
+        ("10.0.0.1:1234", "10.0.0.1", 1234),
+        ("hospital-a", "hospital-a", 29500),
+        ("[fd00::2]:77", "fd00::2", 77),
+    ],
+)
+def test_master(master, host, port):
+    meeting = meeting_at(master, 0, 2)
+    assert (meeting.host, meeting.port) == (host, port)
+
+
+@pytest.mark.parametrize("master", [":29500", "a:b", "a:0", "a:65536"])
+def test_master_that_cannot_be_read(master):
+    with pytest.raises(RecipeError, match=r"--master must look like 10\.0\.0\.1:29500"):
+        meeting_at(master, 0, 2)
+
+
+def test_nobody_listens(free_port):
+    began_s = time.monotonic()
+    said = rf"site 1 cannot reach site 0 at 127\.0\.0\.1:{free_port} .*nothing listens"
+    with pytest.raises(UnreachableError, match=said):
+        open_store(meeting_at(f"127.0.0.1:{free_port}", 1, 2), 0.5)
+    assert time.monotonic() - began_s < 2
+
+
+def test_an_unknown_name():
+    with pytest.raises(UnreachableError, match=r"the name no-such-machine\.invalid is unknown"):
+        open_store(meeting_at("no-such-machine.invalid:1", 1, 2), 0.2)
+
+
+def test_the_port_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UnreachableError, match=f"cannot listen on port {port}"):
+            open_store(meeting_at(f"127.0.0.1:{port}", 0, 2), 1)
+
+
+def test_site_0_with_another_machines_address():
+    finding = why_unreachable(meeting_at("10.0.0.9", 0, 2), TimeoutError(), 5)
+    assert "site 0 cannot reach itself at 10.0.0.9:29500" in finding.said
+
+
+def test_a_silent_address_means_a_firewall():
+    finding = why_unreachable(meeting_at("10.0.0.9", 1, 2), TimeoutError("timed out"), 30)
+    assert "site 1 cannot reach site 0 at 10.0.0.9:29500 within 30 s: no answer" in finding.said
+    assert "firewall" in finding.remedy
+
+
+def test_two_sites_share_a_store(free_port):
+    stores = [open_store(meeting_at(f"127.0.0.1:{free_port}", rank, 2), 5) for rank in (0, 1)]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outergrad.doctor.findings import Level
+from outergrad.doctor.software import (
+    EXTRAS,
+    LEAST,
+    check_extras,
+    check_gloo,
+    check_gpus,
+    check_version,
+)
+
+PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
+def test_the_oldest_versions_are_those_of_the_package():
+    assert f'requires-python = ">={LEAST["python"]}"' in PYPROJECT
+    assert f'"torch>={LEAST["torch"]}"' in PYPROJECT
+    assert f'"numpy>={LEAST["numpy"]}"' in PYPROJECT
+
+
+def test_the_extras_are_those_of_the_package():
+    for name in EXTRAS:
+        assert f"\n{name} = [" in PYPROJECT
+    for modules, _ in EXTRAS.values():
+        for module in modules:
+            assert f'"{module.replace("sklearn", "scikit-learn")}>=' in PYPROJECT
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "level", "said"),
+    [
+        ("torch", "2.11.0+cpu", Level.OK, "2.11.0+cpu"),
+        ("torch", "2.11", Level.OK, "2.11"),
+        ("torch", "3.0.0a0+git123", Level.OK, "3.0.0a0+git123"),
+        ("torch", "2.9.1", Level.PROBLEM, "2.9.1 is too old: 2.11 or later is needed"),
+        ("numpy", None, Level.PROBLEM, "is not installed"),
+        ("python", "3.9.18", Level.PROBLEM, "3.9.18 is too old: 3.10 or later is needed"),
+    ],
+)
+def test_versions(name, version, level, said):
+    finding = check_version(name, version)
+    assert (finding.level, finding.said) == (level, said)
+    assert bool(finding.remedy) == (level == Level.PROBLEM)
+
+
+def test_gloo_is_needed():
+    assert check_gloo(True).level == Level.OK
+    assert check_gloo(False).level == Level.PROBLEM
+
+
+def test_gpus_are_counted_and_not_needed():
+    assert check_gpus(["H100", "H100"], "12.8", "2.27.5").said == "2 x H100, CUDA 12.8; NCCL 2.27.5"
+    assert check_gpus([], None, None).level == Level.OK
+    assert "sees no GPU" in check_gpus([], "12.8", None).said
+
+
+def test_a_missing_extra_is_said_with_its_use():
+    first, second = check_extras(lambda module: module not in ("plotly",))
+    assert first.said == "installed: cli, bench, tensorboard"
+    assert second.remedy == "pip install 'outergrad[report]'"
+    assert "reports" in second.said
