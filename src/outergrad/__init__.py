@@ -4,7 +4,7 @@ Sites that train replicas of one model exchange the factors of its weight gradie
 and deltas, instead of the gradients: the same gradients at a fraction of the bytes.
 """
 
-from outergrad import wire
+from outergrad import report, wire
 from outergrad._attach import distribute
 from outergrad._protocols import Rule
 from outergrad._session import Session
@@ -34,5 +34,6 @@ __all__ = [
     "StepDiscardedError",
     "__version__",
     "distribute",
+    "report",
     "wire",
 ]
