@@ -78,6 +78,19 @@ def test_bytes_and_time_of_what_was_logged_grow(tmp_path):
         assert values[-1] > values[0]
 
 
+def test_bytes_of_a_process_that_goes_on_are_added(tmp_path):
+    file = write_run(tmp_path / "run", sites=1, steps=40) / "site-0.jsonl"
+    first = list(map(json.loads, file.read_text().splitlines()))
+    again = [entry | {"step": entry["step"] + 40} for entry in first]
+    file.write_text("\n".join(map(json.dumps, first + again)) + "\n")
+    page = tmp_path / "page.html"
+    assert report(file.parent, "-o", page).exit_code == 0
+    (run,) = data_of(page)
+    sent = run["scalars"]["loss"]["bytes"]
+    assert sent == sorted(sent)
+    assert sent[-1] == pytest.approx(2 * 30_000 + 9_000 * (31 + 31))
+
+
 def test_long_runs_are_thinned_and_keep_their_ends(tmp_path):
     page = tmp_path / "page.html"
     report(write_run(tmp_path / "long", steps=1500, every=1), "-o", page)

@@ -101,8 +101,8 @@ class _Clock:
         self._start = min((t.min() for t in times if len(t)), default=math.nan)
         totals = recording.steps.groupby("step")["total_sent_bytes"].mean()
         # A process that goes on counts from 0 again.
-        fallen = totals.diff().clip(upper=0).cumsum().fillna(0)
-        self._totals = totals - fallen
+        before = totals.shift().where(totals.diff() < 0, 0)
+        self._totals = totals + before.cumsum()
 
     def seconds(self, times: Series) -> Series:
         return times - self._start

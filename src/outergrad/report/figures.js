@@ -17,16 +17,22 @@ const shown = () => [...state.shown].sort((a, b) => a - b);
 const detail = () => RUNS[state.detail];
 
 /** The x axis of what was logged: steps, bytes or time. */
-function progress(names) {
-  if (state.axis === "bytes")
-    return {
-      size: 1,
-      axis: axis("Bytes that a site had sent", { tickformat: "~s", ticksuffix: "B" }),
-    };
+function progress(curves) {
   if (state.axis === "step") return { size: 1, axis: stepAxis() };
-  const longest = Math.max(...names.flatMap((curve) => present(curve.seconds)), 0);
-  const unit = timeUnit(Math.max(longest, 1));
+  if (state.axis === "bytes")
+    return { size: 1, axis: bytesAxis(curves.map((curve) => curve.bytes)) };
+  const longest = Math.max(...curves.flatMap((curve) => present(curve.seconds)), 1);
+  const unit = timeUnit(longest);
   return { size: unit.size, axis: axis(`Time since the start (${unit.name})`) };
+}
+
+/** Logarithmic where one run sent many times more than another. */
+function bytesAxis(curves) {
+  const title = "Bytes that a site had sent";
+  const ends = curves.map((curve) => Math.max(...present(curve), 0)).filter((end) => end > 0);
+  if (Math.max(...ends) > 20 * Math.min(...ends))
+    return logAxis(title, present(curves.flat()), bytes);
+  return axis(title, { tickformat: "~s", ticksuffix: "B" });
 }
 
 function scalar(name) {

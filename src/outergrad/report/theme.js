@@ -103,17 +103,18 @@ function logAxis(title, values, format, more = {}) {
 
 function layout(more) {
   const c = colours();
+  const family = getComputedStyle(document.body).fontFamily;
   return {
     paper_bgcolor: "rgba(0, 0, 0, 0)",
     plot_bgcolor: "rgba(0, 0, 0, 0)",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: c.text },
+    font: { family, size: 12, color: c.text },
     margin: { l: 8, r: isNarrow() ? 6 : 12, t: 10, b: 8 },
     showlegend: false,
     hovermode: "closest",
     hoverlabel: {
       bgcolor: c.raised,
       bordercolor: c.axis,
-      font: { color: c.text, size: 12 },
+      font: { family, color: c.text, size: 12 },
       namelength: -1,
       align: "left",
     },
