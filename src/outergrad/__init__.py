@@ -4,7 +4,7 @@ Sites that train replicas of one model exchange the factors of its weight gradie
 and deltas, instead of the gradients: the same gradients at a fraction of the bytes.
 """
 
-from outergrad import events, wire
+from outergrad import events, report, wire
 from outergrad._attach import distribute
 from outergrad._protocols import Rule
 from outergrad._session import Session
@@ -40,5 +40,6 @@ __all__ = [
     "__version__",
     "distribute",
     "events",
+    "report",
     "wire",
 ]

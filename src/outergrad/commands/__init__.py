@@ -5,6 +5,7 @@ import typer
 from outergrad.commands.bench import bench
 from outergrad.commands.data import data_app
 from outergrad.commands.doctor import doctor
+from outergrad.commands.report import report
 from outergrad.commands.train import train
 from outergrad.commands.watch import watch
 
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(bench)
+app.command()(report)
 app.command()(watch)
 app.command()(doctor)
 app.add_typer(data_app, name="data")

@@ -1,0 +1,193 @@
+"""What the figures of the page are drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from outergrad.report._lines import thin
+from outergrad.report._load import Recording
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+POINTS = 200
+_SPECTRA = 60
+_DIGITS = 4
+_MEASURES = ("effective_rank", "relative_error", "residual_norm", "cosine")
+_TIMES = ("compress_s", "replay_s", "wait_s", "rest_s")
+
+
+def series(recording: Recording) -> dict[str, Any]:
+    """Everything that the page shows of one run, as JSON knows it: no number that is not finite."""
+    return {
+        "sites": sorted({int(site) for site in recording.layers["site"].unique()}),
+        "dense_bytes": dense_bytes(recording),
+        "scalars": _scalars(recording),
+        "bytes": _steps(recording.steps, ("sent_bytes",)),
+        "time": _times(recording.steps),
+        "layers": _layers(recording),
+        "spectra": _spectra(recording.layers),
+    }
+
+
+def dense_bytes(recording: Recording) -> int | None:
+    """What DDP would send per step."""
+    return None if recording.runs.empty else int(recording.runs["dense_bytes"].iloc[-1])
+
+
+def _numbers(values: Iterable[float]) -> list[float | None]:
+    return [float(f"{v:.{_DIGITS}g}") if math.isfinite(v) else None for v in values]
+
+
+def _integers(values: Iterable[int]) -> list[int]:
+    return [int(value) for value in values]
+
+
+def _bucketed(table: DataFrame, most: int = POINTS) -> DataFrame:
+    """Means of neighbouring rows, at most so many, by the last step of each; ordered by step."""
+    groups = [i * most // max(len(table), most) for i in range(len(table))]
+    table = table.reset_index()
+    return table.groupby(groups).agg(dict.fromkeys(table, "mean") | {"step": "last"})
+
+
+def _steps(steps: DataFrame, names: Iterable[str]) -> dict[str, Any]:
+    """Columns of the steps, as means over sites."""
+    table = _bucketed(steps.groupby("step")[[*names]].mean())
+    return {"step": _integers(table["step"]), **{name: _numbers(table[name]) for name in names}}
+
+
+def _times(steps: DataFrame) -> dict[str, Any]:
+    split = time_split(steps)
+    means = _numbers(split[name].mean() for name in _TIMES)
+    return {"mean": dict(zip(_TIMES, means, strict=True)), **_steps(split, _TIMES)}
+
+
+def time_split(steps: DataFrame) -> DataFrame:
+    """The seconds of the steps of which they are known, with `rest_s`, the rest of a step."""
+    known = steps[steps["seconds"].notna()]
+    parts = known[[*_TIMES[:-1]]].sum(axis="columns")
+    return known.assign(rest_s=(known["seconds"] - parts).clip(lower=0))
+
+
+def _scalars(recording: Recording) -> dict[str, Any]:
+    """Per name: mean, least and most over sites and neighbouring steps, and what it took."""
+    clock = _Clock(recording)
+    return {str(name): _curve(rows, clock) for name, rows in recording.scalars.groupby("name")}
+
+
+def _curve(rows: DataFrame, clock: _Clock) -> dict[str, Any]:
+    table = rows.groupby("step").agg(
+        mean=("value", "mean"), low=("value", "min"), high=("value", "max"), time=("time", "max")
+    )
+    groups = [i * POINTS // max(len(table), POINTS) for i in range(len(table))]
+    how = {"step": "last", "mean": "mean", "low": "min", "high": "max", "time": "last"}
+    table = table.reset_index().groupby(groups).agg(how)
+    curve = {name: _numbers(table[name]) for name in ("mean", "low", "high")}
+    seconds, sent = clock.seconds(table["time"]), clock.sent_bytes(table["step"])
+    return curve | {
+        "step": _integers(table["step"]),
+        "seconds": _numbers(seconds),
+        "bytes": _numbers(sent),
+    }
+
+
+class _Clock:
+    """What a run had taken when: seconds since its beginning, bytes that a site had sent."""
+
+    def __init__(self, recording: Recording) -> None:
+        times = [recording.runs["time"], recording.steps["time"], recording.scalars["time"]]
+        self._start = min((t.min() for t in times if len(t)), default=math.nan)
+        totals = recording.steps.groupby("step")["total_sent_bytes"].mean()
+        # A process that goes on counts from 0 again.
+        before = totals.shift().where(totals.diff() < 0, 0)
+        self._totals = totals + before.cumsum()
+
+    def seconds(self, times: Series) -> Series:
+        return times - self._start
+
+    def sent_bytes(self, steps: Series) -> list[float]:
+        """At steps that were done: of the last recorded one before, and on along a line."""
+        import numpy as np
+
+        if self._totals.empty:
+            return [math.nan] * len(steps)
+        return list(np.interp(steps - 1, self._totals.index, self._totals))
+
+
+def _layers(recording: Recording) -> dict[str, Any]:
+    table = recording.layers
+    names = [str(name) for name in table["layer"].unique()]
+    steps = thin(sorted({int(step) for step in table["step"]}), POINTS)
+    table = table[table["step"].isin(steps)]
+    at = (names, steps)
+    by_site = {str(site): _grid(rows, "cosine", *at) for site, rows in table.groupby("site")}
+    return {
+        "names": names,
+        "step": steps,
+        "sent_bytes": _numbers(_means(table, "sent_bytes", names)),
+        "dense_bytes": _numbers(_dense(recording, names)),
+        "travels": [str(how) for how in _usual(table, "travels", names)],
+        **{measure: _grid(table, measure, *at) for measure in _MEASURES},
+        "cosine_by_site": {site: grid for site, grid in by_site.items() if grid},
+    }
+
+
+def _grid(
+    table: DataFrame, measure: str, names: list[str], steps: list[int]
+) -> list[list[float | None]] | None:
+    """A row per layer, a column per step, means over sites; None where nothing was measured."""
+    if table[measure].isna().all():
+        return None
+    grid = table.groupby(["layer", "step"])[measure].mean().unstack()
+    return [_numbers(row) for row in grid.reindex(names).reindex(columns=steps).to_numpy()]
+
+
+def _means(table: DataFrame, column: str, names: list[str]) -> Series:
+    return table.groupby("layer")[column].mean().reindex(names)
+
+
+def _usual(table: DataFrame, column: str, names: list[str]) -> Series:
+    return table.groupby(["layer", column]).size().unstack().idxmax(axis="columns").reindex(names)
+
+
+def _dense(recording: Recording, names: list[str]) -> list[float]:
+    """DDP's bytes for each layer: its share of the parameters."""
+    total = dense_bytes(recording)
+    if total is None:
+        return [math.nan] * len(names)
+    numel = {name: math.prod(s) for name, s in recording.runs["shapes"].iloc[-1].items()}
+    shares = [sum(numel.get(n, 0) for n in _parameters(name, names, numel)) for name in names]
+    return [total * share / sum(numel.values()) if share else math.nan for share in shares]
+
+
+def _parameters(layer: str, names: list[str], numel: Mapping[str, int]) -> set[str]:
+    """Those of a layer: its weight and the bias that travels with it, or all below a block."""
+    return {layer, *_beside(layer, names)} if layer in numel else _below(layer, numel)
+
+
+def _beside(layer: str, layers: Collection[str]) -> set[str]:
+    """The bias of a weight, unless it travels by itself."""
+    head, weight, tail = layer.rpartition("weight")
+    return {f"{head}bias{tail}"} - set(layers) if weight else set()
+
+
+def _below(block: str, numel: Mapping[str, int]) -> set[str]:
+    return {name for name in numel if name.startswith(f"{block}.")}
+
+
+def _spectra(layers: DataFrame) -> dict[str, Any]:
+    """Singular values per layer and step: those of the first site that has them."""
+    table = layers[layers["singular_values"].notna()].drop_duplicates(["layer", "step"])
+    steps = thin(sorted({int(step) for step in table["step"]}), _SPECTRA)
+    chosen = set(steps)
+    found = {
+        (layer, step): _numbers(values)
+        for layer, step, values in zip(
+            table["layer"], table["step"], table["singular_values"], strict=True
+        )
+        if step in chosen
+    }
+    names = [str(name) for name in layers["layer"].unique()]
+    return {"step": steps, "values": [[found.get((n, s)) for s in steps] for n in names]}

@@ -1,0 +1,212 @@
+"use strict";
+
+// Figures of layers: ranks, spectra, disagreement and errors.
+
+const MEASURES = {
+  "rank-lines": ["effective_rank", "Effective rank"],
+  "error-lines": ["relative_error", "Relative error"],
+  "residual-lines": ["residual_norm", "Norm"],
+};
+
+/** A colour per layer and step. */
+function heatMap(everything, allNames, step, title, more = {}) {
+  const measured = range(allNames.length).filter((row) => present(everything[row]).length);
+  const [names, grid] = [allNames, everything].map((rows) => measured.map((row) => rows[row]));
+  const c = colours();
+  const narrow = isNarrow();
+  const bar = narrow
+    ? {
+        orientation: "h",
+        x: 0,
+        xanchor: "left",
+        y: 1,
+        yanchor: "bottom",
+        thickness: 8,
+        ypad: 4,
+        xpad: 0,
+      }
+    : { thickness: 10, x: 1, xpad: 14, len: 1, y: 0.5, ypad: 0 };
+  const data = [
+    {
+      type: "heatmap",
+      z: grid,
+      x: step,
+      y: range(names.length),
+      customdata: names.map((name) => step.map(() => plain(name))),
+      colorscale: heatScale(),
+      colorbar: {
+        ...bar,
+        outlinewidth: 0,
+        tickfont: { size: 11, color: c.quiet },
+        title: { text: title, side: narrow ? "top" : "right", font: { size: 11, color: c.quiet } },
+        nticks: 6,
+      },
+      hovertemplate: "%{customdata}<br>step %{x}: %{z:.3g}<extra></extra>",
+      ...more,
+    },
+  ];
+  const xaxis = axis("Step", { showgrid: false });
+  const yaxis = layerAxis(names);
+  return { data, layout: { xaxis, yaxis }, height: layerHeight(names.length) + (narrow ? 40 : 0) };
+}
+
+function rankMap() {
+  const { names, step, effective_rank: grid } = detail().layers;
+  return grid ? heatMap(grid, names, step, "Effective rank") : null;
+}
+
+/** Lines of all layers of one run, or of one layer in all runs that are shown. */
+function layerLines(figure) {
+  const [measure, title] = MEASURES[figure];
+  const layer = state.layer[figure];
+  const drawn = layer ? oneLayer(layer, measure) : allLayers(figure, measure);
+  if (!drawn) return null;
+  const yaxis = axis(title, { rangemode: "tozero" });
+  return { ...drawn, layout: { xaxis: stepAxis(), yaxis }, height: 340 };
+}
+
+function oneLayer(layer, measure) {
+  const found = shown().flatMap((i) => {
+    const row = RUNS[i].layers.names.indexOf(layer);
+    const grid = RUNS[i].layers[measure];
+    return row >= 0 && grid
+      ? [runLine(i, RUNS[i].layers.step, grid[row], "step %{x}: %{y:.4g}")]
+      : [];
+  });
+  return found.length ? { data: found } : null;
+}
+
+function allLayers(figure, measure) {
+  const { names, step, [measure]: grid } = detail().layers;
+  return grid
+    ? colouredLines(
+        figure,
+        names,
+        range(names.length).map(() => step),
+        grid,
+        "step %{x}: %{y:.4g}",
+      )
+    : null;
+}
+
+/** A line per name, coloured in their order, of which a legend hides some. */
+function colouredLines(figure, names, xs, ys, template, mode = "lines") {
+  const hidden = (state.hidden[figure] ??= new Set());
+  const kept = range(names.length).filter((k) => ys[k] && present(ys[k]).length);
+  const colour = (k) => depthColour(k, names.length);
+  const data = kept
+    .filter((k) => !hidden.has(names[k]))
+    .map((k) => ({
+      x: xs[k],
+      y: ys[k],
+      mode: xs[k].length > 1 ? mode : "markers",
+      line: { color: colour(k), width: 1.6 },
+      marker: { color: colour(k), size: 4.5 },
+      hovertemplate: `${template}<extra>${plain(names[k])}</extra>`,
+    }));
+  return kept.length ? { data, legend: kept.map((k) => [names[k], colour(k)]) } : null;
+}
+
+/** The step of the slider, among those of which the run has spectra. */
+function spectrumStep() {
+  const steps = detail().spectra.step;
+  return steps[Math.round(state.at * (steps.length - 1))];
+}
+
+function spectra(figure) {
+  const layer = state.layer[figure];
+  const run = detail();
+  if (!run.spectra.step.length) return null;
+  const at = spectrumStep();
+  const drawn = layer ? oneSpectrum(layer, at) : allSpectra(figure, at);
+  if (!drawn) return null;
+  const all = layer
+    ? shown().flatMap((i) => spectraOf(RUNS[i], layer))
+    : run.layers.names.flatMap((name) => spectraOf(run, name));
+  const most = Math.max(...all.map((values) => values.length));
+  const xaxis = axis("Singular value, from the largest", {
+    range: [0.5, most + 0.5],
+    dtick: dtick(most),
+  });
+  const yaxis = logAxis("Singular value", floored(all.flat()), power);
+  return { ...drawn, layout: { xaxis, yaxis }, height: 380 };
+}
+
+const dtick = (most) =>
+  [1, 2, 4, 8, 16, 32].find((every) => most / every <= (isNarrow() ? 8 : 16)) ?? 64;
+
+/** What is rounding beside the largest does not stretch the axis. */
+function floored(values) {
+  const most = Math.max(...present(values));
+  return values.filter((v) => v > most * 1e-8);
+}
+
+function spectraOf(run, layer) {
+  const row = run.layers.names.indexOf(layer);
+  return row < 0 ? [] : present(run.spectra.values[row]);
+}
+
+const drawable = (values) => values.map((v) => (v > 0 ? v : null));
+const places = (values) => values.map((_, k) => k + 1);
+const SPECTRUM = "no. %{x}: %{y:.3g}";
+
+function allSpectra(figure, at) {
+  const { names } = detail().layers;
+  const k = detail().spectra.step.indexOf(at);
+  const ys = detail().spectra.values.map((row) => (row[k] ? drawable(row[k]) : null));
+  return colouredLines(
+    figure,
+    names,
+    ys.map((y) => places(y ?? [])),
+    ys,
+    SPECTRUM,
+    "lines+markers",
+  );
+}
+
+function oneSpectrum(layer, at) {
+  const data = shown().flatMap((i) => {
+    const { step, values } = RUNS[i].spectra;
+    const row = RUNS[i].layers.names.indexOf(layer);
+    const near = range(step.length).reduce(
+      (a, b) => (Math.abs(step[b] - at) < Math.abs(step[a] - at) ? b : a),
+      0,
+    );
+    const found = row >= 0 && values[row][near];
+    if (!found) return [];
+    const line = runLine(i, places(found), drawable(found), SPECTRUM);
+    return [{ ...line, mode: "lines+markers", marker: { color: runColour(i), size: 5 } }];
+  });
+  return data.length ? { data } : null;
+}
+
+function cosineLines(figure) {
+  const { names, step, cosine_by_site: grids } = detail().layers;
+  const sites = Object.keys(grids);
+  if (!sites.length) return null;
+  const row = names.indexOf(state.layer[figure]);
+  const ys = sites.map((site) => (row < 0 ? columnMeans(grids[site]) : grids[site][row]));
+  const entries = sites.map((site) => `site ${site}`);
+  const drawn = colouredLines(
+    figure,
+    entries,
+    sites.map(() => step),
+    ys,
+    "step %{x}: %{y:.3f}",
+  );
+  if (!drawn) return null;
+  return { ...drawn, layout: { xaxis: stepAxis(), yaxis: axis("Cosine") }, height: 300 };
+}
+
+function columnMeans(grid) {
+  return grid[0].map((_, k) => {
+    const column = present(grid.map((row) => row[k]));
+    return column.length ? column.reduce((a, b) => a + b) / column.length : null;
+  });
+}
+
+function cosineMap() {
+  const { names, step, cosine, cosine_by_site: grids } = detail().layers;
+  const grid = grids[state.site] ?? cosine;
+  return grid ? heatMap(grid, names, step, "Cosine", { reversescale: true }) : null;
+}

@@ -1,0 +1,216 @@
+"""The page in a browser: it opens by itself, shows everything and follows its controls."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pages import RUNS, page_of
+
+from made_up_run import write_run
+from outergrad.report import write_page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", *QUIET]
+FIGURES = {
+    "scalar-0",
+    "scalar-1",
+    "bytes-total",
+    "bytes-layers",
+    "time-runs",
+    "time-steps",
+    "rank-map",
+    "rank-lines",
+    "spectra",
+    "cosine-lines",
+    "cosine-map",
+    "error-lines",
+    "residual-lines",
+}
+DATA = """name => document.querySelector(`[data-figure="${name}"] .plot`).data
+    .map(({x, y, z}) => ({x: x && [...x], y: y && [...y], z: z && z.map(row => [...row])}))"""
+COLOURS = """() => [...document.querySelectorAll('.plot')].map(({layout, data}) => JSON.stringify(
+    [layout.xaxis.tickfont.color, data.map(t => t.line?.color ?? t.colorscale ?? t.marker?.color)]
+))"""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory) -> Path:
+    """A page of two runs of different length."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = [write_run(folder / "first", sites=3), write_run(folder / "second", steps=120)]
+    write_page(runs, folder / "page.html")
+    return folder / "page.html"
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator:
+    """Opens a page, and fails if it complained or asked for anything else."""
+    contexts, complaints = [], []
+
+    def opened(path: Path, **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda asked: complaints.append(asked.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert [c for c in complaints if not c.startswith(("file:", "data:"))] == []
+
+
+def figures(page) -> set[str]:
+    seen = (
+        "all => all.filter(f => f.querySelector('.plot').data?.length).map(f => f.dataset.figure)"
+    )
+    return set(page.eval_on_selector_all("figure", seen))
+
+
+def width_of(page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth")
+
+
+def data(page, figure: str) -> list[dict]:
+    return page.evaluate(DATA, figure)
+
+
+def choose(page, figure: str, label: str, value: str) -> None:
+    page.select_option(f'[data-figure="{figure}"] select[aria-label="{label}"]', value)
+
+
+def test_every_figure_has_data(open_page, two_runs):
+    page = open_page(two_runs)
+    assert figures(page) == FIGURES
+    for figure in FIGURES:
+        assert any(trace["z"] or trace["y"] for trace in data(page, figure)), figure
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_can_be_looked_at_on_a_phone(open_page, tmp_path, name):
+    page = open_page(page_of(tmp_path, name), viewport={"width": 375, "height": 800})
+    assert (figures(page) == FIGURES) == (name in ("whole", "one site"))
+    assert figures(page) or name == "run alone"
+    assert page.locator("#runs").is_hidden()
+    assert width_of(page) == 375
+
+
+def test_the_slider_moves_through_the_spectra(open_page, two_runs):
+    page = open_page(two_runs)
+    last = data(page, "spectra")
+    page.locator('input[type="range"]').press("Home")
+    first = data(page, "spectra")
+    assert page.locator("output").inner_text() == "step 0"
+    assert first[0]["y"][8] > last[0]["y"][8] > 0
+    page.locator('input[type="range"]').press("ArrowRight")
+    assert page.locator("output").inner_text() == "step 10"
+    assert data(page, "spectra") not in (first, last)
+
+
+def test_runs_are_shown_and_hidden(open_page, two_runs):
+    page = open_page(two_runs)
+    both = {figure: data(page, figure) for figure in ("scalar-1", "bytes-layers", "time-runs")}
+    page.click("#runs button:has-text('second')")
+    assert page.locator("#runs button:focus").get_attribute("aria-pressed") == "false"
+    for figure, before in both.items():
+        assert data(page, figure) != before, figure
+    page.click("#runs button:has-text('second')")
+    assert {figure: data(page, figure) for figure in both} == both
+
+
+def test_hiding_every_run_leaves_one(open_page, two_runs):
+    page = open_page(two_runs)
+    page.click("#runs button:has-text('second')")
+    page.click("#runs button:has-text('first')")
+    assert page.locator("#runs [aria-pressed=true]").count() == 1
+
+
+def test_one_run_is_chosen_for_figures_that_show_one(open_page, two_runs):
+    page = open_page(two_runs)
+    assert len(data(page, "rank-map")[0]["x"]) == 20
+    page.select_option("#detail select", label="second")
+    assert len(data(page, "rank-map")[0]["x"]) == 12
+    assert len(data(page, "cosine-lines")) == 2
+    assert "second" in page.locator('[data-figure="rank-map"] figcaption').inner_text()
+
+
+def test_one_layer_is_compared_over_runs(open_page, two_runs):
+    page = open_page(two_runs)
+    assert len(data(page, "rank-lines")) == 3
+    choose(page, "rank-lines", "Layer", "head.weight")
+    assert [len(trace["x"]) for trace in data(page, "rank-lines")] == [20, 12]
+    choose(page, "spectra", "Layer", "head.weight")
+    assert len(data(page, "spectra")) == 2
+
+
+def test_one_site_is_chosen_in_the_map_of_disagreement(open_page, two_runs):
+    page = open_page(two_runs)
+    mean = data(page, "cosine-map")[0]["z"]
+    choose(page, "cosine-map", "Site", "2")
+    assert data(page, "cosine-map")[0]["z"][0][0] < mean[0][0]
+
+
+def test_a_click_on_a_legend_hides_a_layer(open_page, two_runs):
+    page = open_page(two_runs)
+    page.click('[data-figure="rank-lines"] .legend button:has-text("head")')
+    assert len(data(page, "rank-lines")) == 2
+
+
+def test_what_was_logged_is_drawn_over_steps_bytes_or_time(open_page, two_runs):
+    page = open_page(two_runs)
+    ends = []
+    for axis in ("by step", "by bytes sent", "by time"):
+        page.click(f"#axis button:has-text('{axis}')")
+        ends.append(data(page, "scalar-1")[-1]["x"][-1])
+    assert len(set(ends)) == 3
+
+
+def test_colours_follow_the_machine_and_the_printer(open_page, two_runs):
+    page = open_page(two_runs, color_scheme="light")
+    light = page.evaluate(COLOURS)
+    background = "() => getComputedStyle(document.body).backgroundColor"
+    bright = page.evaluate(background)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"before => ({COLOURS})()[0] !== before[0]", arg=light)
+    dark = page.evaluate(COLOURS)
+    assert all(a != b for a, b in zip(light, dark, strict=True))
+    assert page.evaluate(background) != bright
+    page.emulate_media(color_scheme="dark", media="print")
+    page.wait_for_function(f"before => ({COLOURS})()[0] === before[0]", arg=light)
+
+
+def test_a_printed_page_is_light_and_no_wider_than_paper(open_page, two_runs):
+    page = open_page(two_runs, color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    widths = page.evaluate("[...document.querySelectorAll('.plot')].map(p => p.layout.width)")
+    assert set(widths) == {332, 680}
+    assert "#1d2530" in page.evaluate("document.querySelector('.plot').layout.font.color")
+
+
+def test_figures_follow_the_width_of_the_window(open_page, two_runs):
+    page = open_page(two_runs)
+    for width in (1400, 768, 375, 320):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.wait_for_function(f"() => document.querySelector('.plot').layout.width < {width}")
+        page.wait_for_timeout(300)  # the last of a row of resizes counts
+        assert width_of(page) == width

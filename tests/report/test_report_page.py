@@ -1,0 +1,188 @@
+"""What is on the page, and what the command says of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pages import RUNS, page_of, write_bare
+from typer.testing import CliRunner
+
+from made_up_run import DENSE_BYTES, TRAVELS, write_run
+from outergrad.commands import app
+from outergrad.report._lines import thin
+from outergrad.report._page import names
+from outergrad.report._summary import amount, duration
+
+
+def report(*args: object):
+    return CliRunner().invoke(app, ["report", *map(str, args)])
+
+
+def data_of(page: Path) -> list[dict]:
+    text = page.read_text("utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1], parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_makes_a_page_of_finite_numbers(tmp_path, name):
+    (run,) = data_of(page_of(tmp_path, name))
+    assert run["name"] == name.replace(" ", "-")
+
+
+def test_the_page_begins_with_a_summary(tmp_path):
+    text = page_of(tmp_path, "whole").read_text("utf-8")
+    summary = text[text.index("<table") : text.index("</table>")]
+    cells = re.findall(r'<td data-head="([^"]*)">([^<]*)', summary)
+    assert dict(cells) == {
+        "Sites": "2",
+        "Steps": "200",
+        "Sent per step": "9 kB",
+        "Fewer bytes than DDP": f"{DENSE_BYTES / 9000:.2g}\N{MULTIPLICATION SIGN}",
+        "Time per step": "100 ms",
+        "Final loss": "0.1962",
+        "Final accuracy": "0.9169",
+    }
+    assert "RankDAD(rank=4)" in summary
+
+
+def test_series_are_means_over_sites(tmp_path):
+    (run,) = data_of(page_of(tmp_path, "whole"))
+    layers = run["layers"]
+    assert layers["names"] == list(TRAVELS)
+    assert layers["step"] == list(range(0, 200, 10))
+    assert layers["travels"] == list(TRAVELS.values())
+    assert layers["cosine"][0][0] == pytest.approx((0.75 + 0.5) / 2)
+    assert layers["cosine_by_site"]["1"][0][0] == pytest.approx(0.5)
+    assert len(run["spectra"]["values"][0][-1]) == 16
+    loss = run["scalars"]["loss"]
+    assert (loss["low"][0], loss["high"][0]) == (2.3, 2.31)
+    assert run["time"]["mean"]["rest_s"] == pytest.approx(0.0906)
+
+
+def test_bytes_of_ddp_are_shared_out_by_parameters(tmp_path):
+    (run,) = data_of(page_of(tmp_path, "whole"))
+    dense = run["layers"]["dense_bytes"]
+    assert sum(dense) == pytest.approx(DENSE_BYTES, rel=1e-3)
+    assert dense[0] == pytest.approx(4 * 64 * 33, rel=1e-3)
+
+
+def test_bytes_and_time_of_what_was_logged_grow(tmp_path):
+    (run,) = data_of(page_of(tmp_path, "whole"))
+    for axis in ("step", "bytes", "seconds"):
+        values = run["scalars"]["loss"][axis]
+        assert values == sorted(values)
+        assert values[-1] > values[0]
+
+
+def test_bytes_of_a_process_that_goes_on_are_added(tmp_path):
+    file = write_run(tmp_path / "run", sites=1, steps=40) / "site-0.jsonl"
+    first = list(map(json.loads, file.read_text().splitlines()))
+    again = [entry | {"step": entry["step"] + 40} for entry in first]
+    file.write_text("\n".join(map(json.dumps, first + again)) + "\n")
+    page = tmp_path / "page.html"
+    assert report(file.parent, "-o", page).exit_code == 0
+    (run,) = data_of(page)
+    sent = run["scalars"]["loss"]["bytes"]
+    assert sent == sorted(sent)
+    assert sent[-1] == pytest.approx(2 * 30_000 + 9_000 * (31 + 31))
+
+
+def test_long_runs_are_thinned_and_keep_their_ends(tmp_path):
+    page = tmp_path / "page.html"
+    report(write_run(tmp_path / "long", steps=1500, every=1), "-o", page)
+    (run,) = data_of(page)
+    for steps in (run["layers"]["step"], run["spectra"]["step"]):
+        assert (steps[0], steps[-1]) == (0, 1499)
+    assert len(run["layers"]["step"]) == len(run["bytes"]["step"]) == 200
+    assert len(run["scalars"]["loss"]["step"]) == 200
+    assert run["scalars"]["loss"]["step"][-1] == 1500
+
+
+@pytest.mark.parametrize("count", [1, 2, 199, 200, 201, 5000])
+def test_thinning_keeps_both_ends_and_the_order(count):
+    kept = thin(list(range(count)), 200)
+    assert len(kept) == min(count, 200)
+    assert (kept[0], kept[-1]) == (0, count - 1)
+    assert kept == sorted(set(kept))
+
+
+def test_what_a_run_says_of_itself_is_text(tmp_path):
+    text = page_of(tmp_path, "wild").read_text("utf-8")
+    assert "<script>alert" not in text
+    assert "<b>" not in text[: text.index("<script>")]
+
+
+def test_the_command_says_last_where_the_page_lies(tmp_path):
+    page = tmp_path / "page.html"
+    result = report(write_run(tmp_path / "a"), "-o", page)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == f"{page} ({page.stat().st_size / 1e6:.1f} MB)"
+    assert not result.stderr
+
+
+def test_without_o_the_page_is_report_html(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"))
+    assert report("a").exit_code == 0
+    assert Path("report.html").stat().st_size < 6e6
+
+
+def test_what_was_wrong_is_on_the_page_and_on_the_terminal(tmp_path):
+    whole, cut = write_run(tmp_path / "whole"), write_bare(tmp_path / "cut")
+    with (cut / "site-0.jsonl").open("a") as file:
+        file.write('{"event": "lay')
+    page = tmp_path / "page.html"
+    result = report(whole, cut, tmp_path / "none", "-o", page)
+    assert result.exit_code == 0
+    first, second = result.stderr.splitlines()
+    assert first.startswith("outergrad: cut: site-0.jsonl, line ")
+    assert "cut off" in first
+    assert second == f"outergrad: {tmp_path / 'none'}: No such file or directory"
+    text = page.read_text("utf-8")
+    assert first.removeprefix("outergrad: ") in text
+    assert [run["name"] for run in data_of(page)] == ["whole", "cut"]
+
+
+MISTAKES = {
+    "no such run": (["none", "-o", "page.html"], "none: No such file or directory"),
+    "two of them": (["none", "never"], "none: No such file or directory; never: No such file"),
+    "no page": (["run", "-o", "no/page.html"], "-o no/page.html: No such file or directory"),
+}
+
+
+@pytest.mark.parametrize(("args", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, args, said):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run"))
+    result = report(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"outergrad: {said}")
+    assert result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("outergrad.report._load.find_spec", lambda name: None)
+    result = report(write_run(tmp_path / "a"))
+    assert result.exit_code == 2
+    told = "pandas, plotly not found: pip install 'outergrad[report]'"
+    assert result.stderr == f"outergrad: {told}\n"
+
+
+def test_names_are_as_short_as_tells_runs_apart():
+    assert names([Path("/x/runs/a"), Path("/x/runs/b")]) == ["a", "b"]
+    assert names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+    assert names([Path("/x/run/site-0.jsonl")]) == ["site-0"]
+    assert names([Path("/x/run-0.5"), Path("/x/run-0.9")]) == ["run-0.5", "run-0.9"]
+
+
+def test_amounts_have_units():
+    assert [amount(n) for n in (0, 999, 1000, 36_700, 2.4e9)] == [
+        "0 B", "999 B", "1 kB", "36.7 kB", "2.4 GB",
+    ]  # fmt: skip
+    assert [duration(s) for s in (0.0123, 0.5, 2.0)] == ["12.3 ms", "500 ms", "2 s"]
+    assert amount(None) == duration(None)
