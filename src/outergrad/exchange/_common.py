@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from outergrad._coding import Codecs, nbytes, stacked
@@ -52,6 +53,16 @@ def without_silent_ids(factors: Factors) -> Factors:
     """
     silent = (factors.d_GRO[0] == 0).all(dim=1)
     return factors._replace(a_GRI=factors.a_GRI.masked_fill(silent, 0))
+
+
+def brief(method: Any) -> str:
+    """A method as text: its rank, and the settings that differ from the defaults."""
+    told = [
+        f"{field.name}={getattr(method, field.name)!r}"
+        for field in fields(method)
+        if field.name == "rank" or getattr(method, field.name) != field.default
+    ]
+    return f"{type(method).__name__}({', '.join(told)})"
 
 
 def settle_wire(method: Any) -> None:

@@ -12,6 +12,7 @@ from outergrad._coding import Wire, stacked
 from outergrad._types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.exchange._common import (
     bias_bytes,
+    brief,
     dense_bytes,
     require,
     row_bytes,
@@ -57,6 +58,10 @@ class DAD:
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
         settle_wire(self)
         require(self.every >= 1, self, "every", "1 or more")
+
+    def __repr__(self) -> str:
+        """With the settings that are not the default."""
+        return brief(self)
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""

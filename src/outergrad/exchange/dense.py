@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad.exchange._common import require
+from outergrad.exchange._common import brief, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,10 @@ class Dense:
     def __post_init__(self) -> None:
         """Checks the settings."""
         require(self.every >= 1, self, "every", "1 or more")
+
+    def __repr__(self) -> str:
+        """With the settings that are not the default."""
+        return brief(self)
 
     def exchange(self) -> None:
         """None: nothing travels as factors."""

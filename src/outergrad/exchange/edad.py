@@ -7,7 +7,7 @@ from typing import Literal
 
 from outergrad._blocks import Replays
 from outergrad._coding import Wire
-from outergrad.exchange._common import require, settle_wire
+from outergrad.exchange._common import brief, require, settle_wire
 from outergrad.exchange.dad import DAD, DADExchange
 
 
@@ -56,6 +56,10 @@ class EDAD:
         require(self.every >= 1, self, "every", "1 or more")
         require(self.every == 1 or not self.blocks, self, "every", "1 with blocks=")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
+
+    def __repr__(self) -> str:
+        """With the settings that are not the default."""
+        return brief(self)
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from outergrad._coding import Wire, drops, stacked
-from outergrad.exchange._common import require, settle_wire
+from outergrad.exchange._common import brief, require, settle_wire
 from outergrad.exchange._low_rank import LowRankExchange
 from outergrad.exchange._settings import Feedback, LowRankSettings, Reduce
 from outergrad.linalg.compress import Solver
@@ -85,6 +85,10 @@ class RankDAD:
         require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
         require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
         require(self.every >= 1, self, "every", "1 or more")
+
+    def __repr__(self) -> str:
+        """With the settings that are not the default."""
+        return brief(self)
 
     def exchange(self) -> LowRankExchange:
         """A new exchange with these settings."""

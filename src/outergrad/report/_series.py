@@ -137,11 +137,15 @@ def _layers(recording: Recording) -> dict[str, Any]:
 def _grid(
     table: DataFrame, measure: str, names: list[str], steps: list[int]
 ) -> list[list[float | None]] | None:
-    """A row per layer, a column per step, means over sites; None where nothing was measured."""
+    """A row per layer, a column per step, means over sites; None where nothing was measured.
+
+    Layers may be measured in turn: in between, what was measured last stands.
+    """
     if table[measure].isna().all():
         return None
     grid = table.groupby(["layer", "step"])[measure].mean().unstack()
-    return [_numbers(row) for row in grid.reindex(names).reindex(columns=steps).to_numpy()]
+    grid = grid.reindex(names).reindex(columns=steps).ffill(axis="columns")
+    return [_numbers(row) for row in grid.to_numpy()]
 
 
 def _means(table: DataFrame, column: str, names: list[str]) -> Series:
@@ -190,4 +194,10 @@ def _spectra(layers: DataFrame) -> dict[str, Any]:
         if step in chosen
     }
     names = [str(name) for name in layers["layer"].unique()]
-    return {"step": steps, "values": [[found.get((n, s)) for s in steps] for n in names]}
+    values = [_held([found.get((name, step)) for step in steps]) for name in names]
+    return {"step": steps, "values": values}
+
+
+def _held(row: list[list[float | None] | None]) -> list[list[float | None] | None]:
+    """In the place of what was not measured, the last that was."""
+    return [next((v for v in row[k::-1] if v is not None), None) for k in range(len(row))]
