@@ -63,8 +63,10 @@ def test_bytes_of_strangers_are_mentioned():
 
 
 @pytest.mark.slow
-def test_two_sites_run_the_demo(capfd):
-    run_sites(partial(demo, replace(JOB, epochs=3)), 2)
+def test_two_sites_run_the_demo(capfd, tmp_path):
+    run_sites(partial(demo, replace(JOB, epochs=3), tmp_path), 2)
     shown = capfd.readouterr().out
     assert "dAD equals pooled" in shown
     assert shown.count("│") == 5 * 6
+    assert str(tmp_path / "report.html") in shown.splitlines()[-1]
+    assert (tmp_path / "report.html").stat().st_size > 1e6

@@ -20,10 +20,14 @@ from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import number_of_sites, run_sites, stay_on_loopback
 from outergrad.recipes.loopback import loopback_bytes
+from outergrad.recipes.recording import recorder_into
 from outergrad.recipes.sites import mean_over_sites
 from outergrad.recipes.training import Training, deal, start
+from outergrad.report import write_page
 
 SAME_LOSS = 1e-4
+FOLDER = Path("runs/demo")
+EVERY = 10
 LABELS = {
     "pooled": "pooled",
     "alone": "alone",
@@ -66,19 +70,20 @@ class Mark:
     sent_bytes: int | None
 
 
-def demo(job: Job) -> None:
-    """Does this site's part; site 0 shows a bar for each method, then the table."""
+def demo(job: Job, folder: Path = FOLDER) -> None:
+    """Does this site's part; site 0 shows a bar for each method, then the table and a report."""
     data = load(job.data, Path())
     jobs = [replace(job, method=method) for method in LABELS]
-    outcomes = {job.method: compare(job, data) for job in jobs}
+    outcomes = {job.method: compare(job, data, folder / job.method) for job in jobs}
     if dist.get_rank() == 0:
         Console().print(table(job, outcomes))
         print(conclusions(outcomes))
+        print(_written_report(folder))
 
 
-def compare(job: Job, data: Dataset) -> Outcome:
-    """Trains by one method and measures it; every site must call it."""
-    training = start(job, data, deal(job, data))
+def compare(job: Job, data: Dataset, folder: Path) -> Outcome:
+    """Trains by one method, measures it and records it; every site must call it."""
+    training = start(job, data, deal(job, data), recorder_into(folder, EVERY))
     before = _mark()
     losses = _train(job, training)
     after = _mark()
@@ -171,6 +176,15 @@ def _about_dad(outcomes: dict[str, Outcome]) -> str:
 
 def _largest_difference(one: Outcome, other: Outcome) -> float:
     return (one.losses - other.losses).abs().max().item()
+
+
+def _written_report(folder: Path) -> str:
+    """Where it lies."""
+    try:
+        page = write_page([folder / method for method in LABELS], folder / "report.html")
+    except ImportError as error:
+        return f"No report: {error}"
+    return f"Losses, bytes and ranks as a page to look at: {page.path.resolve()}"
 
 
 def main() -> None:
