@@ -4,6 +4,7 @@ import typer
 
 from outergrad.commands.bench import bench
 from outergrad.commands.data import data_app
+from outergrad.commands.plan import plan
 from outergrad.commands.train import train
 
 app = typer.Typer(
@@ -14,4 +15,5 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(bench)
+app.command()(plan)
 app.add_typer(data_app, name="data")
