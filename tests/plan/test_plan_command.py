@@ -199,7 +199,7 @@ def test_many_methods_make_several_tables(tmp_path):
 def test_without_a_limit_only_computing_is_left(tmp_path):
     said, found = planned(tmp_path, "--rows", "2", "--link", "none", "--methods", "dense,dad")
     for method in found["methods"].values():
-        assert method["step_s"] == method["compute_s"]
+        assert method["step_s"] == pytest.approx(method["compute_s"], abs=2e-3)
         assert method["dense_as_fast_from_bit_per_s"] is None
     assert "From " not in said
 

@@ -12,8 +12,8 @@ SEGMENT_BYTES = 1448
 PACKETS_PER_ACK = 2
 MESSAGE_BYTES = {Kind.PAIRS: 144, Kind.RING: 288}
 """What gloo says besides, per message and hop."""
-RING_SEGMENTS = 2
-"""Parts of a chunk that gloo sends one behind the other: one is on its way while another leaves."""
+LEAST_RTT_S = 3e-4
+"""What gloo's threads take to hear of each other on the shortest link."""
 
 
 def hops(kind: Kind, sites: int) -> int:
@@ -31,17 +31,21 @@ def step_seconds(trace: Trace, link: Link, sites: int) -> float:
     """Seconds of a step: what it computes, and what it waits for messages.
 
     A site's messages take their turns on its link, in the order in which they are started, while
-    it goes on computing until it needs one.
+    it goes on computing until it needs one. Gloo sends when it has heard that the other side is
+    ready: a message takes a round trip besides, and a ring one per hop, in which what else is under
+    way can leave.
     """
+    rtt_s = max(link.rtt_s, LEAST_RTT_S)
     waited_s, free_s = 0.0, 0.0
     there_s: list[float] = []
     for event in trace.events:
         now_s = event.at_s + waited_s
         if isinstance(event, Started):
             transfer_s = _transfer_s(event, link, sites)
-            # Gloo sends when it has heard that the other side is ready: half a round trip later.
-            free_s = max(free_s, now_s + link.rtt_s / 2) + transfer_s
-            there_s.append(free_s + _delay_s(event, transfer_s, link, sites))
+            free_s = max(free_s, now_s + rtt_s / 2) + transfer_s
+            round_trips = 1 if event.kind == Kind.PAIRS else hops(event.kind, sites)
+            alone_s = now_s + round_trips * rtt_s + transfer_s
+            there_s.append(max(alone_s, free_s + rtt_s / 2))
         else:
             waited_s += max(0.0, there_s[event.index] - now_s)
     return trace.compute_s + waited_s
@@ -53,21 +57,8 @@ def _transfer_s(message: Started, link: Link, sites: int) -> float:
     return 8 * wire_bytes(message.busy_bytes, message.kind, sites) / link.rate_bit_per_s
 
 
-def _delay_s(message: Started, transfer_s: float, link: Link, sites: int) -> float:
-    """From when the last byte could have left until the result is everywhere.
-
-    Each hop of a ring waits for the one before, and for its round trip, in which the rest of its
-    chunk can leave.
-    """
-    if message.kind == Kind.PAIRS:
-        return link.rtt_s / 2
-    count = hops(message.kind, sites)
-    idle_s = max(0.0, link.rtt_s - transfer_s / count * (1 - 1 / RING_SEGMENTS))
-    return count * idle_s
-
-
 def as_settled(link: Link) -> SettledLink:
     """What `og.distribute` would measure of it."""
     headers = HEADER_BYTES * (1 + 1 / PACKETS_PER_ACK) / SEGMENT_BYTES
     rate = 1e11 if link.rate_bit_per_s is None else link.rate_bit_per_s
-    return SettledLink(max(link.rtt_s, 1e-4), rate / 8 / (1 + headers))
+    return SettledLink(max(link.rtt_s, LEAST_RTT_S), rate / 8 / (1 + headers))
