@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,13 @@ from outergrad._groups import count_session, end_unfinished
 from outergrad._inspect import View, inspect
 from outergrad._local_steps import LocalStepsSession
 from outergrad._own_parameters import OwnParameters
-from outergrad._protocols import Method, Recorder, Rules
+from outergrad._protocols import Comm, Method, Recorder, Rules
 from outergrad._reporting import Recorders, recorders_of
 from outergrad._session import Session
 from outergrad._tapped_layer import TappedLayer
+from outergrad._types import Link
 from outergrad._version import __version__
-from outergrad.comm.agree import agree, broadcast_all
+from outergrad.comm.agree import agree, broadcast_all, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
 from outergrad.exchange import DAD, LocalSteps, PerLayer
@@ -71,13 +72,13 @@ def distribute(
     end_unfinished(comm.group)
     number = f"session {count_session(comm.group)} of the group"
     lines = [] if view is None else [*_describe(model, method, view), number]
-    fingerprint = agree(comm, lines, error)
+    agreed = agree(comm, lines, error)
     assert view is not None
     broadcast_all(comm, [t for _, _, t in _shared_tensors(model, view)])
-    _settle_reduce(view, comm)
+    _settle_reduce(view, comm.world_size, lambda: measured_link(comm))
     if isinstance(method, LocalSteps):
-        return LocalStepsSession(view, comm, fingerprint, recorders, method)
-    return _attach(view, comm, fingerprint, recorders, repr(method))
+        return LocalStepsSession(view, comm, agreed, recorders, method)
+    return _attach(view, comm, agreed, recorders, repr(method))
 
 
 def _inspect(model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules) -> View:
@@ -126,20 +127,39 @@ def _shared_tensors(model: nn.Module, view: View) -> list[tuple[str, str, Tensor
     return [*parameters, *(("buffer", n, t) for n, t in buffers if n not in own)]
 
 
-def _settle_reduce(view: View, comm: TorchComm) -> None:
+def _settle_reduce(view: View, sites: int, measured: Callable[[], Link]) -> None:
     """Measures the link, once, where a method goes by it."""
-    sites = comm.world_size
     asking = [(e, units) for e, units in view.exchanges.items() if e.wants_link(sites)]
-    link = measured_link(comm) if asking else None
+    link = measured() if asking else None
     for exchange, units in asking:
         assert link is not None
         exchange.settle_reduce(units, sites, link)
 
 
-def _attach(
-    view: View, comm: TorchComm, fingerprint: int, recorders: Sequence[Recorder], method: str
+def attach(
+    model: nn.Module, method: Method, comm: Comm, link: Link, rules: Rules = RULES
 ) -> Session:
-    session = Session(view, comm, fingerprint, recorders, method)
+    """Distributes a model over a transport of any kind, whose sites are known to be alike.
+
+    Args:
+        model: as for `distribute`.
+        method: as for `distribute`.
+        comm: the transport; nothing is sent before the first step.
+        link: what the slowest site has, for methods that go by it.
+        rules: as for `distribute`.
+
+    Raises:
+        ValueError: the model or the method cannot be used.
+    """
+    view = inspect(model, method, rules)
+    _settle_reduce(view, comm.world_size, lambda: link)
+    return _attach(view, comm, fingerprint(_describe(model, method, view)), (), repr(method))
+
+
+def _attach(
+    view: View, comm: Comm, agreed: int, recorders: Sequence[Recorder], method: str
+) -> Session:
+    session = Session(view, comm, agreed, recorders, method)
     for layer in view.layers:
         watched = [session.watched(slot.params) for slot in layer.slots]
         session.attach(TappedLayer(layer.module, layer.rule, layer.slots, watched, session))

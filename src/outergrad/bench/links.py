@@ -89,18 +89,19 @@ class Place:
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
 
-def parse_link(rate: str, rtt: str = "0ms") -> Link:
+def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> Link:
     """Reads a link from the command line.
 
     Args:
         rate: ``none``, ``loopback``, or a number with ``kbit``, ``mbit`` or ``gbit``.
         rtt: A number with ``ms`` or ``s``.
+        option: What gave it, for errors.
 
     Raises:
         RecipeError: It cannot be read, or there can be no such link.
     """
     word = rate.strip().lower()
-    rtt_s = _quantity("--rtt", rtt, _TIME_UNITS, _RTT_HELP)
+    rtt_s = _quantity(option, rtt, _TIME_UNITS, _RTT_HELP)
     if word in ("none", "loopback"):
         return Link(rate_bit_per_s=None, rtt_s=rtt_s, loopback=word == "loopback")
     return Link(rate_bit_per_s=_quantity("--link", rate, _RATE_UNITS, _RATE_HELP), rtt_s=rtt_s)

@@ -239,3 +239,37 @@ class Preamble:
         wanted_rows = tuple(words[start : start + len(expected.wanted_rows)])
         step, bucket = expected.step, expected.bucket
         return Preamble(words[1], step, bucket, rank, State(words[5]), tuple(flags), wanted_rows)
+
+
+_HEADER_RANK, _PREAMBLE_RANK, _PREAMBLE_BUCKET = 3, 4, 3
+"""Which word of a header, and of a preamble, says so."""
+_FIXED_BYTES = 8 * 6
+"""Of a preamble, before what depends on its bucket."""
+
+
+def as_from(rank: int, message: Tensor, size: int) -> Tensor:
+    """What a site would send that does the same as this one: a copy that names it as its sender.
+
+    Args:
+        rank: of that site.
+        message: this site's, 1-D: a header (int64), or bytes with a preamble or without.
+        size: how long that site's is. Where it holds something else, being of another length or
+            what this site has merged, all but the fixed words of the preamble is zeros.
+    """
+    copy = message.new_zeros(size)
+    fixed = min(_FIXED_BYTES // message.itemsize, size, len(message))
+    copy[:fixed] = message[:fixed]
+    words = copy.view(torch.uint8)[:_FIXED_BYTES]
+    marked = len(words) == _FIXED_BYTES and bool(words[:8].view(torch.int64) == _MAGIC)
+    if size == len(message) and not (marked and _is_second(copy)):
+        copy[fixed:] = message[fixed:]
+    if marked:
+        place = _HEADER_RANK if message.dtype == torch.int64 else _PREAMBLE_RANK
+        words.view(torch.int64)[place] = rank
+    return copy
+
+
+def _is_second(message: Tensor) -> bool:
+    """Whether it is of a second round, in which every site sends what is its own to merge."""
+    is_header = message.dtype == torch.int64
+    return not is_header and bool(message[:_FIXED_BYTES].view(torch.int64)[_PREAMBLE_BUCKET] < 0)

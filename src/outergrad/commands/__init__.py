@@ -5,6 +5,7 @@ import typer
 from outergrad.commands.bench import bench
 from outergrad.commands.data import data_app
 from outergrad.commands.doctor import doctor
+from outergrad.commands.plan import plan
 from outergrad.commands.report import report
 from outergrad.commands.train import train
 from outergrad.commands.watch import watch
@@ -20,4 +21,5 @@ app.command()(bench)
 app.command()(report)
 app.command()(watch)
 app.command()(doctor)
+app.command()(plan)
 app.add_typer(data_app, name="data")

@@ -1,0 +1,165 @@
+"""The layers of a model, and what each sends by each method."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import nn
+
+import outergrad as og
+from outergrad._inspect import Layer as TappableLayer
+from outergrad._inspect import View, inspect
+from outergrad._protocols import Method
+from outergrad._types import Slot
+from outergrad.record.stats import LayerStats
+
+_MARKS = {"factors": "f", "low rank": "l", "replayed": "r", "dense": ""}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a layer sends by one method.
+
+    Attributes:
+        sent_bytes: Payload per step and site; None where a block that it is part of sends for it.
+        marks: How it travels: f for factors, l for low rank, r for replayed, nothing for dense.
+    """
+
+    sent_bytes: int | None
+    marks: str
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A line of the table.
+
+    Attributes:
+        name: Full name of the module, of a block or of a parameter.
+        shape: Of its largest weight.
+        rows: N in a step on one site; None where that has no meaning.
+        break_even: Rows per site from which on exact factors are no fewer bytes than dense: the
+            least and the most of its weights; None where there are no factors.
+        sent: By method.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: int | None
+    break_even: tuple[float, float] | None
+    sent: dict[str, Sent]
+
+
+class Layers:
+    """Which layer a parameter belongs to, and so what is booked on its name or the layer's.
+
+    Args:
+        model: Not distributed.
+        sites: How many there would be.
+        run: Runs a forward pass.
+    """
+
+    def __init__(self, model: nn.Module, sites: int, run: Callable[[], Any]) -> None:
+        self._model, self._sites = model, sites
+        self._view = inspect(model, og.DAD(), og.RULES)
+        self._layer_of, self._names = _names(model, self._view)
+        self._rows = _rows(self._view, run)
+
+    def plans(
+        self, methods: Mapping[str, Method], stats: Mapping[str, Mapping[str, LayerStats]]
+    ) -> list[LayerPlan]:
+        """The table, line by line: layers in the order of the model, blocks behind their last.
+
+        Args:
+            methods: By name.
+            stats: What every method's session booked, by layer.
+        """
+        cells: dict[str, dict[str, Sent]] = {name: {} for name in self._layer_of.values()}
+        for method, booked in stats.items():
+            lines = self._block_lines(methods[method])
+            for label, layer in booked.items():
+                name, inside = lines.get(label) or (self._name(label), set[str]())
+                cells = _with_line(cells, name, inside)
+                cells[name][method] = _sum(cells[name].get(method), layer)
+                for other in inside - {name}:
+                    cells[other][method] = Sent(None, "r")
+        return [self._plan(name, sent) for name, sent in cells.items()]
+
+    def _block_lines(self, method: Method) -> dict[str, tuple[str, set[str]]]:
+        """Per block its line, which is that of its layer where it has but one, and its layers."""
+        found = [b.block for b in inspect(self._model, method, og.RULES).blocks]
+        inside = {block.name: {self._layer_of[p] for p in block.params} for block in found}
+        return {n: (n if len(i) > 1 else next(iter(i)), i) for n, i in inside.items()}
+
+    def _name(self, label: str) -> str:
+        """The line of what is booked on a layer or on a parameter."""
+        return self._names.get(label) or self._layer_of.get(label) or label
+
+    def _plan(self, name: str, sent: dict[str, Sent]) -> LayerPlan:
+        params = [p for p, layer in self._layer_of.items() if layer == name]
+        shapes = [tuple(self._view.model.params[p].shape) for p in params]
+        units = [u for u in self._view.model.units if set(u.params) & set(params)]
+        exchanges = self._view.exchanges
+        limits = [exchanges[unit].break_even(unit, self._sites) for unit in units]
+        rows = [self._rows[slot] for unit in units for slot in unit.slots]
+        largest = max(shapes, key=prod, default=())
+        limit = (min(limits), max(limits)) if limits else None
+        return LayerPlan(name, largest, max(rows, default=None), limit, sent)
+
+
+def _with_line(
+    cells: dict[str, dict[str, Sent]], name: str, inside: set[str]
+) -> dict[str, dict[str, Sent]]:
+    """With a line of that name, behind the last of the layers inside it."""
+    if name in cells:
+        return cells
+    place = max((k for k, other in enumerate(cells) if other in inside), default=len(cells)) + 1
+    lines = list(cells.items())
+    return dict([*lines[:place], (name, {}), *lines[place:]])
+
+
+def _sum(before: Sent | None, layer: LayerStats) -> Sent:
+    marks = "" if before is None else before.marks
+    mark = _MARKS[layer.travels]
+    nbytes = 0 if before is None or before.sent_bytes is None else before.sent_bytes
+    return Sent(nbytes + layer.sent_bytes, marks if mark in marks else marks + mark)
+
+
+def _names(model: nn.Module, view: View) -> tuple[dict[str, str], dict[str, str]]:
+    """The layer of every trained parameter, and of every layer with a rule the line's name.
+
+    Layers that share weights have one line.
+    """
+    layer_of: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for unit in view.model.units:
+        labels = [slot.layer or slot.weight for slot in unit.slots]
+        first = next((names[label] for label in labels if label in names), labels[0])
+        names.update(dict.fromkeys(labels, first))
+        layer_of.update(dict.fromkeys(unit.params, first))
+    for name in view.model.params:
+        layer_of.setdefault(name, name.rpartition(".")[0] or name)
+    return {name: layer_of[name] for name in view.model.params}, names
+
+
+def _rows(view: View, run: Callable[[], Any]) -> Counter[Slot]:
+    """N of every slot in a forward pass."""
+    rows: Counter[Slot] = Counter()
+    handles = [_counted(layer, rows) for layer in view.layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rows
+
+
+def _counted(layer: TappableLayer, rows: Counter[Slot]) -> Any:
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for slot, n in zip(layer.slots, layer.rule.rows(module, args, kwargs), strict=True):
+            rows[slot] += n
+
+    return layer.module.register_forward_pre_hook(count, with_kwargs=True)

@@ -1,0 +1,64 @@
+"""From what a step computes and exchanges to its time on a link."""
+
+from __future__ import annotations
+
+from outergrad._types import Link as SettledLink
+from outergrad.bench.links import Link
+from outergrad.bench.traffic import HEADER_BYTES
+from outergrad.plan.trace import Kind, Started, Trace
+
+SEGMENT_BYTES = 1448
+"""Payload of one packet of TCP on Ethernet."""
+PACKETS_PER_ACK = 2
+MESSAGE_BYTES = {Kind.PAIRS: 144, Kind.RING: 288}
+"""What gloo says besides, per message and hop."""
+LEAST_RTT_S = 3e-4
+"""What gloo's threads take to hear of each other on the shortest link."""
+
+
+def hops(kind: Kind, sites: int) -> int:
+    """Messages that a site sends in a collective: to every other, or twice round the ring."""
+    return sites - 1 if kind == Kind.PAIRS else 2 * (sites - 1)
+
+
+def wire_bytes(payload_bytes: float, kind: Kind, sites: int) -> float:
+    """Bytes on an interface: with headers of packets, and acknowledgements of as much received."""
+    nbytes = payload_bytes + MESSAGE_BYTES[kind] * hops(kind, sites)
+    return nbytes + HEADER_BYTES * nbytes / SEGMENT_BYTES * (1 + 1 / PACKETS_PER_ACK)
+
+
+def step_seconds(trace: Trace, link: Link, sites: int) -> float:
+    """Seconds of a step: what it computes, and what it waits for messages.
+
+    A site's messages take their turns on its link, in the order in which they are started, while
+    it goes on computing until it needs one. Gloo sends when it has heard that the other side is
+    ready: a message takes a round trip besides, and a ring one per hop, in which what else is under
+    way can leave.
+    """
+    rtt_s = max(link.rtt_s, LEAST_RTT_S)
+    waited_s, free_s = 0.0, 0.0
+    there_s: list[float] = []
+    for event in trace.events:
+        now_s = event.at_s + waited_s
+        if isinstance(event, Started):
+            transfer_s = _transfer_s(event, link, sites)
+            free_s = max(free_s, now_s + rtt_s / 2) + transfer_s
+            round_trips = 1 if event.kind == Kind.PAIRS else hops(event.kind, sites)
+            alone_s = now_s + round_trips * rtt_s + transfer_s
+            there_s.append(max(alone_s, free_s + rtt_s / 2))
+        else:
+            waited_s += max(0.0, there_s[event.index] - now_s)
+    return trace.compute_s + waited_s
+
+
+def _transfer_s(message: Started, link: Link, sites: int) -> float:
+    if link.rate_bit_per_s is None:
+        return 0.0
+    return 8 * wire_bytes(message.busy_bytes, message.kind, sites) / link.rate_bit_per_s
+
+
+def as_settled(link: Link) -> SettledLink:
+    """What `og.distribute` would measure of it."""
+    headers = HEADER_BYTES * (1 + 1 / PACKETS_PER_ACK) / SEGMENT_BYTES
+    rate = 1e11 if link.rate_bit_per_s is None else link.rate_bit_per_s
+    return SettledLink(max(link.rtt_s, LEAST_RTT_S), rate / 8 / (1 + headers))

@@ -1,0 +1,92 @@
+"""A transport without a network: all other sites do what this one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outergrad.comm.torch import ring_bytes
+from outergrad.comm.wire import as_from
+from outergrad.plan.trace import Kind, Tracer
+
+
+class Mirrored:
+    """A collective whose result is there at once."""
+
+    def __init__(self, result: Any, tracer: Tracer, index: int) -> None:
+        self._result, self._tracer, self._index = result, tracer, index
+
+    def wait(self) -> Any:
+        """The result."""
+        self._tracer.awaited(self._index)
+        return self._result
+
+
+class Group:
+    """What stands for a process group: sessions on one know of each other."""
+
+
+class MirrorComm:
+    """The collectives of site 0 among sites with the same rows and the same gradients.
+
+    Bytes are counted as by `TorchComm`. What copies and sums cost here, where they stand for the
+    network, is not counted as the site's time.
+
+    Args:
+        sites: How many there are, this one too.
+        tracer: Is told what is started and awaited.
+    """
+
+    def __init__(self, sites: int, tracer: Tracer) -> None:
+        self.rank, self.world_size = 0, sites
+        self.sent_bytes = self.received_bytes = 0
+        self.device, self.group = torch.device("cpu"), Group()
+        self._tracer = tracer
+
+    def all_reduce(self, t: Tensor) -> Mirrored:
+        """As many times t as there are sites, in place."""
+        with self._tracer.away():
+            nbytes = ring_bytes(t.nbytes, self.world_size)
+            return self._exchanged(t.mul_(self.world_size), Kind.RING, nbytes, nbytes, nbytes)
+
+    def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
+        """Of every site what this one sends, under its own name."""
+        with self._tracer.away():
+            parts = self._as_from_all(t, sizes)
+            others, nbytes = self.world_size - 1, sum(part.nbytes for part in parts)
+            mean_bytes = others * nbytes / self.world_size
+            return self._exchanged(
+                parts, Kind.PAIRS, others * t.nbytes, nbytes - t.nbytes, mean_bytes
+            )
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
+        """Of every site what this one has for itself, under its own name."""
+        with self._tracer.away():
+            own, nbytes = parts[0], sum(part.nbytes for part in parts)
+            others = self.world_size - 1
+            mean_bytes = others * nbytes / self.world_size
+            found = self._as_from_all(own, sizes)
+            return self._exchanged(
+                found, Kind.PAIRS, nbytes - own.nbytes, others * own.nbytes, mean_bytes
+            )
+
+    def _as_from_all(self, t: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return [t, *(as_from(rank, t, sizes[rank]) for rank in range(1, self.world_size))]
+
+    def _exchanged(
+        self, result: Any, kind: Kind, sent_bytes: int, received_bytes: int, mean_bytes: float
+    ) -> Mirrored:
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+        index = self._tracer.started(kind, mean_bytes, max(sent_bytes, received_bytes))
+        return Mirrored(result, self._tracer, index)
+
+    def broadcast(self, t: Tensor) -> None:
+        """Nothing: this is site 0."""
+
+    def control(self, values: Sequence[int]) -> Tensor:
+        """An int64 tensor."""
+        return torch.tensor(values, dtype=torch.int64)

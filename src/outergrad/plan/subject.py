@@ -1,0 +1,166 @@
+"""What is planned for: a model with inputs, from a recipe or from the user's own code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from outergrad.recipes.data import synthetic
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.workloads import WORKLOADS
+
+_WANTED = "return (model, inputs), with inputs a tensor, a tuple or a dict of names"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what a step of it computes.
+
+    Attributes:
+        name: As it was asked for.
+        model: The model.
+        rows: Of the batch, per site.
+        loss: Runs the forward pass.
+    """
+
+    name: str
+    model: nn.Module
+    rows: int
+    loss: Callable[[], Tensor]
+
+
+def subject(name: str, rows: int | None) -> Subject:
+    """Builds the model and a batch of random numbers.
+
+    Args:
+        name: A key of `WORKLOADS`, or ``module:factory``.
+        rows: Of the batch; the workload's own if None.
+
+    Raises:
+        RecipeError: There is no such model, or it cannot be built.
+    """
+    torch.manual_seed(0)
+    if name in WORKLOADS:
+        return _of_workload(name, rows)
+    if ":" not in name:
+        raise RecipeError(
+            f"--model must be one of {', '.join(WORKLOADS)}, or module:factory, not {name!r}"
+        )
+    if rows is None:
+        raise RecipeError(f"--model {name} needs --rows: how many the factory should make")
+    return _of_factory(name, rows)
+
+
+def try_step(subject: Subject) -> None:
+    """Runs forward and backward of the plain model.
+
+    Raises:
+        RecipeError: The model fails on its inputs.
+    """
+    try:
+        subject.loss().backward()
+    except RecipeError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"--model {subject.name}: a step of it raised {said}") from error
+    subject.model.zero_grad()
+
+
+def _of_workload(name: str, rows: int | None) -> Subject:
+    recipe = WORKLOADS[name]
+    rows = recipe.batch_size if rows is None else rows
+    model, data = recipe.build(), synthetic(recipe.format, rows, seed=0)
+    x, y = data.x_train, data.y_train
+    return Subject(name, model, rows, lambda: cross_entropy(model(x), y))
+
+
+def _of_factory(name: str, rows: int) -> Subject:
+    made = _called(name, _factory(name), rows)
+    if not isinstance(made, tuple) or len(made) != 2:
+        what = "only a module" if isinstance(made, nn.Module) else f"a {type(made).__name__}"
+        raise RecipeError(f"--model {name} returned {what}: {_WANTED}")
+    model, inputs = made
+    if not isinstance(model, nn.Module):
+        raise RecipeError(
+            f"--model {name} returned a {type(model).__name__} as its model: {_WANTED}"
+        )
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise RecipeError(f"--model {name}: its model is on a GPU: build it on the CPU")
+    args, kwargs = _arguments(name, inputs)
+    return Subject(name, model, rows, lambda: _mean_square(name, model(*args, **kwargs)))
+
+
+def _factory(name: str) -> Callable[[int], Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        with _from_here():
+            factory: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+    except AttributeError as error:
+        raise RecipeError(f"--model {name}: {error}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"--model {name}: cannot import {module_name!r}: {said}") from error
+    if not callable(factory):
+        raise RecipeError(
+            f"--model {name}: of type {type(factory).__name__}, which cannot be called: name a "
+            f"function of the number of rows"
+        )
+    return factory
+
+
+@contextmanager
+def _from_here() -> Iterator[None]:
+    """Lets modules of the current folder be imported, as `python -m` does."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _called(name: str, factory: Callable[[int], Any], rows: int) -> Any:
+    try:
+        return factory(rows)
+    except Exception as error:
+        raise RecipeError(f"--model {name} raised {type(error).__name__}: {error}") from error
+
+
+def _arguments(name: str, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if isinstance(inputs, dict):
+        return (), inputs
+    raise RecipeError(f"--model {name} returned a {type(inputs).__name__} as inputs: {_WANTED}")
+
+
+def _mean_square(name: str, output: Any) -> Tensor:
+    """Of all numbers that come out."""
+    squares = [t.float().square().mean() for t in _tensors(output) if t.requires_grad]
+    if not squares:
+        raise RecipeError(f"--model {name}: no tensor with a gradient comes out of its model")
+    return torch.stack(squares).sum()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for part in output:
+            yield from _tensors(part)

@@ -1,0 +1,106 @@
+"""What is planned by one process is what real sites send."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import outergrad as og
+from outergrad._attach import attach
+from outergrad._types import Link
+from outergrad.comm.torch import TorchComm
+from outergrad.comm.wire import Header, Preamble, State, Use, as_from
+from outergrad.plan.measure import is_exact
+from outergrad.plan.mirror import MirrorComm
+from outergrad.plan.trace import Awaited, Started, Tracer
+from plan.cases import METHODS, MODELS, square
+from ranks import run_on_lasting_groups
+
+STEPS = 5
+LINK = Link(delay_s=1e-3, bytes_per_s=1e9)
+by_sites = pytest.mark.parametrize("sites", [2, 3, 4])
+
+
+def trained(model, session, x):
+    """What a session says of each step, and the gradients of the last."""
+    found = []
+    for _ in range(STEPS):
+        model.zero_grad()
+        square(model, x).backward()
+        stats = session.stats()
+        layers = {name: (v.travels, v.sent_bytes) for name, v in stats.layers.items()}
+        found.append((stats.sent_bytes, layers))
+    return found, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@by_sites
+def test_mirrors_send_what_real_sites_send(make, method, sites):
+    original, x = make()
+
+    def body(rank, group):
+        model = copy.deepcopy(original)
+        session = og.distribute(model, method, group=group)
+        found = trained(model, session, x)
+        session.detach()
+        return found
+
+    planned_for = copy.deepcopy(original)
+    session = attach(planned_for, method, MirrorComm(sites, Tracer()), LINK)
+    planned, gradients = trained(planned_for, session, x)
+    real, expected = run_on_lasting_groups(sites, body)[0]
+    assert planned == real
+    for name in expected if is_exact(method) else ():
+        assert torch.allclose(gradients[name], expected[name], rtol=1e-4, atol=1e-6), name
+    session.detach()
+    assert type(planned_for) is type(original)
+
+
+@by_sites
+def test_a_mirror_counts_what_torch_counts(sites):
+    def exchanged(comm):
+        comm.all_reduce(torch.ones(7)).wait()
+        sizes = [5 + k for k in range(sites)]
+        comm.all_gather(torch.ones(sizes[comm.rank]), sizes).wait()
+        parts = [torch.ones(2 + k) for k in range(sites)]
+        comm.all_to_all(parts, [2 + comm.rank] * sites).wait()
+        return comm.sent_bytes
+
+    def body(rank, group):
+        return exchanged(TorchComm(group, torch.device("cpu")))
+
+    tracer = Tracer()
+    real = run_on_lasting_groups(sites, body)
+    assert exchanged(MirrorComm(sites, tracer)) == real[0]
+    messages = tracer.end().messages
+    assert sum(m.mean_bytes for m in messages) == pytest.approx(sum(real) / sites)
+    assert [type(event) for event in tracer.end().events] == 3 * [Started, Awaited]
+
+
+def test_all_sites_have_their_own_names():
+    header = Header(7, 3, 0, (True, False), (Use(4, True, torch.float32),))
+    words = as_from(2, torch.tensor(header.words()), len(header.words()))
+    assert Header.parse(words.tolist(), header, 2).rank == 2
+    preamble = Preamble(7, 3, 1, 0, State.GOOD, (True,), (4, 5))
+    message = torch.ones(200, dtype=torch.uint8)
+    preamble.write(message)
+    same = as_from(2, message, 200)
+    assert Preamble.read(same, preamble, 2).wanted_rows == (4, 5)
+    assert same[-100:].equal(message[-100:])
+    for size in (104, 408):
+        other = as_from(2, message, size)
+        assert len(other) == size
+        assert Preamble.read(other, preamble, 2).wanted_rows == (0, 0)
+        assert not other[48:].any()
+    replace(preamble, bucket=-2).write(message)  # of a second round: what a site has merged itself
+    assert not as_from(2, message, 200)[48:].any()
+    assert message[32] == 0  # the original still has its own
+
+
+@pytest.mark.parametrize("message", [torch.arange(3), torch.ones(20, dtype=torch.uint8)])
+def test_what_names_no_sender_is_copied_as_it_is(message):
+    assert as_from(1, message, len(message)).equal(message)
