@@ -89,7 +89,7 @@ def test_an_even_link_needs_two_lines():
     first, second = check_links([link()], 2, rehearsal=False)
     assert (first.level, first.said) == (Level.OK, "9.0 Mbit/s between sites 0 and 1")
     assert second.said == "a step of DDP with 10 million parameters spends 36 s there"
-    assert second.remedy == "`outergrad plan --link 9.0mbit --latency 5.0ms` shows what pays"
+    assert second.remedy == "`outergrad plan --link 9.0mbit --latency 10ms` shows what pays"
 
 
 def test_the_slowest_pair_is_named():

@@ -12,7 +12,7 @@ from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import run_sites
 from outergrad.recipes.recording import recorder_into
-from outergrad.recipes.train import train
+from outergrad.recipes.train import Files, train
 
 METHODS = {"pooled": 1, "ddp": 2, "alone": 2, "rank-dad-4": 2, "dad": 1}
 """And at how many sites they run."""
@@ -25,7 +25,7 @@ def lines(folder: Path, site: int = 0) -> list[dict]:
 def train_all(sites: int, folder: Path) -> None:
     for method in [name for name, processes in METHODS.items() if processes == sites]:
         job = Job(method=method, epochs=1, widths=(32,), sites=sites)
-        train(job, data_dir=folder, record=folder / method, every=4)
+        train(job, data_dir=folder, files=Files(record=folder / method, every=4))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from small_files import write
 from outergrad.recipes.data import missing_files
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import run_sites
-from outergrad.recipes.train import train
+from outergrad.recipes.train import Files, train
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ JOBS = [
 def train_all(data_dir: Path) -> None:
     """What each site does: one training after another."""
     for number, job in enumerate(JOBS):
-        train(job, data_dir=data_dir, log=data_dir / f"{number}.log")
+        train(job, data_dir=data_dir, files=Files(log=data_dir / f"{number}.log"))
 
 
 def events(log: Path) -> list[dict]:
@@ -54,6 +54,6 @@ def test_a_gru_learns_spoken_digits(data_dir, tmp_path):
     if missing := missing_files("spoken-digits", data_dir):
         pytest.skip(f"no {', '.join(missing)} in {data_dir}")
     job = Job(data="spoken-digits", model="gru", epochs=1, lr=5e-3)
-    run_sites(partial(train, job, data_dir=data_dir, log=tmp_path / "log"), 2)
+    run_sites(partial(train, job, data_dir=data_dir, files=Files(log=tmp_path / "log")), 2)
     (*_, last) = events(tmp_path / "log")
     assert last["test_accuracy"] > 0.5

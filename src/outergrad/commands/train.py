@@ -14,6 +14,7 @@ from outergrad.recipes.job import Job
 from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
 from outergrad.recipes.models import MODELS
 from outergrad.recipes.split import SPLITS
+from outergrad.recipes.train import Files
 from outergrad.recipes.train import train as train_site
 
 Data = Annotated[str, typer.Option(help=f"Data set: {', '.join(SOURCES)}.")]
@@ -52,6 +53,10 @@ Record = Annotated[
     ),
 ]
 Every = Annotated[int, typer.Option(min=1, help="Record every so many-th step.")]
+Budget = Annotated[
+    float,
+    typer.Option(help="Share of a step that measuring a recorded one may take; inf: no limit."),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show how each parameter travels, and tracebacks.")
 ]
@@ -74,6 +79,7 @@ def train(
     log: Log = None,
     record: Record = None,
     every: Every = 10,
+    budget: Budget = 0.1,
     verbose: Verbose = False,
 ) -> None:
     """Train a model at several sites: under torchrun, or in local processes."""
@@ -92,8 +98,8 @@ def train(
             local=tuple(local or ()),
             joint=joint,
         )
-        files = {"data_dir": data_dir, "log": log, "record": record}
-        work = partial(train_site, job, **files, every=every, verbose=verbose)
+        files = Files(log, record, every, budget)
+        work = partial(train_site, job, data_dir=data_dir, files=files, verbose=verbose)
         if not under_torchrun():
             require_files(data, data_dir)
         run_sites(work, 1 if method == "pooled" else job.sites, verbose=verbose)

@@ -84,7 +84,7 @@ def _summed_up(links: Sequence[Measured], sites: int) -> list[Finding]:
     least = _slowest(slowest)
     pair = f"sites {slowest.lower} and {slowest.higher}"
     step_s = ddp_step_s(_PARAMETERS, sites, least, rtt_s)
-    hint = f"outergrad plan --link {_option(least)} --latency {_latency(rtt_s / 2)}"
+    hint = f"outergrad plan --link {_option(least)} --latency {_latency(rtt_s)}"
     said = f"{rate(least)} between {pair}"
     said += ", the slowest" if len(links) > 1 else ""
     step = f"a step of DDP with 10 million parameters spends {seconds(step_s)} there"

@@ -15,14 +15,14 @@ from outergrad.recipes.methods import Replica, all_reduce_bytes
 from outergrad.record.jsonl import JSONL
 
 
-def recorder_into(folder: Path, every: int) -> JSONL:
+def recorder_into(folder: Path, every: int = 10, budget: float = 0.1) -> JSONL:
     """Makes the folder of a run, with what an earlier run of this site has left there removed.
 
     Raises:
         RecipeError: it cannot be written to.
     """
     try:
-        recorder = JSONL(folder, every=every)
+        recorder = JSONL(folder, every=every, budget=budget)
         recorder.path.mkdir(parents=True, exist_ok=True)
         (recorder.path / f"site-{dist.get_rank()}.jsonl").write_text("")
     except (OSError, ValueError) as error:

@@ -46,13 +46,27 @@ class Report:
     seconds: float
 
 
+class Files(NamedTuple):
+    """What a training writes.
+
+    Attributes:
+        log: File that gets one line of JSON at the start and one per epoch.
+        record: Folder that gets what a report shows.
+        every: Record every so many-th step.
+        budget: Share of a step that measuring may take.
+    """
+
+    log: Path | None = None
+    record: Path | None = None
+    every: int = 10
+    budget: float = 0.1
+
+
 def train(
     job: Job,
     *,
     data_dir: Path,
-    log: Path | None = None,
-    record: Path | None = None,
-    every: int = 10,
+    files: Files | None = None,
     verbose: bool = False,
 ) -> None:
     """Does this site's part of a job; site 0 shows the progress and the result.
@@ -60,17 +74,15 @@ def train(
     Args:
         job: The job.
         data_dir: Folder of the data sets.
-        log: File that gets one line of JSON at the start and one per epoch.
-        record: Folder that gets what a report shows.
-        every: Record every so many-th step.
+        files: What to write besides.
         verbose: Whether to show how each parameter travels.
 
     Raises:
         RecipeError: The same at every site, if one of them cannot start.
     """
     first = dist.get_rank() == 0
-    files = Files(log if first and log else Path(os.devnull), record, every)
-    prepare = partial(_prepare, job, data_dir, files)
+    files = files or Files()
+    prepare = partial(_prepare, job, data_dir, files if first else files._replace(log=None))
     data, rows_by_site, file, recorder = prepare_together(job, prepare)
     training = start(job, data, rows_by_site, recorder)
     with file, step_bars(shown=first) as bars:
@@ -82,18 +94,12 @@ def train(
     training.close()
 
 
-class Files(NamedTuple):
-    """Where this site writes, and how often."""
-
-    log: Path
-    record: Path | None
-    every: int
-
-
 def _prepare(job: Job, data_dir: Path, files: Files) -> tuple[Dataset, Rows, IO[str], JSONL | None]:
     data = load(job.data, data_dir)
-    recorder = recorder_into(files.record, files.every) if files.record else None
-    return data, deal(job, data), _open(files.log), recorder
+    recorder = None
+    if files.record is not None:
+        recorder = recorder_into(files.record, files.every, files.budget)
+    return data, deal(job, data), _open(files.log or Path(os.devnull)), recorder
 
 
 def _open(log: Path) -> IO[str]:

@@ -137,11 +137,12 @@ def _layers(recording: Recording) -> dict[str, Any]:
 def _grid(
     table: DataFrame, measure: str, names: list[str], steps: list[int]
 ) -> list[list[float | None]] | None:
-    """A row per layer, a column per step, means over sites; None where nothing was measured.
+    """A row per layer, a column per step, means over sites; None of nothing, or of no error.
 
     Layers may be measured in turn: in between, what was measured last stands.
     """
-    if table[measure].isna().all():
+    nothing = table[measure].isna() if measure != "relative_error" else ~(table[measure] > 0)
+    if nothing.all():
         return None
     grid = table.groupby(["layer", "step"])[measure].mean().unstack()
     grid = grid.reindex(names).reindex(columns=steps).ffill(axis="columns")
