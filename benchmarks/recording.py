@@ -2,15 +2,15 @@ r"""What recording costs: steps with and without a recorder, in turns, at two lo
 
     python benchmarks/recording.py --workloads mlp,gpt --methods dense,dad,rank-dad-4
 
-A block of `--block` steps without is followed by one with; the table shows the median over the
-rounds of the share of time that the second takes more. There is no link in between: with one, a
-step takes longer and recording does not.
+Blocks of `--block` steps with and without take turns. The table shows the median time of a step
+without, and how much more the steps with a recorder take in sum: by the clock, and by what both
+sites' processors work, which other programs disturb less. There is no link in between: with one,
+a step takes longer and recording does not.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from dataclasses import replace
@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--block", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=31)
     return parser.parse_args()
 
 
@@ -56,16 +56,17 @@ class Side:
         data = synthetic(self._workload.format, self._workload.batch_size, dist.get_rank())
         self._x, self._y = data.x_train, data.y_train
 
-    def seconds(self, steps: int) -> float:
-        """Per step."""
+    def seconds(self, steps: int) -> tuple[float, float]:
+        """Per step: by the clock, and of this site's processor."""
         dist.barrier()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self._optimizer.zero_grad()
             cross_entropy(self._replica.model(self._x), self._y).backward()
             self._optimizer.step()
+        worked = time.process_time() - worked
         dist.barrier()
-        return (time.perf_counter() - began) / steps
+        return (time.perf_counter() - began) / steps, worked / steps
 
     def close(self) -> None:
         """Ends the session."""
@@ -76,7 +77,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     """What each site does; site 0 prints."""
     first = dist.get_rank() == 0
     if first:
-        print("| workload | method | ms per step | with recorder | more |")
+        print("| workload | method | ms per step | more time | more work |")
         print("|---|---|---|---|---|", flush=True)
     for workload in options.workloads:
         for method in options.methods:
@@ -84,14 +85,16 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
             without, with_one = Side(workload, method, None), Side(workload, method, recorder)
             for side in (without, with_one):
                 side.seconds(options.every + 1)
-            pairs = [
-                (without.seconds(options.block), with_one.seconds(options.block))
-                for _ in range(options.rounds)
-            ]
-            plain, recorded = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
-            more = statistics.median(b / a - 1 for a, b in pairs)
+            taken = {without: [], with_one: []}
+            for number in range(options.rounds):
+                for side in (without, with_one) if number % 2 else (with_one, without):
+                    taken[side].append(side.seconds(options.block))
+            plain, recorded = (torch.tensor(blocks) for blocks in taken.values())
+            more = recorded.sum(0) / plain.sum(0) - 1
+            dist.all_reduce(more)
             if first:
-                row = f"| {workload} | {method} | {plain:.1f} | {recorded:.1f} | {more:+.1%} |"
+                ms, shares = 1e3 * plain[:, 0].median(), (more / dist.get_world_size()).tolist()
+                row = f"| {workload} | {method} | {ms:.1f} | {shares[0]:+.1%} | {shares[1]:+.1%} |"
                 print(row, flush=True)
             without.close()
             with_one.close()

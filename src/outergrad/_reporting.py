@@ -75,6 +75,7 @@ class Reporter:
         self._clients = [_Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._exchanges = model, exchanges
+        self._told_s = 0.0
         units = [unit for unit in model.units if unit.matrices]
         matrices = {m.weight: [] for unit in units for m in unit.matrices}
         for unit in units:
@@ -87,18 +88,21 @@ class Reporter:
     def reading(self, step: int) -> Reading | None:
         """Measures a step, if a recorder wants to know of it."""
         allowed_s = max((client.allowed_s for client in self._due(step)), default=0.0)
-        return self._gauge.reading(allowed_s) if allowed_s else None
+        return self._gauge.reading(allowed_s - self._told_s) if allowed_s else None
 
     def report(self, sender: Sender, stats: Stats) -> None:
         """Tells of a step, which has been applied: so a failure must not undo it here."""
         if not self._clients:
             return
         step = sender.header.step
+        began = time.perf_counter()
         self._begin(step)
         due = self._due(step)
         if sender.reading is not None:
             sender.reading.end()
-        self._tell_all(list(self._layers(sender, stats)) if due else [], step, stats)
+        if due:
+            self._tell_all(list(self._layers(sender, stats)), step, stats)
+            self._told_s = time.perf_counter() - began
 
     def report_alone(self, stats: Stats, used: Collection[str]) -> None:
         """Tells of a step of a single site: nothing travels, its gradients are all there are."""

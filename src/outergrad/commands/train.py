@@ -79,7 +79,7 @@ def train(
     log: Log = None,
     record: Record = None,
     every: Every = 10,
-    budget: Budget = 0.1,
+    budget: Budget = 0.04,
     verbose: Verbose = False,
 ) -> None:
     """Train a model at several sites: under torchrun, or in local processes."""

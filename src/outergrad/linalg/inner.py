@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
+import torch
 from torch import Tensor
 
 from outergrad._types import Factors, Gradient
@@ -23,19 +26,26 @@ def inner(x: Gradient, y: Gradient) -> float:
             the table, (1, I, O).
         y: likewise.
     """
+    dtype = reduce(torch.promote_types, (*_dtypes(x), *_dtypes(y)), torch.float32)
     if isinstance(x, Tensor):
         if isinstance(y, Tensor):
-            return widened(x).flatten().dot(widened(y).flatten()).item()
+            return x.to(dtype).flatten().dot(y.to(dtype).flatten()).item()
         x, y = y, x
     if x.a_GRI.dim() == 1:
         return _of_ids(x, y)
     if isinstance(y, Factors) and _is_long(x) and _is_long(y):
         y = formed(y)
-    d_GRO, a_GRI = widened(x.d_GRO), widened(x.a_GRI)
+    d_GRO, a_GRI = x.d_GRO.to(dtype), x.a_GRI.to(dtype)
     if isinstance(y, Tensor):
-        return ((d_GRO @ widened(y)) * a_GRI).sum().item()
-    e_GTO, b_GTI = widened(y.d_GRO).to(d_GRO.dtype), widened(y.a_GRI).to(a_GRI.dtype)
+        return ((d_GRO @ y.to(dtype)) * a_GRI).sum().item()
+    e_GTO, b_GTI = y.d_GRO.to(dtype), y.a_GRI.to(dtype)
     return ((d_GRO @ e_GTO.mT) * (a_GRI @ b_GTI.mT)).sum().item()
+
+
+def _dtypes(gradient: Gradient) -> list[torch.dtype]:
+    """Of its numbers; ids are none."""
+    tensors = [gradient] if isinstance(gradient, Tensor) else gradient[:2]
+    return [t.dtype for t in tensors if t.is_floating_point()]
 
 
 def _is_long(factors: Factors) -> bool:

@@ -15,7 +15,7 @@ from outergrad.recipes.methods import Replica, all_reduce_bytes
 from outergrad.record.jsonl import JSONL
 
 
-def recorder_into(folder: Path, every: int = 10, budget: float = 0.1) -> JSONL:
+def recorder_into(folder: Path, every: int = 10, budget: float = 0.04) -> JSONL:
     """Makes the folder of a run, with what an earlier run of this site has left there removed.
 
     Raises:

@@ -59,7 +59,7 @@ class Files(NamedTuple):
     log: Path | None = None
     record: Path | None = None
     every: int = 10
-    budget: float = 0.1
+    budget: float = 0.04
 
 
 def train(

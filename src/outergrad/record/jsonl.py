@@ -22,14 +22,15 @@ class JSONL:
     Args:
         path: the folder of the run; made if there is none.
         every: record every so many-th step.
-        budget: share of the time of a step that measuring a recorded one may take: layers that do
-            not fit are measured another time, in turn, at least one. `math.inf` measures all.
+        budget: share of the time of a step that measuring and writing a recorded one may take:
+            layers that do not fit are measured another time, in turn, at least one. `math.inf`
+            measures all.
 
     Raises:
         ValueError: a setting out of its range, or the path is a file.
     """
 
-    def __init__(self, path: str | Path, *, every: int = 10, budget: float = 0.1) -> None:
+    def __init__(self, path: str | Path, *, every: int = 10, budget: float = 0.04) -> None:
         self.path = Path(path)
         self.every, self.budget = checked(every, budget)
         if self.path.exists() and not self.path.is_dir():

@@ -29,15 +29,16 @@ class TensorBoard:
     Args:
         dir: folder of the run; made if there is none.
         every: record every so many-th step.
-        budget: share of the time of a step that measuring a recorded one may take: layers that do
-            not fit are measured another time, in turn, at least one. `math.inf` measures all.
+        budget: share of the time of a step that measuring and writing a recorded one may take:
+            layers that do not fit are measured another time, in turn, at least one. `math.inf`
+            measures all.
 
     Raises:
         ImportError: the package tensorboard is not installed.
         ValueError: a setting out of its range.
     """
 
-    def __init__(self, dir: str | Path, *, every: int = 10, budget: float = 0.1) -> None:
+    def __init__(self, dir: str | Path, *, every: int = 10, budget: float = 0.04) -> None:
         self.path = Path(dir)
         self.every, self.budget = checked(every, budget)
         try:

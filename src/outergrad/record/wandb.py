@@ -26,14 +26,15 @@ class WandB:
     Args:
         run: of `wandb.init(...)`; yours to finish.
         every: record every so many-th step.
-        budget: share of the time of a step that measuring a recorded one may take: layers that do
-            not fit are measured another time, in turn, at least one. `math.inf` measures all.
+        budget: share of the time of a step that measuring and writing a recorded one may take:
+            layers that do not fit are measured another time, in turn, at least one. `math.inf`
+            measures all.
 
     Raises:
         ValueError: a setting out of its range.
     """
 
-    def __init__(self, run: Any, *, every: int = 10, budget: float = 0.1) -> None:
+    def __init__(self, run: Any, *, every: int = 10, budget: float = 0.04) -> None:
         self.run = run
         self.every, self.budget = checked(every, budget)
         self._layers: dict[str, float | str] = {}
