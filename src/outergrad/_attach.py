@@ -15,7 +15,7 @@ from outergrad._inspect import View, inspect
 from outergrad._local_steps import LocalStepsSession
 from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Comm, Method, Recorder, Rules
-from outergrad._reporting import Recorders, recorders_of
+from outergrad._recorders import Recorders, recorders_of
 from outergrad._session import Session
 from outergrad._tapped_layer import TappedLayer
 from outergrad._types import Link

@@ -14,41 +14,13 @@ from outergrad._bucket import Sender
 from outergrad._exchanges import Exchanges
 from outergrad._model import Model
 from outergrad._protocols import Recorder
+from outergrad._recorders import Client
 from outergrad._version import __version__
 from outergrad.comm.torch import ring_bytes
 from outergrad.events import Event, Layer, Run, Scalars, Step
 from outergrad.linalg.inner import inner
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.stats import LayerStats, Stats
-
-Recorders = Recorder | Sequence[Recorder] | None
-
-
-def recorders_of(given: Recorders) -> tuple[Recorder, ...]:
-    """One, several or none.
-
-    Raises:
-        TypeError: one of them has no method `record`.
-    """
-    if given is None:
-        return ()
-    several: tuple[Any, ...] = (given,)
-    if isinstance(given, Sequence) and not _records(given):
-        several = tuple(given)
-    for recorder in several:
-        if not _records(recorder):
-            raise TypeError(
-                f"recorder={recorder!r} has no method record(event); use og.JSONL(path), "
-                f"og.TensorBoard(dir), a list of these, or an object that has one"
-            )
-        every = getattr(recorder, "every", 1)
-        if not isinstance(every, int) or every < 1:
-            raise TypeError(f"recorder={recorder!r} has every={every!r}; use 1 or more")
-    return several
-
-
-def _records(recorder: object) -> bool:
-    return callable(getattr(recorder, "record", None))
 
 
 class Reporter:
@@ -72,7 +44,7 @@ class Reporter:
         model: Model,
         exchanges: Exchanges,
     ) -> None:
-        self._clients = [_Client(recorder) for recorder in recorders]
+        self._clients = [Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._exchanges = model, exchanges
         self._told_s = 0.0
@@ -142,7 +114,7 @@ class Reporter:
 
     # -- events -----------------------------------------------------------------------------------
 
-    def _due(self, step: int) -> list[_Client]:
+    def _due(self, step: int) -> list[Client]:
         return [client for client in self._clients if step % client.every == 0]
 
     def _begin(self, step: int) -> None:
@@ -224,7 +196,7 @@ class Reporter:
             for event in [*layers, self._step(client, step, stats)]:
                 self._tell(client, event)
 
-    def _step(self, client: _Client, step: int, stats: Stats) -> Step:
+    def _step(self, client: Client, step: int, stats: Stats) -> Step:
         return Step(
             rank=self._rank,
             step=step,
@@ -238,10 +210,10 @@ class Reporter:
             wait_s=stats.wait_s,
         )
 
-    def _tell(self, client: _Client, event: Event) -> None:
+    def _tell(self, client: Client, event: Event) -> None:
         self._guarded(client, lambda: client.recorder.record(event))
 
-    def _guarded(self, client: _Client, call: Callable[[], object]) -> None:
+    def _guarded(self, client: Client, call: Callable[[], object]) -> None:
         if client not in self._clients:
             return
         try:
@@ -250,26 +222,6 @@ class Reporter:
             self._clients.remove(client)
             message = f"the recorder {client.recorder!r} failed and is dropped: {error!r}"
             warnings.warn(message, stacklevel=2)
-
-
-class _Client:
-    """A recorder, and what it has been told."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.every: int = getattr(recorder, "every", 1)
-        self.allowed_s = math.inf
-        self.begun = False
-        self._last: tuple[int, float] | None = None
-
-    def seconds_per_step(self, step: int) -> float | None:
-        """On average since the last time."""
-        last, self._last = self._last, (step, time.perf_counter())
-        if last is None or step <= last[0]:
-            return None
-        seconds = (self._last[1] - last[1]) / (step - last[0])
-        self.allowed_s = getattr(self.recorder, "budget", math.inf) * seconds
-        return seconds
 
 
 def _alone(rank: int, step: int, name: str, measured: Mapping[str, Any]) -> Layer:

@@ -290,3 +290,11 @@ def test_a_single_site_hears_of_its_own_gradients():
     assert last.mean_norm == pytest.approx(expected)
     assert last.effective_rank == pytest.approx(1.0, abs=0.01)
     assert stats.step == events[-1].step == 2
+
+
+@pytest.mark.parametrize("label", ["dense", "dad forced", "rank-dad, full rank", "all_reduce"])
+def test_a_gradient_that_is_no_number_is_told(label):
+    for events, _ in recorded(ALL[label], weight=(math.nan, 1.0), steps=1):
+        layers = {event.layer: event for event in events.layers}
+        assert math.isnan(layers["first.weight"].mean_norm)
+        assert math.isnan(layers["first.weight"].effective_rank)

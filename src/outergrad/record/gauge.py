@@ -2,88 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from outergrad._types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
-from outergrad.linalg.leading import leading_values, values_of_rows
-from outergrad.linalg.outer import stack, widened
-from outergrad.linalg.rank import effective_rank
-
-SPECTRUM = 16
-"""Singular values that are recorded."""
+from outergrad.linalg.leading import leading_values
+from outergrad.linalg.outer import stack
+from outergrad.record.sums import SPECTRUM, Rows, Sums, above_rounding, squared_loss, squared_sum
 
 _FEW = 64
 """Rows of a mean gradient that cost less than the gradient itself."""
-
-_ROUNDING = 1e-6
-"""Of a squared norm, relative to it."""
-
-
-@dataclass
-class Sums:
-    """Squares and products over all matrices of a weight; what was not measured is NaN.
-
-    Attributes:
-        own: squared norm of this site's gradient.
-        mean: of the mean gradient.
-        both: inner product of these.
-        due: squared norm of what this site had to send.
-        missing: of what it did not send of that.
-        activations: of its activations.
-        deltas: of its deltas.
-        sigma: singular values of each matrix of the mean gradient, (G, K).
-    """
-
-    own: float = math.nan
-    mean: float = math.nan
-    both: float = math.nan
-    due: float = math.nan
-    missing: float = math.nan
-    activations: float = math.nan
-    deltas: float = math.nan
-    sigma: list[Tensor] = field(default_factory=list)
-
-    def add(self, **terms: float) -> None:
-        """Adds to each of them."""
-        for name, term in terms.items():
-            before = getattr(self, name)
-            setattr(self, name, term if math.isnan(before) else before + term)
-
-    def measured(self) -> dict[str, object]:
-        """As fields of `events.Layer`; without those that were not measured."""
-        found = {
-            "activation_norm": _root(self.activations),
-            "delta_norm": _root(self.deltas),
-            "gradient_norm": _root(self.own),
-            "mean_norm": _root(self.mean),
-            "relative_error": _root(self.missing / self.due) if self.due else 0.0,
-            "cosine": self.both / _root(self.own * self.mean) if self.own * self.mean else math.nan,
-        }
-        known: dict[str, object] = {name: x for name, x in found.items() if not math.isnan(x)}
-        if self.sigma:
-            values = torch.cat([sigma_GK.flatten() for sigma_GK in self.sigma])
-            known["singular_values"] = tuple(
-                values.sort(descending=True).values[:SPECTRUM].tolist()
-            )
-            ranks_G = torch.cat([effective_rank(sigma_GK) for sigma_GK in self.sigma])
-            known["effective_rank"] = ranks_G.mean().item()
-        return known
-
-
-def _root(square: float) -> float:
-    """Rounding may leave less than nothing."""
-    return math.sqrt(square) if square > 0 else square * 0
 
 
 class Gauge:
@@ -153,7 +88,7 @@ class Reading:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
         self._own: dict[Place, Factors] = {}
-        self._mean: dict[Place, _Rows] = {}
+        self._mean: dict[Place, Rows] = {}
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)
 
     def forget(self) -> None:
@@ -179,7 +114,7 @@ class Reading:
         slot, gradient, _ = part
         self._take(slot, gradient if slot.lookup else rows)
         self._take_norms(slot, gradient)
-        lost = 0.0 if arrives is None else _squared_loss(rows, arrives)
+        lost = 0.0 if arrives is None else squared_loss(rows, arrives)
         self.sums[slot.weight].add(due=inner(rows, rows), missing=lost)
 
     @_in_turn
@@ -194,11 +129,11 @@ class Reading:
         slot, gradient, _ = part
         self._take(slot, gradient)
         self._take_norms(slot, gradient)
-        due, both = _squared_sum(gradient, unsent), inner(gradient, arrives)
+        due, both = squared_sum(gradient, unsent), inner(gradient, arrives)
         if unsent is not None:
             both += inner(unsent, arrives)
         missing = due - 2 * both + inner(arrives, arrives)
-        self.sums[slot.weight].add(due=due, missing=_above_rounding(missing, due))
+        self.sums[slot.weight].add(due=due, missing=above_rounding(missing, due))
 
     @_in_turn
     def sketched(
@@ -207,8 +142,8 @@ class Reading:
         """This site's part of a sum of sketches `dWᵀ P`, of orthonormal P."""
         self._take(slot, gradient)
         self._take_norms(slot, gradient)
-        due = _squared_sum(gradient, unsent)
-        missing = _above_rounding(due - inner(z_GIK, z_GIK), due)
+        due = squared_sum(gradient, unsent)
+        missing = above_rounding(due - inner(z_GIK, z_GIK), due)
         self.sums[slot.weight].add(due=due, missing=missing)
 
     def _take(self, slot: Slot, own: Gradient) -> None:
@@ -234,7 +169,7 @@ class Reading:
         self._slots[slot.weight][slot.place] = slot
         if slot.lookup or sum(part.d_GRO.shape[1] for part in parts) > _FEW:
             return  # the gradient itself is less work
-        self._mean[slot.place] = _Rows(stack([Factors(*part[:2]) for part in parts]), scale)
+        self._mean[slot.place] = Rows(stack([Factors(*part[:2]) for part in parts]), scale)
 
     @_in_turn
     def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:
@@ -270,52 +205,6 @@ class Reading:
         if start is not None:
             starts[slot.place] = start
         return sigma_GK
-
-
-class _Rows:
-    """A mean gradient of few rows: their Gram matrices tell what it is like."""
-
-    def __init__(self, factors: Factors, scale: float) -> None:
-        self._factors, self._scale = factors, scale
-        d_GRO, a_GRI = widened(factors.d_GRO), widened(factors.a_GRI)
-        self._deltas_GRR, self._activations_GRR = d_GRO @ d_GRO.mT, a_GRI @ a_GRI.mT
-
-    @property
-    def square(self) -> float:
-        """The squared norm."""
-        return (self._deltas_GRR * self._activations_GRR).sum().item() * self._scale**2
-
-    @property
-    def singular_values(self) -> Tensor:
-        """All of them, falling, (G, R) or less."""
-        most = min(self._factors.d_GRO.shape[2], self._factors.a_GRI.shape[2])
-        return self._scale * values_of_rows(self._deltas_GRR, self._activations_GRR, most)
-
-    def inner(self, own: Gradient) -> float:
-        """With another gradient."""
-        return self._scale * inner(own, self._factors)
-
-
-def _squared_sum(gradient: Gradient, unsent: Gradient | None) -> float:
-    """The squared norm of what is to be sent."""
-    square = inner(gradient, gradient)
-    if unsent is None:
-        return square
-    return square + 2 * inner(gradient, unsent) + inner(unsent, unsent)
-
-
-def _above_rounding(missing: float, due: float) -> float:
-    """A difference of squares that are exact to about 1e-6."""
-    return missing if missing > _ROUNDING * due else 0.0
-
-
-def _squared_loss(rows: Factors, arrives: Factors) -> float:
-    """Of `(D - D') A' + D (A - A')`: nothing large cancels in it."""
-    of_deltas = Factors(rows.d_GRO - arrives.d_GRO, arrives.a_GRI)
-    if rows.a_GRI.dim() == 1:  # ids are not encoded
-        return inner(of_deltas, of_deltas)
-    lost = stack([of_deltas, Factors(rows.d_GRO, rows.a_GRI - arrives.a_GRI)])
-    return inner(lost, lost)
 
 
 def _whole(name: str, mean: Tensor) -> list[Slot]:
