@@ -57,7 +57,8 @@ class Listener:
         model, exchanges = view.model, view.exchanges
         self._model, self._comm, self._exchanges = model, comm, exchanges
         self._frozen, self._local = view.frozen, view.local
-        self._reporter = Reporter(recorders, comm.rank, comm.world_size, method, model, exchanges)
+        told = (method, model, exchanges, view.every)
+        self._reporter = Reporter(recorders, comm.rank, comm.world_size, *told)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
         self._planner = Planner(model, exchanges, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
@@ -233,11 +234,12 @@ class Listener:
             self._wanted.update(zip(step.units, step.choice.wanted, strict=True))
             self._chosen.update(zip(step.units, step.choice.words, strict=True))
             self._stats = step.stats(self._stats.step + 1)
-            self._reporter.report(step.sender, self._stats)
+            if step.applied:
+                self._reporter.report(step.sender, self._stats)
         if isinstance(step, LocalStep) and turn is not None:  # a single site's
             alone = Stats(self._stats.step + 1, total_sent_bytes=self._stats.total_sent_bytes)
             self._stats = alone
-            self._reporter.report_alone(alone, turn.used)
+            self._reporter.report_alone(alone)
 
     # -- when something went wrong --------------------------------------------------------------
 

@@ -29,9 +29,13 @@ def recorders_of(given: Recorders) -> tuple[Recorder, ...]:
                 f"recorder={recorder!r} has no method record(event); use og.JSONL(path), "
                 f"og.TensorBoard(dir), a list of these, or an object that has one"
             )
-        every = getattr(recorder, "every", 1)
+        every, budget = getattr(recorder, "every", 1), getattr(recorder, "budget", math.inf)
         if not isinstance(every, int) or every < 1:
             raise TypeError(f"recorder={recorder!r} has every={every!r}; use 1 or more")
+        if not isinstance(budget, int | float) or not budget > 0:
+            raise TypeError(
+                f"recorder={recorder!r} has budget={budget!r}; use a number above 0, or math.inf"
+            )
     return several
 
 
@@ -45,9 +49,14 @@ class Client:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.every: int = getattr(recorder, "every", 1)
+        self._budget: float = getattr(recorder, "budget", math.inf)
         self.allowed_s = math.inf
         self.begun = False
         self._last: tuple[int, float] | None = None
+
+    def forget(self) -> None:
+        """It is to be told of the run again."""
+        self.begun, self._last = False, None
 
     def seconds_per_step(self, step: int) -> float | None:
         """On average since the last time."""
@@ -55,5 +64,5 @@ class Client:
         if last is None or step <= last[0]:
             return None
         seconds = (self._last[1] - last[1]) / (step - last[0])
-        self.allowed_s = getattr(self.recorder, "budget", math.inf) * seconds
+        self.allowed_s = self._budget * seconds
         return seconds

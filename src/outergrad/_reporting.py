@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,11 @@ from outergrad.comm.torch import ring_bytes
 from outergrad.events import Event, Layer, Run, Scalars, Step
 from outergrad.linalg.inner import inner
 from outergrad.record.gauge import Gauge, Reading
+from outergrad.record.quietly import warn
 from outergrad.record.stats import LayerStats, Stats
+
+_LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm")
+"""What is so many times as large of so many times the gradient."""
 
 
 class Reporter:
@@ -33,6 +36,7 @@ class Reporter:
         method: how gradients travel, as text.
         model: what is shared.
         exchanges: of its units.
+        every: of each parameter, over how many passes its gradient is a mean.
     """
 
     def __init__(
@@ -43,10 +47,11 @@ class Reporter:
         method: str,
         model: Model,
         exchanges: Exchanges,
+        every: Mapping[str, int],
     ) -> None:
         self._clients = [Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
-        self._model, self._exchanges = model, exchanges
+        self._model, self._exchanges, self._every = model, exchanges, every
         self._told_s = 0.0
         units = [unit for unit in model.units if unit.matrices]
         matrices = {m.weight: [] for unit in units for m in unit.matrices}
@@ -64,8 +69,22 @@ class Reporter:
 
     def report(self, sender: Sender, stats: Stats) -> None:
         """Tells of a step, which has been applied: so a failure must not undo it here."""
-        if not self._clients:
-            return
+        if self._clients:
+            self._carefully(lambda: self._report(sender, stats))
+
+    def report_alone(self, stats: Stats) -> None:
+        """Tells of a step of a single site: nothing travels, its gradients are all there are."""
+        if self._clients:
+            self._carefully(lambda: self._report_alone(stats))
+
+    def _carefully(self, tell: Callable[[], None]) -> None:
+        try:
+            tell()
+        except Exception as error:
+            self._clients.clear()
+            warn(f"this site records nothing any more: {error!r}")
+
+    def _report(self, sender: Sender, stats: Stats) -> None:
         step = sender.header.step
         began = time.perf_counter()
         self._begin(step)
@@ -76,16 +95,13 @@ class Reporter:
             self._tell_all(list(self._layers(sender, stats)), step, stats)
             self._told_s = time.perf_counter() - began
 
-    def report_alone(self, stats: Stats, used: Collection[str]) -> None:
-        """Tells of a step of a single site: nothing travels, its gradients are all there are."""
-        if not self._clients:
-            return
+    def _report_alone(self, stats: Stats) -> None:
         step = stats.step - 1
         self._begin(step)
         reading = self.reading(step)
         if reading is None:
             return
-        grads = {n: p.grad for n, p in self._model.params.items() if n in used}
+        grads = {n: p.grad for n, p in self._model.params.items()}
         layers = []
         for name, grad in ((name, grad) for name, grad in grads.items() if grad is not None):
             reading.mean(name, grad, grad)
@@ -105,6 +121,11 @@ class Reporter:
         own = {"rank": self._rank, "step": step, "time": time.time()}
         for client in list(self._clients):
             self._tell(client, Scalars(**own, values=numbers))
+
+    def resumed(self) -> None:
+        """Other steps follow than those that were told of."""
+        for client in self._clients:
+            client.forget()
 
     def close(self) -> None:
         """The session ends."""
@@ -164,6 +185,7 @@ class Reporter:
             found["relative_error"] = 0.0
         if name in residuals:
             found["residual_norm"] = residuals[name]
+        found = _mean_over(self._every.get(next(iter(params), name), 1), found)
         return Layer(
             rank=self._rank,
             step=header.step,
@@ -220,8 +242,18 @@ class Reporter:
             call()
         except Exception as error:
             self._clients.remove(client)
-            message = f"the recorder {client.recorder!r} failed and is dropped: {error!r}"
-            warnings.warn(message, stacklevel=2)
+            kind = type(client.recorder).__name__
+            warn(f"the recorder {kind} failed and is dropped: {error!r}")
+
+
+def _mean_over(passes: int, sums: dict[str, Any]) -> dict[str, Any]:
+    """What is measured is the sum over the passes of `every=k`; `param.grad` becomes their mean."""
+    if passes == 1:
+        return sums
+    scaled = {name: sums[name] / passes for name in _LINEAR if name in sums}
+    if "singular_values" in sums:
+        scaled["singular_values"] = tuple(sigma / passes for sigma in sums["singular_values"])
+    return sums | scaled
 
 
 def _alone(rank: int, step: int, name: str, measured: Mapping[str, Any]) -> Layer:
@@ -234,5 +266,5 @@ def _alone(rank: int, step: int, name: str, measured: Mapping[str, Any]) -> Laye
 def _number(name: str, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"session.log({name}={value!r}): give a number") from None

@@ -104,6 +104,7 @@ class Session(Listener):
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
         self._wanted = dict(progress.wanted)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
+        self._reporter.resumed()
 
     def detach(self) -> None:
         """Ends the session: the model is plain again and keeps its parameters and gradients.

@@ -57,6 +57,7 @@ class SharedStep:
         self._wait_s = 0.0
         self._sent_before, self._received_before = comm.sent_bytes, comm.received_bytes
         self.choice: Choice | None = None
+        self.applied = False
         self._model, self._planner, self._comm = model, planner, comm
         self._calls = Calls(model, used | earlier.params, blocks)
         for slot, parts in earlier.stacked.items():
@@ -164,7 +165,8 @@ class SharedStep:
         if state == State.SURPRISED:  # known from the first message on: nothing was written
             self._start_again()
             state = self._outcome(write=True)
-        self._planner.settle(applied=state == State.GOOD)
+        self.applied = state == State.GOOD
+        self._planner.settle(applied=self.applied)
         self._calls.release()
         if state == State.FAILED:
             raise StepDiscardedError(
@@ -242,15 +244,20 @@ class SharedStep:
         missing = (bucket.params & used) - set(result.additions) - set(means)
         additions = {name: g for name, g in result.additions.items() if name in used}
         additions.update(self._zeros(missing))
-        self._measure(additions, formed=False)
-        mixed.update({n: additions.pop(n) for n in result.mixed if n in additions})
+        not_yet = {n: additions.pop(n) for n in result.mixed if n in additions}
+        self._measure(additions, formed=False, not_yet=not_yet)
+        mixed.update(not_yet)
         accumulate(self._model, additions)
 
     @torch.no_grad()
-    def _measure(self, means: Mapping[str, Tensor], *, formed: bool = True) -> None:
+    def _measure(
+        self, means: Mapping[str, Tensor], *, formed: bool = True, not_yet: Collection[str] = ()
+    ) -> None:
         """Before `param.grad` is overwritten: what is formed is this site's own gradient."""
         reading = self.sender.reading
         if reading is not None:
+            for name in not_yet:
+                reading.leave_out(name)
             for name, mean in means.items():
                 own = self._model.params[name].grad if formed else None
                 reading.mean(name, own, mean)

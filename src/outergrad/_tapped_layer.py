@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from outergrad._class_swap import ClassSwap
+from outergrad._live_uses import LiveUses
 from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Rule
-from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared, will_run
+from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
 from outergrad._types import Call, Factors, Slot
 
 
@@ -43,9 +43,7 @@ class TappedLayer:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
         self._watched = [tuple(params) for params in watched]
         self._sink = sink
-        self._live: list[WeakKeyDictionary[Any, tuple[int, torch.dtype]]] = [
-            WeakKeyDictionary() for _ in slots
-        ]
+        self._live = [LiveUses() for _ in slots]
         self._untapped = [0] * len(self.slots)
         self._awaited: list[int | None] = [None] * len(self.slots)
         self._decided = False
@@ -81,7 +79,7 @@ class TappedLayer:
         params = [p.parameter for p in self._watched[slot]]
         tapped: Tensor = Tap.apply(y, a, self, slot, *params)  # type: ignore[assignment]
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
-            self._live[slot][tapped.grad_fn] = rows, tapped.dtype
+            self._live[slot].add(tapped.grad_fn, rows, tapped.dtype)
         return tapped
 
     def note_untapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -100,18 +98,18 @@ class TappedLayer:
 
         From now on their deltas are awaited, and no others.
         """
-        uses = [use for node, use in self._live[slot].items() if will_run(node)]
+        uses = self._live[slot].reached()
         if not any(watched.accumulates() for watched in self._watched[slot]):
             uses = []
         self._awaited[slot] = len(uses)
-        dtype = reduce(torch.promote_types, (dtype for _, dtype in uses)) if uses else torch.float32
-        return sum(rows for rows, _ in uses), self._untapped[slot], dtype
+        dtype = reduce(torch.promote_types, (u.dtype for u in uses)) if uses else torch.float32
+        return sum(use.rows for use in uses), self._untapped[slot], dtype
 
     def forget_awaited(self) -> None:
         """The step is over: no deltas are awaited until another one is announced."""
         self._awaited = [None] * len(self.slots)
 
-    def _count(self, slot: int) -> None:
+    def _count(self, slot: int, node: Any) -> None:
         """Checks that a delta was announced: the others would not hear of its rows.
 
         Raises:
@@ -122,7 +120,7 @@ class TappedLayer:
             raise RuntimeError(
                 f"{self.slots[slot].layer!r}: this backward brings more deltas than it had "
                 f"announced to the other sites, so the step is void: call optimizer.zero_grad() "
-                f"and go on; if it comes again, please report it"
+                f"and go on; if it comes again, please report it ({self._live[slot].told(node)})"
             )
         if awaited is not None:
             self._awaited[slot] = awaited - 1
@@ -137,4 +135,4 @@ class TappedLayer:
             return
         call = Call(ctx.saved_tensors[0], delta)
         self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))
-        self._count(slot)
+        self._count(slot, ctx)

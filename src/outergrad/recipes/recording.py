@@ -13,6 +13,7 @@ from outergrad.events import Event, Run, Scalars, Step
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import Replica, all_reduce_bytes
 from outergrad.record.jsonl import JSONL
+from outergrad.record.quietly import warn
 
 
 def recorder_into(folder: Path, every: int = 10, budget: float = 0.04) -> JSONL:
@@ -72,8 +73,13 @@ class Recording:
             self._recorder.close()
 
     def _tell(self, event: Event) -> None:
-        if self._recorder is not None:
+        if self._recorder is None:
+            return
+        try:
             self._recorder.record(event)
+        except Exception as error:  # the other sites go on
+            self._recorder = None
+            warn(f"--record: {error}; nothing more is recorded")
 
     def _step(self) -> Step:
         assert self._recorder is not None

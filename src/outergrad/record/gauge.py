@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
@@ -15,6 +14,7 @@ from outergrad._types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
 from outergrad.linalg.outer import stack
+from outergrad.record.quietly import warn
 from outergrad.record.sums import SPECTRUM, Rows, Sums, above_rounding, squared_loss, squared_sum
 
 _FEW = 64
@@ -67,9 +67,8 @@ def _in_turn(measure: Callable[..., None]) -> Callable[..., None]:
         try:
             measure(self, of, *args, **kwargs)
         except Exception as error:  # a look at a training must not end it
-            self.later = {*self.later, name}
-            self.sums[name] = Sums()
-            warnings.warn(f"{name!r} was not measured: {error!r}", stacklevel=2)
+            self.leave_out(name)
+            warn(f"{name!r} was not measured: {error!r}")
         self.seconds[name] += time.perf_counter() - began
 
     return timed
@@ -95,6 +94,11 @@ class Reading:
         """The step starts again."""
         for of in (self._slots, self._own, self._mean, self.sums, self.seconds):
             of.clear()
+
+    def leave_out(self, name: str) -> None:
+        """More will be added to a gradient than is known now."""
+        self.later = {*self.later, name}
+        self.sums.pop(name, None)
 
     def end(self) -> None:
         """The step is over."""

@@ -35,7 +35,7 @@ class JSONL:
         self.every, self.budget = checked(every, budget)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"JSONL: path={str(path)!r} is a file; name a folder for the run")
-        self._file: IO[str] | None = None
+        self._files: dict[int, IO[str]] = {}
 
     def record(self, event: Event) -> None:
         """Writes a line, at once: what there is of a run that dies can be read.
@@ -45,9 +45,9 @@ class JSONL:
         """
         path = self.path / f"site-{event.rank}.jsonl"
         try:
-            if self._file is None:
-                self._file = _open(path)
-            self._file.write(json.dumps(line_of(event)) + "\n")
+            if event.rank not in self._files:
+                self._files[event.rank] = _open(path)
+            self._files[event.rank].write(json.dumps(line_of(event)) + "\n")
         except OSError as error:
             self._give_up()
             raise OSError(
@@ -56,14 +56,13 @@ class JSONL:
 
     def close(self) -> None:
         """Closes the file; a later event opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        while self._files:
+            self._files.popitem()[1].close()
 
     def _give_up(self) -> None:
         with contextlib.suppress(OSError):
             self.close()
-        self._file = None
+        self._files.clear()
 
 
 def _open(path: Path) -> IO[str]:

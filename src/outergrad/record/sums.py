@@ -17,6 +17,9 @@ from outergrad.linalg.rank import effective_rank
 SPECTRUM = 16
 """Singular values that are recorded."""
 
+_CANCELLING = 1e-7
+"""Of the squared norm of a product of factors, relative to those of the factors."""
+
 _ROUNDING = 1e-6
 """Of a squared norm, relative to it."""
 
@@ -53,20 +56,28 @@ class Sums:
 
     def measured(self) -> dict[str, object]:
         """As fields of `events.Layer`; without those that were not measured."""
-        squares = {
+        norms = {
             "activation_norm": self.activations,
             "delta_norm": self.deltas,
-            "gradient_norm": self.own,
+            "gradient_norm": self._above_cancelling(self.own),
             "mean_norm": self.mean,
         }
-        found: dict[str, object] = {n: _root(s) for n, s in squares.items() if s is not None}
+        found: dict[str, object] = {n: _root(s) for n, s in norms.items() if s is not None}
         if self.due is not None and self.missing is not None:
             found["relative_error"] = _root(self.missing / self.due) if self.due else 0.0
-        if self.own and self.mean and self.both is not None:
-            found["cosine"] = self.both / _root(self.own * self.mean)
+        size = _root(norms["gradient_norm"] or 0.0) * _root(self.mean or 0.0)
+        if self.both is not None and size != 0:
+            cosine = self.both / size
+            found["cosine"] = cosine if math.isnan(cosine) else min(max(cosine, -1.0), 1.0)
         if self.sigma:
             found |= self._spectrum()
         return found
+
+    def _above_cancelling(self, square: float | None) -> float | None:
+        """Zero where rows cancel: rounding leaves something of them, of either sign."""
+        if square is None or self.activations is None or self.deltas is None:
+            return square
+        return 0.0 if abs(square) < _CANCELLING * self.activations * self.deltas else square
 
     def _spectrum(self) -> dict[str, object]:
         falling = torch.cat([sigma_GK.flatten() for sigma_GK in self.sigma])
