@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from outergrad._groups import on_group
+
 # The first call of one of MKL's vector functions in several threads at once may be wrong by 5e-5.
 for _function in (torch.tanh, torch.exp, torch.log, torch.erf, torch.sin, torch.cos, torch.expm1):
     _function(torch.ones(100))
@@ -68,6 +70,8 @@ def run_on_lasting_groups(sites: int, body: Callable[[int, dist.ProcessGroup], T
     """Like run_ranks, without the tenth of a second that new groups cost."""
     groups = [lambda group=group: group for group in lasting_groups(sites)]
     results = _in_threads(groups, body)
+    for group in lasting_groups(sites):
+        on_group(group).attached.clear()  # a session that a test left there is not the next one's
     if any(isinstance(result, BaseException) for result in results):
         lasting_groups.cache_clear()  # one site may have stopped in the middle of an exchange
     return raise_first(results)
