@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -95,9 +96,15 @@ def _in_threads(
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(sites)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=100)
-        assert not thread.is_alive(), f"{thread.name} hangs"
+    # While one thread collects garbage, a weak reference to a node of another one's graph, which
+    # lives, has been seen to die: the collector waits until all threads have ended.
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=100)
+            assert not thread.is_alive(), f"{thread.name} hangs"
+    finally:
+        gc.enable()
     return results
