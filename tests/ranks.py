@@ -96,8 +96,8 @@ def _in_threads(
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(sites)]
-    # While one thread collects garbage, a weak reference to a node of another one's graph, which
-    # lives, has been seen to die: the collector waits until all threads have ended.
+    # A suspicion, not shown: that garbage collected in one thread costs another one's graph a weak
+    # reference to a node that lives. So the collector waits until all threads have ended.
     gc.disable()
     try:
         for thread in threads:
