@@ -21,7 +21,7 @@ from ranks import run_on_lasting_groups
 
 STEPS = 5
 LINK = Link(delay_s=1e-3, bytes_per_s=1e9)
-by_sites = pytest.mark.parametrize("sites", [2, 4])
+by_sites = pytest.mark.parametrize("sites", [2, 3, 4])
 
 
 def trained(model, session, x):
