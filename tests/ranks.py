@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -96,15 +95,9 @@ def _in_threads(
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(sites)]
-    # A suspicion, not shown: that garbage collected in one thread costs another one's graph a weak
-    # reference to a node that lives. So the collector waits until all threads have ended.
-    gc.disable()
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=100)
-            assert not thread.is_alive(), f"{thread.name} hangs"
-    finally:
-        gc.enable()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=100)
+        assert not thread.is_alive(), f"{thread.name} hangs"
     return results

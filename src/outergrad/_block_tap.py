@@ -25,6 +25,10 @@ class BlockSink(Protocol):
         """Whether the block's uses should be captured in this forward."""
         ...
 
+    def hold(self, node: Any) -> None:
+        """Keeps a node of autograd's, as long as its graph lives."""
+        ...
+
     def on_use(self, block: Block, use: Use) -> None:
         """The deltas of a use have arrived."""
         ...
@@ -136,6 +140,7 @@ class TappedBlock:
         params = [p.parameter for p in self._watched[member]]
         tapped = BlockTap.apply(self, use, saved, len(leaves), *leaves, *params)
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
+            self._sink.hold(tapped[0].grad_fn)
             use.node = ref(tapped[0].grad_fn)
             if seen is not None:
                 place = next(k for k, t in enumerate(traced.tensors) if t is seen)
