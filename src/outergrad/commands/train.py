@@ -13,6 +13,7 @@ from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
 from outergrad.recipes.models import MODELS
+from outergrad.recipes.simulate import simulate as run_simulated
 from outergrad.recipes.split import SPLITS
 from outergrad.recipes.train import Files
 from outergrad.recipes.train import train as train_site
@@ -57,6 +58,9 @@ Budget = Annotated[
     float,
     typer.Option(help="Share of a step that measuring a recorded one may take; inf: no limit."),
 ]
+Simulate = Annotated[
+    bool, typer.Option("--simulate", help="Let the sites be threads of one process.")
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show how each parameter travels, and tracebacks.")
 ]
@@ -80,6 +84,7 @@ def train(
     record: Record = None,
     every: Every = 10,
     budget: Budget = 0.04,
+    simulate: Simulate = False,
     verbose: Verbose = False,
 ) -> None:
     """Train a model at several sites: under torchrun, or in local processes."""
@@ -100,9 +105,13 @@ def train(
         )
         files = Files(log, record, every, budget)
         work = partial(train_site, job, data_dir=data_dir, files=files, verbose=verbose)
+        processes = 1 if method == "pooled" else job.sites
         if not under_torchrun():
             require_files(data, data_dir)
-        run_sites(work, 1 if method == "pooled" else job.sites, verbose=verbose)
+        if simulate:
+            run_simulated(lambda group, stop: work(group=group, stop=stop), processes)
+        else:
+            run_sites(work, processes, verbose=verbose)
 
 
 def parse_widths(text: str) -> tuple[int, ...]:

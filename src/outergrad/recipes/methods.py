@@ -58,7 +58,7 @@ Attach = Callable[[nn.Module, dist.ProcessGroup | None], Replica]
 
 def all_reduce_bytes(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
     """Bytes that a site sends to all-reduce every gradient in a ring; DDP's buffers come on top."""
-    sites = dist.get_world_size(group)
+    sites = dist.get_world_size() if group is None else group.size()
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return round(2 * (sites - 1) / sites * size)
 

@@ -5,18 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import outergrad as og
 from outergrad.events import Event, Run, Scalars, Step
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import Replica, all_reduce_bytes
+from outergrad.recipes.sites import Group, rank_in, sites_of
 from outergrad.record.jsonl import JSONL
 from outergrad.record.quietly import warn
 
 
-def recorder_into(folder: Path, every: int = 10, budget: float = 0.04) -> JSONL:
+def recorder_into(
+    folder: Path, every: int = 10, budget: float = 0.04, group: Group = None
+) -> JSONL:
     """Makes the folder of a run, with what an earlier run of this site has left there removed.
 
     Raises:
@@ -25,7 +26,7 @@ def recorder_into(folder: Path, every: int = 10, budget: float = 0.04) -> JSONL:
     try:
         recorder = JSONL(folder, every=every, budget=budget)
         recorder.path.mkdir(parents=True, exist_ok=True)
-        (recorder.path / f"site-{dist.get_rank()}.jsonl").write_text("")
+        (recorder.path / f"site-{rank_in(group)}.jsonl").write_text("")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(f"--record {folder}: {reason}") from error
@@ -41,10 +42,14 @@ class Recording:
         recorder: where it goes; None for nowhere.
         method: as it was named.
         replica: what is trained.
+        group: the sites.
     """
 
-    def __init__(self, recorder: JSONL | None, method: str, replica: Replica) -> None:
+    def __init__(
+        self, recorder: JSONL | None, method: str, replica: Replica, group: Group = None
+    ) -> None:
         self._recorder, self._method, self._replica = recorder, method, replica
+        self._group = group
         self._session = replica.session
         self._steps, self._last = 0, time.perf_counter()
 
@@ -54,7 +59,7 @@ class Recording:
             return
         if self._session is None:
             if self._steps == 0:
-                self._tell(_run(self._method, self._replica.model))
+                self._tell(self._run())
             if self._steps % self._recorder.every == 0:
                 self._tell(self._step())
             self._steps += 1
@@ -65,7 +70,7 @@ class Recording:
         if self._session is not None:
             self._session.log(**values)
         else:
-            self._tell(_scalars(self._steps, values))
+            self._tell(self._scalars(values))
 
     def close(self) -> None:
         """The training is over."""
@@ -87,7 +92,7 @@ class Recording:
         seconds = (now - self._last) / self._recorder.every if self._steps else None
         self._last = now
         return Step(
-            rank=dist.get_rank(),
+            rank=rank_in(self._group),
             step=self._steps,
             time=time.time(),
             seconds=seconds,
@@ -99,20 +104,20 @@ class Recording:
             wait_s=0.0,
         )
 
+    def _run(self) -> Run:
+        model = self._replica.model
+        return Run(
+            rank=rank_in(self._group),
+            sites=sites_of(self._group),
+            method=self._method,
+            step=0,
+            time=time.time(),
+            shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
+            dense_bytes=all_reduce_bytes(model, self._group),
+            outergrad=og.__version__,
+            torch=torch.__version__,
+        )
 
-def _run(method: str, model: nn.Module) -> Run:
-    return Run(
-        rank=dist.get_rank(),
-        sites=dist.get_world_size(),
-        method=method,
-        step=0,
-        time=time.time(),
-        shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
-        dense_bytes=all_reduce_bytes(model),
-        outergrad=og.__version__,
-        torch=torch.__version__,
-    )
-
-
-def _scalars(step: int, values: Mapping[str, float]) -> Scalars:
-    return Scalars(rank=dist.get_rank(), step=step, time=time.time(), values=values)
+    def _scalars(self, values: Mapping[str, float]) -> Scalars:
+        rank = rank_in(self._group)
+        return Scalars(rank=rank, step=self._steps, time=time.time(), values=values)

@@ -1,4 +1,4 @@
-"""Small agreements between the sites of the default process group."""
+"""Small agreements between the sites of a process group, the default one where none is given."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,26 +13,40 @@ from outergrad.recipes.job import Job, option
 T = TypeVar("T")
 
 
-def mean_over_sites(values: Tensor) -> Tensor:
+Group = dist.ProcessGroup | None
+
+
+def rank_in(group: Group) -> int:
+    """The number of this site."""
+    return dist.get_rank() if group is None else group.rank()
+
+
+def sites_of(group: Group) -> int:
+    """How many there are."""
+    return dist.get_world_size() if group is None else group.size()
+
+
+def mean_over_sites(values: Tensor, group: Group = None) -> Tensor:
     """Averages a tensor of the same shape at every site."""
     total = values.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    dist.all_reduce(total, group=group)
+    return total / sites_of(group)
 
 
-def smallest_over_sites(value: int) -> int:
+def smallest_over_sites(value: int, group: Group = None) -> int:
     """The smallest of the numbers that the sites hold."""
     smallest = torch.tensor(value)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     return int(smallest)
 
 
-def prepare_together(job: Job, prepare: Callable[[], T]) -> T:
+def prepare_together(job: Job, prepare: Callable[[], T], group: Group = None) -> T:
     """Prepares a job at every site, or fails at every site alike.
 
     Args:
         job: The job as this site was told it.
         prepare: What this site does before it may start.
+        group: The sites.
 
     Returns:
         What ``prepare`` returned.
@@ -41,8 +55,8 @@ def prepare_together(job: Job, prepare: Callable[[], T]) -> T:
         RecipeError: The same one everywhere: jobs differ, or a site cannot prepare.
     """
     prepared, mistake = _attempt(prepare)
-    told: list[tuple[Job, str | None]] = [(job, None)] * dist.get_world_size()
-    dist.all_gather_object(told, (job, mistake))
+    told: list[tuple[Job, str | None]] = [(job, None)] * sites_of(group)
+    dist.all_gather_object(told, (job, mistake), group=group)
     jobs, mistakes = zip(*told, strict=True)
     _check_same(jobs)
     _check_none(mistakes)

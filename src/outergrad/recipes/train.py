@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
-import torch.distributed as dist
 from rich.progress import Progress
 
 from outergrad.recipes.console import amount, count, step_bars
@@ -18,7 +17,8 @@ from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.recording import recorder_into
-from outergrad.recipes.sites import mean_over_sites, prepare_together
+from outergrad.recipes.simulate import Stop
+from outergrad.recipes.sites import Group, mean_over_sites, prepare_together, rank_in
 from outergrad.recipes.split import Rows
 from outergrad.recipes.training import Training, deal, start
 from outergrad.record.jsonl import JSONL
@@ -68,6 +68,8 @@ def train(
     data_dir: Path,
     files: Files | None = None,
     verbose: bool = False,
+    group: Group = None,
+    stop: Stop | None = None,
 ) -> None:
     """Does this site's part of a job; site 0 shows the progress and the result.
 
@@ -76,17 +78,20 @@ def train(
         data_dir: Folder of the data sets.
         files: What to write besides.
         verbose: Whether to show how each parameter travels.
+        group: The sites.
+        stop: Ends it early, if sites are threads.
 
     Raises:
         RecipeError: The same at every site, if one of them cannot start.
     """
-    first = dist.get_rank() == 0
+    first = rank_in(group) == 0
     files = files or Files()
-    prepare = partial(_prepare, job, data_dir, files if first else files._replace(log=None))
-    data, rows_by_site, file, recorder = prepare_together(job, prepare)
-    training = start(job, data, rows_by_site, recorder)
+    files = files if first else files._replace(log=None)
+    prepare = partial(_prepare, job, data_dir, files, group)
+    data, rows_by_site, file, recorder = prepare_together(job, prepare, group)
+    training = start(job, data, rows_by_site, recorder, group)
     with file, step_bars(shown=first) as bars:
-        report = _run(job, training, file, bars)
+        report = _run(job, training, file, bars, stop or Stop())
     if first and verbose and training.replica.session:
         print(training.replica.session.coverage())
     if first:
@@ -94,11 +99,13 @@ def train(
     training.close()
 
 
-def _prepare(job: Job, data_dir: Path, files: Files) -> tuple[Dataset, Rows, IO[str], JSONL | None]:
+def _prepare(
+    job: Job, data_dir: Path, files: Files, group: Group
+) -> tuple[Dataset, Rows, IO[str], JSONL | None]:
     data = load(job.data, data_dir)
     recorder = None
     if files.record is not None:
-        recorder = recorder_into(files.record, files.every, files.budget)
+        recorder = recorder_into(files.record, files.every, files.budget, group)
     return data, deal(job, data), _open(files.log or Path(os.devnull)), recorder
 
 
@@ -109,27 +116,27 @@ def _open(log: Path) -> IO[str]:
         raise RecipeError(f"--log {log}: {error.strerror}") from error
 
 
-def _run(job: Job, training: Training, file: IO[str], bars: Progress) -> Report:
+def _run(job: Job, training: Training, file: IO[str], bars: Progress, stop: Stop) -> Report:
     """Trains, logs the job and every epoch, and returns the last report."""
     reports: list[Report] = []
     print(json.dumps(asdict(job)), file=file)
-    for report in _epochs(job, training, bars):
+    for report in _epochs(job, training, bars, stop):
         print(json.dumps(asdict(report)), file=file)
         reports.append(report)
     return reports[-1]
 
 
-def _epochs(job: Job, training: Training, bars: Progress) -> Iterator[Report]:
+def _epochs(job: Job, training: Training, bars: Progress, stop: Stop) -> Iterator[Report]:
     steps, seconds = training.batches.steps, 0.0
     task = bars.add_task(f"{job.method} on {job.data}", total=job.epochs * steps)
     for epoch in range(job.epochs):
         started = time.perf_counter()
-        losses = list(count(bars, task, training.epoch(epoch)))
+        losses = list(stop.checked(count(bars, task, training.epoch(epoch))))
         seconds += time.perf_counter() - started
         yield Report(
             epoch=epoch + 1,
             step=(epoch + 1) * steps,
-            loss=mean_over_sites(torch.tensor(losses).mean()).item(),
+            loss=mean_over_sites(torch.tensor(losses).mean(), training.group).item(),
             test_accuracy=training.accuracy(),
             sent_bytes=training.replica.sent_bytes,
             seconds=round(seconds, 3),

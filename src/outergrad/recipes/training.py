@@ -1,12 +1,12 @@
 """The training loop that every recipe shares."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,7 @@ from outergrad.recipes.job import Job
 from outergrad.recipes.methods import Distributed, Replica, attach_of
 from outergrad.recipes.models import build_model
 from outergrad.recipes.recording import Recording
-from outergrad.recipes.sites import mean_over_sites, smallest_over_sites
+from outergrad.recipes.sites import Group, mean_over_sites, rank_in, smallest_over_sites
 from outergrad.recipes.split import SPLITS, Batches, Rows, full_batches
 from outergrad.record.jsonl import JSONL
 
@@ -26,6 +26,9 @@ ADAM_EPS = 1e-6
 
 TEST_ROWS = 100
 """Rows that are tested at once."""
+
+_SEEDING = threading.Lock()
+"""Sites may be threads, which share one random stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Training:
         replica: The model.
         optimizer: Its optimizer.
         recording: What is told of it.
+        group: The sites.
     """
 
     data: Dataset
@@ -45,6 +49,7 @@ class Training:
     replica: Replica
     optimizer: Optimizer
     recording: Recording
+    group: Group = None
 
     def epoch(self, number: int) -> Iterator[float]:
         """Trains for an epoch; yields this site's loss after each step."""
@@ -62,7 +67,7 @@ class Training:
         """Share of the test labels that are guessed right, averaged over sites."""
         share = accuracy(self.replica.model, self.data)
         self.recording.log(accuracy=share)
-        return mean_over_sites(torch.tensor(share)).item()
+        return mean_over_sites(torch.tensor(share), self.group).item()
 
     def close(self) -> None:
         """Leaves a plain model."""
@@ -70,7 +75,13 @@ class Training:
         self.recording.close()
 
 
-def start(job: Job, data: Dataset, rows_by_site: Rows, recorder: JSONL | None = None) -> Training:
+def start(
+    job: Job,
+    data: Dataset,
+    rows_by_site: Rows,
+    recorder: JSONL | None = None,
+    group: Group = None,
+) -> Training:
     """Makes the model and the batches of a job; all sites must call it.
 
     Args:
@@ -78,19 +89,22 @@ def start(job: Job, data: Dataset, rows_by_site: Rows, recorder: JSONL | None = 
         data: The data of all sites.
         rows_by_site: The rows of ``data`` that each site holds.
         recorder: What is told of the training.
+        group: The sites.
     """
-    torch.manual_seed(job.seed)
-    model = build_model(job.model, data.format, job.widths)
+    with _SEEDING:
+        torch.manual_seed(job.seed)
+        model = build_model(job.model, data.format, job.widths)
     attach = attach_of(job.method, local=job.local, joint=job.joint)
     if isinstance(attach, Distributed):
         attach = replace(attach, recorder=recorder)
-    replica = attach(model, None)
+    replica = attach(model, group)
     return Training(
         data=data,
-        batches=site_batches(job, data, rows_by_site),
+        batches=site_batches(job, data, rows_by_site, group),
         replica=replica,
         optimizer=Adam(model.parameters(), lr=job.lr, eps=ADAM_EPS),
-        recording=Recording(recorder, job.method, replica),
+        recording=Recording(recorder, job.method, replica, group),
+        group=group,
     )
 
 
@@ -105,16 +119,16 @@ def deal(job: Job, data: Dataset) -> Rows:
     return rows_by_site
 
 
-def site_batches(job: Job, data: Dataset, rows_by_site: Rows) -> Batches:
+def site_batches(job: Job, data: Dataset, rows_by_site: Rows, group: Group = None) -> Batches:
     """The batches of this site, as many as every site has; all sites' if pooled."""
     pooled = job.method == "pooled"
     return Batches(
         x=data.x_train,
         y=data.y_train,
         rows_by_site=rows_by_site,
-        sites=range(job.sites) if pooled else (dist.get_rank(),),
+        sites=range(job.sites) if pooled else (rank_in(group),),
         batch_size=job.batch_size,
-        steps=smallest_over_sites(full_batches(rows_by_site, job.batch_size)),
+        steps=smallest_over_sites(full_batches(rows_by_site, job.batch_size), group),
         seed=job.seed,
     )
 

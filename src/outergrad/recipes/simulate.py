@@ -1,0 +1,159 @@
+"""Many sites in one process: a thread each, over real process groups."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.recipes.processes import tell
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+TIMEOUT = timedelta(minutes=10)
+_GRACE_S = 10.0
+_POLL_S = 0.2
+
+
+class StoppedError(RuntimeError):
+    """The work of all sites is to end."""
+
+
+class Stop:
+    """Asks the threads to end: nobody else can end one."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ask(self) -> None:
+        """From now on `check` raises."""
+        self._event.set()
+
+    def checked(self, items: Iterable[V]) -> Iterator[V]:
+        """Passes items on, with a check after each."""
+        for item in items:
+            yield item
+            self.check()
+
+    def check(self) -> None:
+        """Between two steps of a site.
+
+        Raises:
+            StoppedError: the user, or another site, wants the work to end.
+        """
+        if self._event.is_set():
+            raise StoppedError
+
+
+Work = Callable[[dist.ProcessGroup, Stop], T]
+
+
+def simulate(work: Work[T], sites: int, timeout: timedelta = TIMEOUT) -> list[T]:
+    """Does some work at every site of one process group, each in a thread of this process.
+
+    Messages go through gloo, as between processes: the same mathematics, and the same account of
+    bytes. Threads share one random stream: work that draws from it is not the same every time.
+
+    Args:
+        work: What a site does; it should check the stop now and then.
+        sites: How many.
+        timeout: Of a message.
+
+    Returns:
+        The results of all sites.
+
+    Raises:
+        RecipeError: What a site raised.
+        SiteError: A site failed otherwise.
+    """
+    _first_calls()
+    return _Simulation(work, sites, timeout).run()
+
+
+def _first_calls() -> None:
+    """MKL's vector functions may be wrong by 5e-5 where threads share the first call of one."""
+    for function in (torch.tanh, torch.exp, torch.log, torch.erf, torch.sin, torch.cos):
+        function(torch.ones(100))
+
+
+class _Simulation(Generic[T]):
+    def __init__(self, work: Work[T], sites: int, timeout: timedelta) -> None:
+        self._work, self._sites, self._timeout = work, sites, timeout
+        self._threads = max(1, torch.get_num_threads() // sites)
+        self._store, self._stop = HashStore(), Stop()
+        self._errors: list[RecipeError | SiteError | StoppedError] = []
+        self._results: dict[int, T] = {}
+        # One whose last holder is DDP's reducer would wait for itself: all live until all ended.
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def run(self) -> list[T]:
+        threads = [
+            threading.Thread(target=self._site, args=(site,), name=f"site {site}", daemon=True)
+            for site in range(self._sites)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._wait_for(threads)
+        except BaseException:
+            self._end(threads)
+            raise
+        if self._errors:
+            raise self._errors[0]
+        self._groups.clear()
+        return [self._results[site] for site in range(self._sites)]
+
+    def _site(self, site: int) -> None:
+        torch.set_num_threads(self._threads)
+        self._groups[site] = gloo_group(self._store, site, self._sites, self._timeout)
+        try:
+            self._results[site] = self._work(self._groups[site], self._stop)
+        except StoppedError:
+            self._leave(site)
+        except Exception as error:
+            self._errors.append(_told(site, error))
+            self._leave(site)
+
+    def _leave(self, site: int) -> None:
+        """Closes the connections of a site, so that those who wait for it hear of it."""
+        gc.collect()
+        del self._groups[site]
+
+    def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
+        """Until all have ended, or one has failed: the others may wait for it."""
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_POLL_S)
+                if self._errors:
+                    self._end(threads)
+                    return
+
+    def _end(self, threads: Sequence[threading.Thread]) -> None:
+        self._stop.ask()
+        for thread in threads:
+            thread.join(_GRACE_S)
+
+
+def _told(site: int, error: Exception) -> RecipeError | SiteError:
+    """Without the traceback, which would keep the site's group alive."""
+    if isinstance(error, RecipeError):
+        return RecipeError(str(error))
+    return SiteError(f"site {site}: {tell(error, verbose=False)}")
+
+
+def gloo_group(
+    store: Store, rank: int, sites: int, timeout: timedelta = TIMEOUT
+) -> dist.ProcessGroup:
+    """A process group that belongs to one thread."""
+    group = dist.ProcessGroup(store, rank, sites)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(store, rank, sites, timeout)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+    return group
