@@ -29,7 +29,7 @@ def describe(command: list[str]) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": cores(),
             "memory_bytes": psutil.virtual_memory().total,
             "system": f"{platform.system()} {platform.release()}",
@@ -63,7 +63,8 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of its model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -7,6 +7,7 @@ from outergrad.commands.data import data_app
 from outergrad.commands.doctor import doctor
 from outergrad.commands.plan import plan
 from outergrad.commands.report import report
+from outergrad.commands.reproduce import reproduce
 from outergrad.commands.train import train
 from outergrad.commands.watch import watch
 
@@ -22,4 +23,5 @@ app.command()(report)
 app.command()(watch)
 app.command()(doctor)
 app.command()(plan)
+app.command()(reproduce)
 app.add_typer(data_app, name="data")

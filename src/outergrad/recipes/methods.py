@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import outergrad as og
 from outergrad._protocols import Method, Recorder
 from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.first_rows import FirstRows
 
 FIRST_COMPRESSED_STEP = 2
 """PowerSGD all-reduces whole gradients before: DDP still reorders its bucket until then."""
@@ -46,6 +47,12 @@ class Replica:
             return self.planned_bytes
         stats = self.session.stats()
         return round((stats.total_sent_bytes - self.start_bytes) / max(stats.step, 1))
+
+    def total_sent_bytes(self, steps: int) -> int | None:
+        """Gradient bytes that this site has sent in so many steps; None if nobody counts them."""
+        if self.session:
+            return self.session.stats().total_sent_bytes - self.start_bytes
+        return None if self.planned_bytes is None else steps * self.planned_bytes
 
     def close(self) -> None:
         """Leaves a plain model."""
@@ -160,6 +167,7 @@ CONFIGURABLE: dict[str, Callable[..., Method]] = {
     "edad": _edad,
     "rank-dad": og.RankDAD,
     "og-powersgd": og.PowerSGD,
+    "first-rows": FirstRows,
 }
 """Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``."""
 

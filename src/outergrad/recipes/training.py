@@ -69,6 +69,11 @@ class Training:
         self.recording.log(accuracy=share)
         return mean_over_sites(torch.tensor(share), self.group).item()
 
+    def finish(self) -> None:
+        """Shares what the sites have not shared yet: no step follows."""
+        if self.replica.session:
+            self.replica.session.flush()
+
     def close(self) -> None:
         """Leaves a plain model."""
         self.replica.close()
@@ -153,12 +158,12 @@ def _test(
     """Mean over the labels of test rows, taken in batches: all at once may need too much memory."""
     x, y = data.x_test[:rows], data.y_test[:rows]
     batches = zip(x.split(TEST_ROWS), y.split(TEST_ROWS), strict=True)
-    with _evaluating(model) as plain:
+    with evaluating(model) as plain:
         return sum(score(plain(x), y).item() for x, y in batches) / y.numel()
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[nn.Module]:
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """Lends a model to be tested, and puts it back into the mode that it was in."""
     was_training = model.training
     # DDP's own forward would wait for the other sites, to send them rank 0's buffers.

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ class Task:
     """
 
     kind: str
-    settings: Settings
+    settings: Settings = field(hash=False)
 
     @property
     def key(self) -> str:

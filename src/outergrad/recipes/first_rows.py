@@ -1,0 +1,58 @@
+"""What rank-dAD has to beat: the first rows of a batch in place of its leading directions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outergrad._types import Factors, Part, Slot
+from outergrad.exchange.dad import DAD, DADExchange
+from outergrad.linalg.outer import row_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRows:
+    """Sites send the raw factors of the first rows of their batches, and bias gradients whole.
+
+    Attributes:
+        rank: R, the number of rows.
+        every: share at every so many-th synchronised backward.
+    """
+
+    rank: int
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        if self.rank < 1:
+            raise ValueError(f"FirstRows(rank={self.rank}): use 1 or more")
+
+    def exchange(self) -> "FirstRowsExchange":
+        """A new exchange with these settings."""
+        return FirstRowsExchange(self.rank)
+
+
+class FirstRowsExchange(DADExchange):
+    """Leaves out all rows but the first."""
+
+    exact = False
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(DAD(always=True, reveal="activations"))
+        self._rank = rank
+
+    def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
+        """R, or all where there are fewer."""
+        return min(rows, self._rank)
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """The rows that are left out count for it."""
+        return slot.bias is not None
+
+    def compress(self, parts: Sequence[Part]) -> list[Factors]:
+        """The first rows of each."""
+        return [self._first(part) for part in parts]
+
+    def _first(self, part: Part) -> Factors:
+        assert isinstance(part.gradient, Factors)
+        d_GRO, a_GRI, _ = part.gradient
+        b_GO = row_sum(d_GRO) if self.sends_bias(part.slot) else None
+        return Factors(d_GRO[:, : part.rows], a_GRI[:, : part.rows], b_GO)

@@ -1,0 +1,2 @@
+def write_figures(*args):
+    return []

@@ -1,0 +1,83 @@
+"""The results of an experiment: a file of JSON lines, one per task."""
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outergrad._version import __version__
+from outergrad.bench.machine import cores, processor
+from outergrad.recipes.errors import RecipeError
+from outergrad.reproduce.task import Task
+
+Result = dict[str, Any]
+
+
+class Store:
+    """The folder of an experiment.
+
+    Args:
+        folder: Its tables and figures lie here, too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / "results.jsonl"
+
+    def results(self, tasks: Sequence[Task]) -> list[Result]:
+        """Of those tasks that are done, in their order."""
+        found = {result["key"]: result for result in self._read()}
+        return [found[task.key] for task in tasks if task.key in found]
+
+    def missing(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks that are not."""
+        found = {result["key"] for result in self._read()}
+        return [task for task in tasks if task.key not in found]
+
+    def add(self, task: Task, values: Result) -> None:
+        """Keeps what came of a task, with what it was made by.
+
+        Raises:
+            RecipeError: The folder cannot be written to.
+        """
+        about = {
+            "outergrad": __version__,
+            "torch": str(torch.__version__),
+            "machine": f"{processor()}, {cores()} cores",
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        own = {"key": task.key, "kind": task.kind, "settings": dict(task.settings)}
+        line = json.dumps(_plain({**own, **values, **about}), allow_nan=False)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise RecipeError(f"--out {self.folder}: {error.strerror}") from error
+
+    def _read(self) -> list[Result]:
+        if not self._path.is_file():
+            return []
+        return [found for line in self._path.open(encoding="utf-8") if (found := _parsed(line))]
+
+
+def _parsed(line: str) -> Result | None:
+    """None for a line that was cut off."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "key" in found else None
+
+
+def _plain(value: Any) -> Any:
+    """With six digits, and None for what is no number."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,215 @@
+"""Tasks that train a model over sites that are threads of this process."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import lru_cache, partial
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from outergrad.recipes.data import Dataset, load
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.job import Job
+from outergrad.recipes.simulate import Stop, simulate
+from outergrad.recipes.training import Training, deal, start
+from outergrad.reproduce.scores import Scores, effective_ranks, scores
+from outergrad.reproduce.task import Context, Settings
+
+_JOB = tuple(f.name for f in fields(Job) if f.name != "epochs")
+_OWN = ("steps", "epochs", "tests", "test_rows", "ranks", "per_site")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training and how often it is looked at.
+
+    Attributes:
+        job: What is trained.
+        steps: How many; None for the epochs of the job.
+        tests: How often it is tested, evenly spread, the last time at the end.
+        test_rows: On how many rows; None for all.
+        ranks: Whether the effective ranks of the gradients are looked at then, too.
+        per_site: Whether every site is tested: where they differ, they always are.
+    """
+
+    job: Job
+    steps: int | None
+    tests: int = 6
+    test_rows: int | None = None
+    ranks: bool = False
+    per_site: bool = False
+
+    @staticmethod
+    def of(settings: Settings) -> "Plan":
+        """Reads settings.
+
+        Raises:
+            RecipeError: One is not allowed.
+        """
+        for name in settings:
+            if name not in (*_JOB, *_OWN):
+                raise RecipeError(f"no setting {name!r}: there are {', '.join((*_JOB, *_OWN))}")
+        if ("steps" in settings) == ("epochs" in settings):
+            raise RecipeError("give either steps or epochs")
+        own = {name: settings[name] for name in _OWN if name in settings and name != "epochs"}
+        job = {name: settings[name] for name in _JOB if name in settings}
+        job |= {n: tuple(job[n]) for n in ("widths", "local") if job.get(n) is not None}
+        plan = Plan(job=Job(**job, epochs=settings.get("epochs", 1)), **{"steps": None, **own})
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        for name in ("steps", "tests", "test_rows"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise RecipeError(f"{name} must be a whole number above 0, not {value!r}")
+
+    def marks(self, steps: int) -> set[int]:
+        """After how many steps it is looked at."""
+        tests = min(self.tests, steps)
+        return {round(steps * k / tests) for k in range(1, tests + 1)}
+
+
+@dataclass
+class Course:
+    """What one site saw.
+
+    Attributes:
+        losses: Of every step, of its own rows.
+        tests: Step and scores.
+        sent_bytes: So far, at each test; None where nobody counts.
+        ranks: Step and effective ranks by layer.
+        parameters: How many the model has.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    tests: list[tuple[int, Scores]] = field(default_factory=list)
+    sent_bytes: list[int | None] = field(default_factory=list)
+    ranks: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    parameters: int = 0
+
+
+class TrainingKind:
+    """Trains; see `Plan` for the settings."""
+
+    def check(self, settings: Settings) -> None:
+        """Reads them."""
+        Plan.of(settings)
+
+    def run(self, settings: Settings, context: Context) -> dict[str, Any]:
+        """Trains at every site."""
+        plan, began = Plan.of(settings), time.perf_counter()
+        data = _loaded(plan.job.data, context.data_dir)
+        torch.manual_seed(plan.job.seed)
+        site = partial(_site, plan, data, deal(plan.job, data), context)
+        courses = simulate(site, 1 if plan.job.method == "pooled" else plan.job.sites)
+        return {**_summary(courses), "seconds": time.perf_counter() - began}
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, data_dir: Path) -> Dataset:
+    return load(name, data_dir)
+
+
+def _site(
+    plan: Plan,
+    data: Dataset,
+    rows_by_site: list[Tensor],
+    context: Context,
+    group: ProcessGroup,
+    stop: Stop,
+) -> Course:
+    """What one site does; the first one tells how far it is."""
+    first = group.rank() == 0
+    training = start(plan.job, data, rows_by_site, group=group)
+    steps = plan.steps or plan.job.epochs * training.batches.steps
+    if first:
+        context.steps(steps)
+    watcher = _Watcher(plan, data, training, tested=first or _differ(plan))
+    for loss in stop.checked(islice(_losses(training), steps)):
+        watcher.step(loss, steps)
+        if first:
+            context.advance()
+    training.close()
+    return watcher.course
+
+
+def _losses(training: Training) -> Iterator[float]:
+    return chain.from_iterable(map(training.epoch, count()))
+
+
+def _differ(plan: Plan) -> bool:
+    """Whether sites have models of their own, or are looked at as if."""
+    job = plan.job
+    own = job.method == "alone" or job.method.startswith("local-steps") or bool(job.local)
+    return own or plan.per_site
+
+
+class _Watcher:
+    """Keeps what a site's training shows."""
+
+    def __init__(self, plan: Plan, data: Dataset, training: Training, *, tested: bool) -> None:
+        self._plan, self._data, self._training, self._tested = plan, data, training, tested
+        model = training.replica.model
+        self.course = Course(parameters=sum(p.numel() for p in model.parameters()))
+
+    def step(self, loss: float, steps: int) -> None:
+        """A step is done."""
+        self.course.losses.append(loss)
+        done = len(self.course.losses)
+        if done not in self._plan.marks(steps):
+            return
+        model = self._training.replica.model
+        if self._plan.ranks and self._tested:
+            self.course.ranks.append((done, effective_ranks(model)))
+        if done == steps:
+            self._training.finish()
+        self.course.sent_bytes.append(self._training.replica.total_sent_bytes(done))
+        if self._tested:
+            self.course.tests.append((done, scores(model, self._data, self._plan.test_rows)))
+
+
+def _summary(courses: list[Course]) -> dict[str, Any]:
+    """All sites' courses as one result."""
+    first, tested = courses[0], [course for course in courses if course.tests]
+    return {
+        "losses": [_mean(losses) for losses in zip(*(c.losses for c in courses), strict=True)],
+        "tests": [_test(tested, courses, k) for k in range(len(first.tests))],
+        "layers": _by_layer(first.ranks) or None,
+        "parameters": first.parameters,
+    }
+
+
+def _test(tested: list[Course], courses: list[Course], k: int) -> dict[str, Any]:
+    step, found = tested[0].tests[k][0], [course.tests[k][1] for course in tested]
+    sent = [course.sent_bytes[k] for course in courses]
+    counted = [nbytes for nbytes in sent if nbytes is not None]
+    areas = [score.auc for score in found if score.auc is not None]
+    return {
+        "step": step,
+        "loss": _mean([score.loss for score in found]),
+        "accuracy": _mean([score.accuracy for score in found]),
+        "auc": _mean(areas) if areas else None,
+        "sent_bytes": _mean(counted) if counted else None,
+        "sites": [score._asdict() for score in found] if len(found) > 1 else None,
+    }
+
+
+def _by_layer(ranks: list[tuple[int, dict[str, float]]]) -> dict[str, list[dict[str, float]]]:
+    layers: dict[str, list[dict[str, float]]] = {}
+    for step, found in ranks:
+        for name, rank in found.items():
+            layers.setdefault(name, []).append({"step": step, "effective_rank": rank})
+    return layers
+
+
+def _mean(values: Any) -> float:
+    return sum(values) / len(values)
+
+
+TRAINING = TrainingKind()
