@@ -17,7 +17,9 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(help="Experiments, of those that --list shows; all; or a YAML of your own."),
 ]
-ListThem = Annotated[bool, typer.Option("--list", help="Say what each shows and how long it takes.")]
+ListThem = Annotated[
+    bool, typer.Option("--list", help="Say what each shows and how long it takes.")
+]
 Full = Annotated[bool, typer.Option("--full", help="The paper's size instead of the small one.")]
 Out = Annotated[Path, typer.Option(help="Folder that gets a folder per experiment.")]
 Draw = Annotated[

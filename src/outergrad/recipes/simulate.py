@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Generic, TypeVar
@@ -111,19 +112,20 @@ class _Simulation(Generic[T]):
 
     def _site(self, site: int) -> None:
         torch.set_num_threads(self._threads)
-        self._groups[site] = gloo_group(self._store, site, self._sites, self._timeout)
         try:
+            self._groups[site] = gloo_group(self._store, site, self._sites, self._timeout)
             self._results[site] = self._work(self._groups[site], self._stop)
         except StoppedError:
             self._leave(site)
         except Exception as error:
             self._errors.append(_told(site, error))
+            traceback.clear_frames(error.__traceback__)  # they hold the group
             self._leave(site)
 
     def _leave(self, site: int) -> None:
         """Closes the connections of a site, so that those who wait for it hear of it."""
         gc.collect()
-        del self._groups[site]
+        self._groups.pop(site, None)
 
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         """Until all have ended, or one has failed: the others may wait for it."""
@@ -141,7 +143,6 @@ class _Simulation(Generic[T]):
 
 
 def _told(site: int, error: Exception) -> RecipeError | SiteError:
-    """Without the traceback, which would keep the site's group alive."""
     if isinstance(error, RecipeError):
         return RecipeError(str(error))
     return SiteError(f"site {site}: {tell(error, verbose=False)}")

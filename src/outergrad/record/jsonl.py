@@ -46,7 +46,7 @@ class JSONL:
         path = self.path / f"site-{event.rank}.jsonl"
         try:
             if event.rank not in self._files:
-                self._files[event.rank] = _open(path)
+                self._files[event.rank] = open_to_append(path)
             self._files[event.rank].write(json.dumps(line_of(event)) + "\n")
         except OSError as error:
             self._give_up()
@@ -65,7 +65,7 @@ class JSONL:
         self._files.clear()
 
 
-def _open(path: Path) -> IO[str]:
+def open_to_append(path: Path) -> IO[str]:
     """To append whole lines: what a writer that died left of its last one gets an end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8")

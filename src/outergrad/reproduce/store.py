@@ -12,6 +12,7 @@ import torch
 from outergrad._version import __version__
 from outergrad.bench.machine import cores, processor
 from outergrad.recipes.errors import RecipeError
+from outergrad.record.jsonl import open_to_append
 from outergrad.reproduce.task import Task
 
 Result = dict[str, Any]
@@ -53,8 +54,7 @@ class Store:
         own = {"key": task.key, "kind": task.kind, "settings": dict(task.settings)}
         line = json.dumps(_plain({**own, **values, **about}), allow_nan=False)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            with open_to_append(self._path) as file:
                 file.write(line + "\n")
         except OSError as error:
             raise RecipeError(f"--out {self.folder}: {error.strerror}") from error
@@ -62,7 +62,8 @@ class Store:
     def _read(self) -> list[Result]:
         if not self._path.is_file():
             return []
-        return [found for line in self._path.open(encoding="utf-8") if (found := _parsed(line))]
+        lines = self._path.read_text("utf-8").splitlines()
+        return [found for line in lines if (found := _parsed(line))]
 
 
 def _parsed(line: str) -> Result | None:

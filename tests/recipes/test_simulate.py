@@ -1,0 +1,96 @@
+"""Sites as threads of one process do what processes do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from outergrad.recipes.data import load
+from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.recipes.job import Job
+from outergrad.recipes.launch import run_sites
+from outergrad.recipes.simulate import simulate
+from outergrad.recipes.sites import rank_in
+from outergrad.recipes.training import deal, start
+
+METHODS = ("dense", "dad", "edad", "rank-dad:rank=3", "rank-dad:rank=3:reduce=all_reduce", "ddp")
+
+
+def gradients(job, folder, group=None, stop=None) -> None:
+    """Three steps; what a site has at their end, in a file of its own."""
+    training = start(job, data := load("digits", folder), deal(job, data), group=group)
+    for _, (x, y) in zip(range(3), training.batches.epoch(0), strict=False):
+        training.optimizer.zero_grad()
+        cross_entropy(training.replica.model(x), y).backward()
+        training.optimizer.step()
+    found = {name: p.grad for name, p in training.replica.model.named_parameters()}
+    kept = {"sent_bytes": training.replica.total_sent_bytes(3), "gradients": found}
+    torch.save(kept, folder / f"{job.method}-{rank_in(group)}.pt")
+    training.close()
+
+
+def all_gradients(sites, folder, group=None, stop=None) -> None:
+    for method in METHODS:
+        gradients(Job(data="digits", widths=(32,), method=method, sites=sites), folder, group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sites", [2, 3])
+def test_gradients_and_bytes_equal_those_of_processes(sites, tmp_path) -> None:
+    (one := tmp_path / "processes").mkdir()
+    (other := tmp_path / "threads").mkdir()
+    run_sites(partial(all_gradients, sites, one), sites)
+    simulate(lambda group, stop: all_gradients(sites, other, group, stop), sites)
+    for path in sorted(one.iterdir()):
+        expected, found = torch.load(path), torch.load(other / path.name)
+        assert found["sent_bytes"] == expected["sent_bytes"], path.name
+        for name, gradient in expected["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_results_come_in_the_order_of_sites() -> None:
+    def work(group, stop):
+        dist.all_reduce(total := torch.tensor(1.0), group=group)
+        return group.rank(), total.item()
+
+    assert simulate(work, 3) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "text"),
+    [
+        (RecipeError("lower it"), RecipeError, "^lower it$"),
+        (KeyError("x"), SiteError, "^site 1: KeyError: 'x'$"),
+    ],
+)
+def test_one_that_fails_ends_those_that_wait_for_it(raised, expected, text) -> None:
+    def work(group, stop):
+        if group.rank() == 1:
+            raise raised
+        dist.all_reduce(torch.ones(1), group=group)
+
+    before, began = threading.active_count(), time.monotonic()
+    with pytest.raises(expected, match=text):
+        simulate(work, 3)
+    assert time.monotonic() - began < 10
+    assert threading.active_count() == before
+
+
+def test_work_is_asked_to_stop() -> None:
+    def work(group, stop):
+        if group.rank() == 0:
+            raise KeyError
+        for _ in stop.checked(range(10_000)):
+            time.sleep(0.01)
+        return "not stopped"
+
+    began = time.monotonic()
+    with pytest.raises(SiteError):
+        simulate(work, 2)
+    assert time.monotonic() - began < 10
