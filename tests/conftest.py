@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -31,3 +32,9 @@ def large_matrices(monkeypatch):
 def one_thread_per_rank():
     """Ranks are threads here: more would only fight for the cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache(tmp_path_factory):
+    """What tests keep on disk goes away with them, unless OUTERGRAD_CACHE says where."""
+    os.environ.setdefault("OUTERGRAD_CACHE", str(tmp_path_factory.mktemp("cache")))

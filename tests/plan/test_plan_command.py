@@ -113,7 +113,7 @@ MISTAKES = {
     "latency": (["--latency", "20"], "--latency '20' cannot be read"),
     "long latency": (["--latency", "20s"], "20 s cannot be had"),
     "unknown method": (["--methods", "magic"], "--methods must be one of"),
-    "not ours": (["--methods", "ddp"], "--methods ddp is not outergrad's own: use dense, dad,"),
+    "not ours": (["--methods", "ddp"], "--methods ddp cannot be planned: use dense, dad,"),
     "twice": (["--methods", "dad,dad"], "--methods must name each method once"),
     "setting": (["--methods", "rank-dad:rank=0"], "rank"),
     "every": (["--methods", "dad:every=2"], "--methods dad:every=2: leave out every"),

@@ -13,6 +13,7 @@ import numpy as np
 from outergrad.recipes.data import SOURCES, folder_of
 
 TRAIN, TEST = 24, 12
+WORDS = ("one", "two", "three", "four", "five", "six", "seven")
 CHARACTERS = string.ascii_letters + " \n!$&',-.:;?3"
 
 
@@ -63,6 +64,7 @@ def write_sequences(file: str, steps: int, features: int, classes: int) -> Calla
             x_train=pixels(TRAIN, steps, features),
             len_train=np.arange(1, 1 + TRAIN, dtype=np.uint8),
             y_train=labels(TRAIN, classes),
+            speaker_train=np.arange(TRAIN, dtype=np.uint8) // 3,
             x_test=pixels(TEST, steps, features),
             len_test=np.full(TEST, steps, dtype=np.uint8),
             y_test=labels(TEST, classes),
@@ -76,6 +78,30 @@ def write_text(folder: Path) -> None:
     (folder / "input.txt.gz").write_bytes(gzip.compress(content.encode()))
 
 
+RARE = "\u00e6\u0153/"
+"""Too rare to have ids of their own."""
+
+
+def write_book(folder: Path) -> None:
+    often = "".join(map(chr, range(0x400, 0x400 + 93)))
+    book = often[::-1] * 20 + RARE + often * 20
+    start, end = "*** START OF THIS ***\n", "\nEnd of the Project Gutenberg EBook 2600\n***"
+    (folder / "warandpeace.txt.gz").write_bytes(gzip.compress(f"No.\n{start}{book}{end}".encode()))
+
+
+def write_classified(*files: str, column: str, classes: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for file, rows in zip(files, (TRAIN, TEST), strict=True):
+            texts = [
+                f'"It, ""{WORDS[row % 7]}"" {row}.<br />The END \u00e9"' for row in range(rows)
+            ]
+            lines = [f"{row % classes},{row},{text}" for row, text in enumerate(texts)]
+            content = "\n".join([f"label,id,{column}", *lines])
+            (folder / file).write_bytes(gzip.compress(content.encode()))
+
+    return write
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
     "mnist": write_mnist,
     "mnist-512": write_mnist,
@@ -85,6 +111,11 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "natops": write_sequences("natops.npz", 51, 24, classes=6),
     "pendigits": write_sequences("pendigits.npz", 8, 2, classes=10),
     "tinyshakespeare": write_text,
+    "war-and-peace": write_book,
+    "imdb": write_classified("train.csv.gz", "test.csv.gz", column="text", classes=2),
+    "ag-news": write_classified(
+        "train_subset.csv.gz", "test.csv.gz", column="description", classes=4
+    ),
 }
 """What writes the files of a data set into a folder."""
 

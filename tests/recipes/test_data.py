@@ -13,6 +13,7 @@ FORMATS = {
     "sequences": Format(shape=(5, 4), classes=2),
     "images": Format(shape=(3, 8, 8), classes=1000),
     "tokens": Format(shape=(6,), classes=9, tokens=True),
+    "texts": Format(shape=(6,), classes=3, tokens=True, vocabulary=11),
 }
 ROWS = {
     "digits": (1437, 360),
@@ -24,6 +25,9 @@ ROWS = {
     "natops": (180, 180),
     "pendigits": (7494, 3498),
     "tinyshakespeare": (7782, 864),
+    "war-and-peace": (22383, 2487),
+    "imdb": (25000, 25000),
+    "ag-news": (17320, 7600),
 }
 SCALED_TO_ONE = {"digits", "mnist", "mnist-512", "pneumonia"}
 
@@ -42,8 +46,11 @@ def test_synthetic_data_has_the_format_that_was_asked_for(format):
     assert data.format == format
     assert len(data.x_train) == len(data.y_train) == 5
     assert len(data.x_test) == len(data.y_test) > 0
-    assert data.y_train.shape[1:] == (format.shape if format.tokens else ())
+    assert data.y_train.shape[1:] == format.label_shape
+    assert format.label_shape == (format.shape if format.classes == 9 else ())
     assert 0 <= data.y_train.min() <= data.y_train.max() < format.classes
+    if format.tokens:
+        assert data.x_train.max() < (format.vocabulary or format.classes)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -96,6 +103,23 @@ def test_real_text_is_predicted_one_character_ahead(data_dir):
     codes = dict(zip(start, data.x_train[0, : len(start)].tolist(), strict=False))
     assert [codes[letter] for letter in start] == data.x_train[0, : len(start)].tolist()
     assert len(set(codes.values())) == len(codes)
+
+
+def test_rare_characters_of_war_and_peace_share_an_id(data_dir):
+    data = real("war-and-peace", data_dir)
+    often = torch.cat([data.y_train.flatten(), data.y_test.flatten()]).bincount()
+    assert 10 < often[-1] < 100
+    assert often[:-1].min() >= 8, "of ten, but for the first of a row"
+    assert data.x_train[:, 1:].equal(data.y_train[:, :-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["imdb", "ag-news"])
+def test_real_texts_are_whole_words_and_shuffled(data_dir, name):
+    data = real(name, data_dir)
+    assert (data.x_train != 0).any(dim=1).all(), "an empty text"
+    assert data.x_train.max() > 7900
+    assert 0.1 < data.y_train[:1000].float().mean() / data.y_train.float().mean() < 1.9
 
 
 def test_every_source_can_be_had():

@@ -18,6 +18,7 @@ WRONG = {
     "lr": 0.0,
     "seed": -1,
     "widths": (3, 0),
+    "activation": "sine",
 }
 
 
@@ -40,8 +41,15 @@ def test_the_model_must_fit_the_data():
 
 def test_the_widths_must_fit_the_model():
     assert Job(data="natops", model="gru", widths=(64,))
-    with pytest.raises(RecipeError, match="--widths 64-64 does not fit --model gru: give 1"):
-        Job(data="natops", model="gru", widths=(64, 64))
+    assert Job(data="natops", model="gru", widths=(64, 32))
+    with pytest.raises(RecipeError, match="--widths 64-64-9 does not fit --model gru: give 1 or 2"):
+        Job(data="natops", model="gru", widths=(64, 64, 9))
+
+
+def test_the_activation_must_fit_the_model():
+    assert Job(data="natops", model="gru", widths=(64, 32), activation="tanh")
+    with pytest.raises(RecipeError, match="--activation tanh has no place in --model gru"):
+        Job(data="natops", model="gru", activation="tanh")
 
 
 def test_the_first_difference_is_named():

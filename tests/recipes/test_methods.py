@@ -135,12 +135,47 @@ def test_two_sites_agree_by_the_methods_that_round():
         ("rank-dad:rank=4:wire=fp32", og.RankDAD()),
         ("edad:inputs=raw", og.EDAD(inputs="raw")),
         ("edad:blocks=a.*+b", og.EDAD(blocks=["a.*", "b"])),
+        ("dense:every=3", og.Dense(every=3)),
+        ("og-powersgd:rank=2", og.PowerSGD(rank=2)),
         ("dad:wire=int8", og.DAD(wire=og.wire.Int8())),
         ("rank-dad:wire=topk0.1+int8", og.RankDAD(wire=(og.wire.TopK(0.1), og.wire.Int8()))),
     ],
 )
 def test_a_method_can_be_named_with_settings(name, method):
     assert attach_of(name) == Distributed(method)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("local-steps", og.LocalSteps(50)),
+        ("local-steps:k=7", og.LocalSteps(7)),
+        (
+            "local-steps:k=7:method=rank-dad:rank=2:wire=bf16",
+            og.LocalSteps(7, method=og.RankDAD(rank=2, wire=og.wire.BF16())),
+        ),
+        (
+            "local-steps:k=7:lr=1:momentum=0",
+            og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1)),
+        ),
+    ],
+)
+def test_local_steps_can_be_named_with_settings(name, method):
+    assert repr(attach_of(name).method) == repr(method)
+
+
+def test_local_steps_may_leave_parts_local():
+    found = attach_of("local-steps:k=7", local=["stem.*"]).method
+    assert found.method == og.PerLayer({"stem.*": og.Local(), "*": og.Dense()})
+    with pytest.raises(RecipeError, match="joint=True"):
+        attach_of("local-steps:k=7", local=["stem.*"], joint=True)
+
+
+def test_the_hook_of_powersgd_has_the_rank_that_is_named(one_site, monkeypatch):
+    states = []
+    monkeypatch.setattr(methods, "PowerSGDState", lambda **made: states.append(made))
+    attach_of("powersgd:rank=16")(mlp(WIDTHS), None)
+    assert states[0]["matrix_approximation_rank"] == 16
 
 
 def test_parts_may_be_local():
@@ -166,6 +201,12 @@ def test_parts_may_be_local():
         ("rank-dad:wire=topk2", "TopK: fraction=2.0; use a number in"),
         ("rank-dad:wire=bf16+int8", "BF16 and Int8 each write values in a dtype of their own"),
         ("og-powersgd:wire=int8", "PowerSGD: wire="),
+        ("powersgd:rank=0", "powersgd:rank=0: rank=0; use 1 or more"),
+        ("dense:rank=2", "unexpected keyword argument 'rank'"),
+        ("local-steps:k=0", "LocalSteps: k=0; use 1 or more"),
+        ("local-steps:method=ddp", "method=ddp; use dense, rank-dad or og-powersgd"),
+        ("local-steps:method=local-steps:k=2", "use dense, rank-dad or og-powersgd"),
+        ("local-steps:method=dad", "has no factors"),
         ("dad:colour=red", "unexpected keyword argument 'colour'"),
     ],
 )

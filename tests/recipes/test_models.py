@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from outergrad.recipes.data import Format, synthetic
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.models import INPUTS, MODELS, build_model
+from outergrad.recipes.models.hidden import ACTIVATIONS
 from outergrad.recipes.models.mlp import mlp
 
 FORMATS = {
@@ -16,6 +17,7 @@ FORMATS = {
     "images": Format(shape=(3, 16, 16), classes=10),
     "grey images": Format(shape=(1, 28, 28), classes=2),
     "tokens": Format(shape=(6,), classes=9, tokens=True),
+    "texts": Format(shape=(6,), classes=3, tokens=True, vocabulary=11),
 }
 PAIRS = [(model, data) for model in MODELS for data in FORMATS if MODELS[model].fits(FORMATS[data])]
 MISFITS = [(model, data) for model in MODELS for data in FORMATS if (model, data) not in PAIRS]
@@ -50,8 +52,9 @@ def test_a_model_that_does_not_fit_says_which_do(model, data):
 
 
 WRONG_WIDTHS = {
-    "gru": ((64, 64), "--widths 64-64 does not fit --model gru: give 1"),
-    "lstm": ((), "--widths '' does not fit --model lstm: give 1"),
+    "gru": ((64, 64, 9), "--widths 64-64-9 does not fit --model gru: give 1 or 2"),
+    "lstm": ((), "--widths '' does not fit --model lstm: give 1 or 2"),
+    "encoder": ((130,), "--widths 130 does not fit --model encoder: give a multiple of 4"),
     "vit": ((64,), "--widths 64 does not fit --model vit: leave it out"),
     "gpt": ((64,), "leave it out"),
     "cnn": ((64,), "leave it out"),
@@ -70,6 +73,77 @@ def test_widths_that_a_model_does_not_take_are_refused(model):
 def test_the_width_of_a_recurrent_model_is_its_hidden_features(model):
     assert build_model(model, FORMATS["sequences"], (11,)).recurrent.hidden_size == 11
     assert build_model(model, FORMATS["sequences"]).recurrent.hidden_size == 128
+
+
+@pytest.mark.parametrize("model", ["gru", "lstm"])
+def test_another_width_of_a_recurrent_model_is_a_layer_before_the_head(model):
+    plain = build_model(model, FORMATS["sequences"], (11,))
+    assert plain.head.out_features == 2
+    first, between, last = build_model(model, FORMATS["sequences"], (11, 7)).head
+    assert (first.in_features, first.out_features, last.out_features) == (11, 7, 2)
+    assert isinstance(between, nn.ReLU)
+
+
+PLACES = {  # formats, widths
+    "mlp": ("flat", (5,)),
+    "gru": ("sequences", (8, 5)),
+    "lstm": ("sequences", (8, 5)),
+    "vit": ("images", ()),
+    "encoder": ("texts", (8,)),
+}
+
+
+@pytest.mark.parametrize("model", PLACES)
+def test_an_activation_can_be_chosen(model):
+    data, widths = PLACES[model]
+    outputs, rows = {}, synthetic(FORMATS[data], rows=4, seed=0)
+    for name, kind in {None: None, **ACTIVATIONS}.items():
+        torch.manual_seed(1)
+        net = build_model(model, FORMATS[data], widths, name)
+        assert kind is None or any(isinstance(module, kind) for module in net.modules())
+        outputs[name] = net(rows.x_train)
+    own = MODELS[model].activation
+    same = [name for name in ACTIVATIONS if outputs[name].equal(outputs[None])]
+    assert same == [own]
+
+
+def test_every_model_has_a_place_for_an_activation_or_none():
+    assert PLACES.keys() == {name for name in MODELS if MODELS[name].activation}
+
+
+NO_PLACE = {
+    "gpt": ("tokens", None, "--activation tanh has no place in --model gpt: leave it out"),
+    "cnn": ("images", None, "--activation tanh has no place in --model cnn: leave it out"),
+    "gru": ("sequences", None, "--model gru with --widths 128: leave it out, or give 2 widths"),
+    "lstm": ("sequences", (5,), "--model lstm with --widths 5: leave it out, or give 2 widths"),
+    "mlp": ("flat", (), "--model mlp with --widths '': leave it out, or give 1 width$"),
+}
+
+
+@pytest.mark.parametrize("model", NO_PLACE)
+def test_an_activation_without_a_place_is_refused(model):
+    data, widths, said = NO_PLACE[model]
+    with pytest.raises(RecipeError, match=said):
+        build_model(model, FORMATS[data], widths, "tanh")
+
+
+def test_an_encoder_does_not_see_padding():
+    model = build_model("encoder", FORMATS["texts"], (8,))
+    short = torch.tensor([[3, 4, 0, 0, 0, 0]])
+    expected = model(short[:, :2])
+    assert torch.allclose(model(short), expected, atol=1e-6)
+    assert torch.allclose(model.eval()(short), expected, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(model(short), expected, atol=1e-6), "PyTorch's fast path"
+    assert not torch.allclose(model(torch.tensor([[3, 4, 5, 0, 0, 0]])), expected, atol=1e-3)
+
+
+def test_an_empty_text_has_finite_logits():
+    model = build_model("encoder", FORMATS["texts"], (8,))
+    logits = model(torch.zeros(2, 6, dtype=torch.int64))
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_a_vit_needs_whole_patches():

@@ -7,7 +7,7 @@ import gzip
 import numpy as np
 import pytest
 import torch
-from small_files import TEST, TRAIN, WRITERS, idx, pixels, write
+from small_files import RARE, TEST, TRAIN, WRITERS, idx, pixels, write
 
 from outergrad.recipes.data import SOURCES, load
 from outergrad.recipes.data.files import DamagedFileError, read_idx
@@ -108,6 +108,29 @@ def test_a_short_text_is_told(tmp_path):
     folder = write("tinyshakespeare", tmp_path)
     (folder / "input.txt.gz").write_bytes(gzip.compress(b"to be"))
     assert "5 characters are too few" in refused("tinyshakespeare", tmp_path, "input.txt.gz")
+
+
+def test_a_book_without_its_notices_is_told(tmp_path):
+    folder = write("war-and-peace", tmp_path)
+    (folder / "warandpeace.txt.gz").write_bytes(gzip.compress(b"to be or not " * 999))
+    said = refused("war-and-peace", tmp_path, "warandpeace.txt.gz")
+    assert "no notices of Project Gutenberg" in said
+
+
+def test_a_book_is_what_its_notices_enclose_with_one_id_for_rare_characters(tmp_path):
+    write("war-and-peace", tmp_path)
+    data = load("war-and-peace", tmp_path)
+    assert data.x_train[0, :93].tolist() == list(range(92, -1, -1))
+    assert data.y_test[-1].max() < data.classes - 1 == 93
+    ids = torch.cat([data.x_train[:, :1], data.y_train], dim=1).flatten()
+    assert (ids == 93).sum() == len(RARE)
+
+
+@pytest.mark.parametrize("content", [b"label,text\n7,so so", b"label,text\n", b"label\n1"])
+def test_texts_must_have_a_class_and_a_text(tmp_path, content):
+    folder = write("imdb", tmp_path)
+    (folder / "test.csv.gz").write_bytes(gzip.compress(content))
+    refused("imdb", tmp_path, "test.csv.gz")
 
 
 def test_mnist_512_keeps_the_pixels_that_vary(tmp_path):

@@ -6,57 +6,117 @@ from itertools import islice
 import pytest
 import torch
 
+from outergrad.recipes.data import Dataset
 from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.split import SPLITS, Batches, class_split, even_split, full_batches
+from outergrad.recipes.split import (
+    SPLITS,
+    Batches,
+    batch_sizes,
+    class_split,
+    even_split,
+    full_batches,
+    speaker_split,
+    unequal_split,
+)
+
+
+def labelled(labels: torch.Tensor, groups: torch.Tensor | None = None) -> Dataset:
+    x = torch.zeros(len(labels), 2)
+    return Dataset(
+        x_train=x, y_train=labels, x_test=x, y_test=labels, classes=10, groups_train=groups
+    )
+
 
 LABELS = torch.arange(103) % 10
+SPEAKERS = torch.arange(103) * 7 % 13
+DATA = labelled(LABELS, SPEAKERS)
+TEXTS = labelled(torch.zeros(8, 5, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("sites", [1, 2, 3, 10])
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_every_row_belongs_to_one_site(split, sites):
-    rows = torch.cat(split(LABELS, sites, 0))
+    rows = torch.cat(split(DATA, sites, 0))
     assert rows.sort().values.equal(torch.arange(len(LABELS)))
 
 
 def test_two_sites_hold_five_classes_each():
-    first, second = class_split(LABELS, 2, 0)
+    first, second = class_split(DATA, 2, 0)
     assert set(LABELS[first].tolist()) == {0, 1, 2, 3, 4}
     assert set(LABELS[second].tolist()) == {5, 6, 7, 8, 9}
 
 
 def test_more_sites_than_classes_are_refused():
     with pytest.raises(RecipeError, match="10 classes are too few for 11 sites"):
-        class_split(LABELS, 11, 0)
+        class_split(DATA, 11, 0)
 
 
-def test_texts_have_no_classes_to_be_split_by():
-    with pytest.raises(RecipeError, match=r"--split class needs .*: use --split even"):
-        class_split(torch.zeros(8, 5, dtype=torch.int64), 2, 0)
+@pytest.mark.parametrize("split", ["class", "unequal"])
+def test_texts_have_no_classes_to_be_split_by(split):
+    with pytest.raises(RecipeError, match=f"--split {split} needs .*: use --split even"):
+        SPLITS[split](TEXTS, 2, 0)
+
+
+@pytest.mark.parametrize("sites", [2, 5, 13])
+def test_a_speaker_is_at_one_site_beside_its_neighbours(sites):
+    groups = [set(SPEAKERS[rows].tolist()) for rows in speaker_split(DATA, sites, 0)]
+    assert sorted(speaker for group in groups for speaker in group) == list(range(13))
+    assert all(max(group) - min(group) == len(group) - 1 for group in groups)
+    assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+def test_rows_must_have_speakers_enough():
+    with pytest.raises(RecipeError, match="13 are too few for 14 sites"):
+        speaker_split(DATA, 14, 0)
+    with pytest.raises(RecipeError, match="--split speaker needs --data spoken-digits: use"):
+        speaker_split(TEXTS, 2, 0)
+
+
+@pytest.mark.parametrize("sites", [2, 4, 6])
+@pytest.mark.parametrize("classes", [2, 4, 10])
+def test_an_unequal_split_halves_and_mixes(sites, classes):
+    labels = torch.randint(classes, (6000,), generator=torch.Generator().manual_seed(classes))
+    rows_by_site = unequal_split(labelled(labels), sites, 0)
+    rows = torch.tensor([float(len(rows)) for rows in rows_by_site])
+    assert (rows[:-1] / rows[1:] - 2).abs().max() < 0.05
+    counts = torch.stack([labels[rows].bincount(minlength=classes) for rows in rows_by_site])
+    odd = (torch.arange(sites)[:, None] + torch.arange(classes)) % 2 == 1
+    often, seldom = (counts.masked_fill(mask, 0).sum(dim=1) for mask in (odd, ~odd))
+    assert (often > 1.5 * seldom).all()
+    assert counts.sum(dim=0).equal(labels.bincount())
+
+
+def test_a_seed_decides_an_unequal_split():
+    first, second, other = (unequal_split(DATA, 3, seed) for seed in (1, 1, 2))
+    assert all(one.equal(two) for one, two in zip(first, second, strict=True))
+    assert not all(one.equal(two) for one, two in zip(first, other, strict=True))
+    assert [len(rows) for rows in first] == [len(rows) for rows in other]
 
 
 def test_an_even_split_is_even_shuffled_and_repeatable():
-    sizes = [len(rows) for rows in even_split(LABELS, 4, 0)]
+    sizes = [len(rows) for rows in even_split(DATA, 4, 0)]
     assert max(sizes) - min(sizes) <= 1
-    assert torch.cat(even_split(LABELS, 4, 1)).equal(torch.cat(even_split(LABELS, 4, 1)))
-    assert not torch.cat(even_split(LABELS, 4, 1)).equal(torch.cat(even_split(LABELS, 4, 2)))
+    assert torch.cat(even_split(DATA, 4, 1)).equal(torch.cat(even_split(DATA, 4, 1)))
+    assert not torch.cat(even_split(DATA, 4, 1)).equal(torch.cat(even_split(DATA, 4, 2)))
 
 
-def batches(*sites: int, steps: int = 3) -> Batches:
+def batches(*sites: int, steps: int = 3, sizes: tuple[int, ...] = (8, 8, 8)) -> Batches:
     return Batches(
         x=torch.arange(103.0)[:, None],
         y=LABELS,
-        rows_by_site=even_split(LABELS, 3, 0),
+        rows_by_site=even_split(DATA, 3, 0),
         sites=sites,
-        batch_size=8,
+        batch_sizes=sizes,
         steps=steps,
         seed=5,
     )
 
 
-def test_a_pooled_batch_is_the_union_of_the_sites_batches():
-    pooled = [x for x, _ in batches(0, 1, 2).epoch(4)]
-    by_site = [[x for x, _ in batches(site).epoch(4)] for site in range(3)]
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (11, 5, 2)])
+def test_a_pooled_batch_is_the_union_of_the_sites_batches(sizes):
+    pooled = [x for x, _ in batches(0, 1, 2, sizes=sizes).epoch(4)]
+    by_site = [[x for x, _ in batches(site, sizes=sizes).epoch(4)] for site in range(3)]
+    assert [len(parts[0]) for parts in by_site] == list(sizes)
     assert len(pooled) == 3
     for union, parts in zip(pooled, zip(*by_site, strict=True), strict=True):
         assert union.equal(torch.cat(parts))
@@ -86,10 +146,34 @@ def test_batches_have_the_shape_of_the_rows():
     assert (x.shape, y.shape) == ((8, 3, 4, 4), (8, 7))
 
 
-def test_the_site_with_the_fewest_rows_sets_the_steps():
-    assert full_batches([torch.arange(50), torch.arange(33), torch.arange(40)], 8) == 4
+def test_losses_of_larger_batches_weigh_more():
+    assert [batches(site).weight for site in range(3)] == [1, 1, 1]
+    weights = [batches(site, sizes=(11, 5, 2)).weight for site in range(3)]
+    assert weights == pytest.approx([11 / 6, 5 / 6, 2 / 6])
+    assert batches(0, 1, 2, sizes=(11, 5, 2)).weight == 1
+
+
+@pytest.mark.parametrize("sites", [2, 3, 4])
+def test_batches_of_unequal_sites_make_the_same_number_of_steps(sites):
+    rows_by_site = unequal_split(labelled(torch.arange(20_000) % 10), sites, 0)
+    sizes = batch_sizes("unequal", rows_by_site, 32)
+    assert sum(sizes) == 32 * sites
+    steps = [len(rows) / size for rows, size in zip(rows_by_site, sizes, strict=True)]
+    assert max(steps) / min(steps) < 1.1
+    assert batch_sizes("even", rows_by_site, 32) == [32] * sites
+
+
+def test_a_site_whose_batch_would_be_empty_is_named():
+    with pytest.raises(RecipeError, match="--batch-size 1 leaves site 3 of --split unequal"):
+        batch_sizes("unequal", unequal_split(DATA, 4, 0), 1)
+
+
+def test_the_site_with_the_fewest_batches_sets_the_steps():
+    rows_by_site = [torch.arange(50), torch.arange(33), torch.arange(40)]
+    assert full_batches(rows_by_site, (8, 8, 8)) == 4
+    assert full_batches(rows_by_site, (25, 8, 8)) == 2
 
 
 def test_a_site_that_cannot_fill_a_batch_is_named():
     with pytest.raises(RecipeError, match="site 1 has 7 rows, too few for --batch-size 8"):
-        full_batches([torch.arange(50), torch.arange(7)], 8)
+        full_batches([torch.arange(50), torch.arange(7)], (8, 8))

@@ -22,6 +22,9 @@ JOBS = [
     Job(data="cifar10", model="vit", method="dad", epochs=1, batch_size=6),
     Job(data="natops", model="lstm", method="powersgd-2", epochs=2, batch_size=4),
     Job(data="tinyshakespeare", model="gpt", method="dense", epochs=1, batch_size=4),
+    Job(data="imdb", model="encoder", method="dad", epochs=1, batch_size=4, widths=(16,)),
+    Job(data="spoken-digits", model="gru", method="ddp", split="speaker", batch_size=2, epochs=1),
+    Job(data="natops", model="mlp", method="local-steps:k=2", split="unequal", batch_size=3),
 ]
 
 

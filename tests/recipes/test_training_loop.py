@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import SGD
 
 from outergrad.recipes import training
 from outergrad.recipes.data import load, synthetic
 from outergrad.recipes.job import Job
-from outergrad.recipes.methods import METHODS
-from outergrad.recipes.training import deal, start
+from outergrad.recipes.methods import METHODS, Attach, attach_of
+from outergrad.recipes.models import build_model
+from outergrad.recipes.models.mlp import mlp
+from outergrad.recipes.recording import Recording
+from outergrad.recipes.split import Batches, batch_sizes, full_batches
+from outergrad.recipes.training import Training, deal, start
 from outergrad.recipes.workloads import WORKLOADS
 from ranks import run_ranks
 
@@ -48,6 +56,70 @@ def test_a_seed_decides_everything(one_site):
     first, second, other = (train(method="alone", seed=seed)[0] for seed in (1, 1, 2))
     assert first.equal(second)
     assert not first.equal(other)
+
+
+@pytest.mark.parametrize("method", ["dense", "dad", "local-steps:k=1:lr=1:momentum=0"])
+def test_unequal_sites_step_as_one_that_has_the_union_of_their_batches(method):
+    """Local steps: by SGD, whose step is linear in the gradient."""
+    job = Job(method="alone", sites=3, split="unequal", batch_size=8, widths=(9,))
+    rows_by_site = deal(job, DIGITS)
+    sizes = batch_sizes(job.split, rows_by_site, job.batch_size)
+    assert len(set(sizes)) == 3
+
+    model = build_model(job.model, DIGITS.format, job.widths)
+
+    def weights(sites: Sequence[int], attach: Attach, group: dist.ProcessGroup | None) -> Tensor:
+        replica = attach(copy.deepcopy(model), group)
+        batches = Batches(
+            x=DIGITS.x_train,
+            y=DIGITS.y_train,
+            rows_by_site=rows_by_site,
+            sites=sites,
+            batch_sizes=sizes,
+            steps=full_batches(rows_by_site, sizes),
+            seed=0,
+        )
+        optimizer = SGD(replica.model.parameters(), lr=0.3)
+        site = Training(
+            data=DIGITS,
+            batches=batches,
+            replica=replica,
+            optimizer=optimizer,
+            recording=Recording(None, "", replica),
+        )
+        assert len(list(site.epoch(0))) > 20
+        replica.close()
+        return nn.utils.parameters_to_vector(replica.model.parameters()).detach()
+
+    expected = weights(range(3), METHODS["pooled"], None)
+    for found in run_ranks(3, lambda rank, group: weights([rank], attach_of(method), group)):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_unequal_sites_learn(one_site):
+    _, accuracy = train(method="pooled", sites=4, split="unequal")
+    assert accuracy > 0.7
+
+
+def test_training_ends_with_a_flush():
+    def body(rank: int, group: dist.ProcessGroup) -> Tensor:
+        replica = attach_of("local-steps:k=4")(mlp((3, 2)), group)
+        generator = torch.Generator().manual_seed(rank)
+        optimizer = SGD(replica.model.parameters(), lr=0.1)
+        for _ in range(6):
+            optimizer.zero_grad()
+            replica.model(torch.randn(5, 3, generator=generator)).sum().backward()
+            optimizer.step()
+        replica.finish()
+        stats = replica.session.stats()
+        assert stats.step == 2
+        sent_bytes = stats.total_sent_bytes - replica.start_bytes
+        assert replica.sent_bytes == round(sent_bytes / 8), "per step, not per exchange"
+        replica.close()
+        return replica.model[0].weight.detach()
+
+    first, second = run_ranks(2, body)
+    assert first.equal(second)
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "vgg"])

@@ -63,14 +63,15 @@ def dataset(plan: Plan) -> tuple[Dataset, str]:
 
 def batches(plan: Plan, data: Dataset, site: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This site's batches without end."""
-    rows_by_site = even_split(data.y_train, plan.sites, seed=0)
+    rows_by_site = even_split(data, plan.sites, 0)
+    sizes = [plan.recipe.batch_size] * plan.sites
     return Batches(
         x=data.x_train,
         y=data.y_train,
         rows_by_site=rows_by_site,
         sites=(site,),
-        batch_size=plan.recipe.batch_size,
-        steps=full_batches(rows_by_site, plan.recipe.batch_size),
+        batch_sizes=sizes,
+        steps=full_batches(rows_by_site, sizes),
         seed=0,
     ).forever()
 

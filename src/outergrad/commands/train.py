@@ -13,6 +13,7 @@ from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
 from outergrad.recipes.models import MODELS
+from outergrad.recipes.models.hidden import ACTIVATIONS
 from outergrad.recipes.simulate import simulate as run_simulated
 from outergrad.recipes.split import SPLITS
 from outergrad.recipes.train import Files
@@ -33,6 +34,12 @@ Seed = Annotated[int, typer.Option(help="Of the weights, the split and the order
 Widths = Annotated[
     str | None,
     typer.Option(help="Features of each hidden layer, as 512-512.", show_default="the model's own"),
+]
+Activation = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Between hidden layers: {', '.join(ACTIVATIONS)}.", show_default="the model's own"
+    ),
 ]
 Local = Annotated[
     list[str] | None,
@@ -77,6 +84,7 @@ def train(
     lr: LearningRate = Job.lr,
     seed: Seed = Job.seed,
     widths: Widths = None,
+    activation: Activation = None,
     local: Local = None,
     joint: Joint = False,
     data_dir: DataDir = DATA_DIR,
@@ -100,6 +108,7 @@ def train(
             lr=lr,
             seed=seed,
             widths=None if widths is None else parse_widths(widths),
+            activation=activation,
             local=tuple(local or ()),
             joint=joint,
         )

@@ -18,7 +18,7 @@ from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.subject import Subject
 from outergrad.plan.trace import Trace, Tracer
 from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.methods import CONFIGURABLE, METHODS, Distributed, attach_of
+from outergrad.recipes.methods import CONFIGURABLE, METHODS, Attach, Distributed, attach_of
 from outergrad.record.stats import Stats
 
 ROUNDS = 3
@@ -34,14 +34,23 @@ def method_of(name: str) -> Method:
         RecipeError: There is none, or it cannot be planned.
     """
     made = attach_of(name, "--methods")
-    if not isinstance(made, Distributed) or isinstance(made.method, og.PerLayer):
-        known = [name for name, made in METHODS.items() if isinstance(made, Distributed)]
+    method = _planned(made)
+    if method is None:
+        known = [name for name, made in METHODS.items() if _planned(made)]
+        settable = [kind for kind in CONFIGURABLE if _planned(attach_of(kind))]
         raise RecipeError(
-            f"--methods {name} is not outergrad's own: use {', '.join(known)}, or "
-            f"{' or '.join(CONFIGURABLE)} with settings"
+            f"--methods {name} cannot be planned: use {', '.join(known)}, or "
+            f"{' or '.join(settable)} with settings"
         )
-    if getattr(made.method, "every", 1) > 1:
+    if getattr(method, "every", 1) > 1:
         raise RecipeError(f"--methods {name}: leave out every: steps that exchange are planned")
+    return method
+
+
+def _planned(made: Attach) -> Method | None:
+    """The method whose gradients can be planned, if it is one."""
+    if not isinstance(made, Distributed) or isinstance(made.method, og.PerLayer | og.LocalSteps):
+        return None
     return made.method
 
 

@@ -7,6 +7,7 @@ from outergrad.recipes.data import SOURCES
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import attach_of
 from outergrad.recipes.models import MODELS, require_fit
+from outergrad.recipes.models.hidden import ACTIVATIONS
 from outergrad.recipes.split import SPLITS
 
 
@@ -21,10 +22,11 @@ class Job:
         sites: Number of sites that share the data.
         split: A key of `SPLITS`: which rows a site holds.
         epochs: Passes over the data.
-        batch_size: Rows per site and step.
+        batch_size: Rows per site and step; their mean, where sites hold more or less.
         lr: Learning rate of Adam.
         seed: Of the weights, the split and the order of the rows.
         widths: Features of the hidden layers; the model's own default if None.
+        activation: A key of `ACTIVATIONS`; the model's own if None.
         local: Patterns of parameters that each site keeps to itself.
         joint: Whether the mean delta of all sites flows back into these.
     """
@@ -39,6 +41,7 @@ class Job:
     lr: float = 1e-3
     seed: int = 0
     widths: tuple[int, ...] | None = None
+    activation: str | None = None
     local: tuple[str, ...] = ()
     joint: bool = False
 
@@ -49,13 +52,15 @@ class Job:
             RecipeError: One is not allowed; the error names its option.
         """
         for name, known in _CHOICES.items():
-            _require(getattr(self, name) in known, name, f"one of {', '.join(known)}", self)
+            chosen = getattr(self, name)
+            right = chosen in known or (name == "activation" and chosen is None)
+            _require(right, name, f"one of {', '.join(known)}", self)
         attach_of(self.method, local=self.local, joint=self.joint)
         for name in ("sites", "epochs", "batch_size", "lr"):
             _require(getattr(self, name) > 0, name, "above 0", self)
         _require(self.seed >= 0, "seed", "0 or above", self)
         _require(all(width > 0 for width in self.widths or ()), "widths", "above 0", self)
-        require_fit(self.model, SOURCES[self.data].format, self.widths)
+        require_fit(self.model, SOURCES[self.data].format, self.widths, self.activation)
 
     def first_difference(self, other: "Job") -> str | None:
         """Names the first option in which two jobs differ, if any."""
@@ -67,6 +72,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "data": SOURCES,
     "model": MODELS,
     "split": SPLITS,
+    "activation": ACTIVATIONS,
 }
 
 

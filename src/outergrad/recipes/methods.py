@@ -1,9 +1,8 @@
 """The ways to make gradients global that can be compared."""
 
-import ast
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,53 +10,20 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import outergrad as og
 from outergrad._protocols import Method, Recorder
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.first_rows import FirstRows
+from outergrad.recipes.replica import Replica
+from outergrad.recipes.settings import read_settings
 
 FIRST_COMPRESSED_STEP = 2
 """PowerSGD all-reduces whole gradients before: DDP still reorders its bucket until then."""
 
 ONE_BUCKET_MB = 1000
 """Larger than any model here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replica:
-    """This site's copy of the model.
-
-    Attributes:
-        model: What to call and to train.
-        session: Its session, where outergrad exchanges the gradients.
-        start_bytes: What the session had sent before the first step.
-        planned_bytes: Gradient bytes per step where there is no session, if known beforehand.
-    """
-
-    model: nn.Module
-    session: og.Session | None = None
-    start_bytes: int = 0
-    planned_bytes: int | None = None
-
-    @property
-    def sent_bytes(self) -> int | None:
-        """Gradient bytes that this site sends per step, on average; None if nobody counts them."""
-        if not self.session:
-            return self.planned_bytes
-        stats = self.session.stats()
-        return round((stats.total_sent_bytes - self.start_bytes) / max(stats.step, 1))
-
-    def total_sent_bytes(self, steps: int) -> int | None:
-        """Gradient bytes that this site has sent in so many steps; None if nobody counts them."""
-        if self.session:
-            return self.session.stats().total_sent_bytes - self.start_bytes
-        return None if self.planned_bytes is None else steps * self.planned_bytes
-
-    def close(self) -> None:
-        """Leaves a plain model."""
-        if self.session:
-            self.session.detach()
 
 
 Attach = Callable[[nn.Module, dist.ProcessGroup | None], Replica]
@@ -85,7 +51,10 @@ def _ddp_fp16(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
     return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group) // 2)
 
 
-def _powersgd(rank: int) -> Attach:
+def _powersgd(rank: int = 1) -> Attach:
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank={rank}; use 1 or more")
+
     def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
         # The hook chains collectives per bucket: those of two buckets start in an order that
         # timing decides, and where sites differ in it, gloo ends the process. A cap that the
@@ -111,7 +80,7 @@ class Distributed:
         recorder: What is told of every step.
     """
 
-    method: Method | og.PerLayer
+    method: Method | og.PerLayer | og.LocalSteps
     recorder: Recorder | None = None
 
     def __call__(self, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
@@ -124,18 +93,41 @@ class Distributed:
             session = og.distribute(model, self.method, group=group, recorder=self.recorder)
         except ValueError as error:
             raise RecipeError(str(error)) from error
-        return Replica(model=model, session=session, start_bytes=session.stats().total_sent_bytes)
+        return Replica(
+            model=model,
+            session=session,
+            start_bytes=session.stats().total_sent_bytes,
+            period=getattr(self.method, "k", getattr(self.method, "every", 1)),
+        )
 
     def beside(self, local: Sequence[str], *, joint: bool) -> "Distributed":
         """The same, with parts that each site keeps to itself."""
+        if isinstance(self.method, og.LocalSteps):
+            inner = Distributed(self.method.method).beside(local, joint=joint).method
+            return Distributed(replace(self.method, method=inner))
         assert not isinstance(self.method, og.PerLayer)
         methods = dict.fromkeys(local, og.Local())
         return Distributed(og.PerLayer({**methods, "*": self.method}, joint=joint))
 
 
-def _edad(blocks: str = "", **settings: Any) -> og.EDAD:
+def _edad(blocks: str = "", **settings: Any) -> Distributed:
     """Reads ``blocks=encoder.*+decoder.*``."""
-    return og.EDAD(blocks=blocks.split("+") if blocks else (), **settings)
+    return Distributed(og.EDAD(blocks=blocks.split("+") if blocks else (), **settings))
+
+
+def _local_steps(
+    k: int = 50, method: str = "dense", lr: float = 0.7, momentum: float = 0.9
+) -> Distributed:
+    """DiLoCo; with ``lr=1:momentum=0`` federated averaging. The method is named with settings."""
+    inner = _attach_of(method)
+    if not isinstance(inner, Distributed) or isinstance(inner.method, og.LocalSteps):
+        raise ValueError(f"method={method}; use dense, rank-dad or og-powersgd")
+    outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return Distributed(og.LocalSteps(k, outer=outer, method=inner.method))
+
+
+def _ours(kind: Callable[..., Method]) -> Callable[..., Distributed]:
+    return lambda **settings: Distributed(kind(**settings))
 
 
 METHODS: dict[str, Attach] = {
@@ -162,16 +154,20 @@ METHODS: dict[str, Attach] = {
 No group means the default one. Every site of the group must call it at the same point.
 """
 
-CONFIGURABLE: dict[str, Callable[..., Method]] = {
-    "dad": og.DAD,
+CONFIGURABLE: dict[str, Callable[..., Attach]] = {
+    "powersgd": _powersgd,
+    "dense": _ours(og.Dense),
+    "dad": _ours(og.DAD),
     "edad": _edad,
-    "rank-dad": og.RankDAD,
-    "og-powersgd": og.PowerSGD,
-    "first-rows": FirstRows,
+    "rank-dad": _ours(og.RankDAD),
+    "og-powersgd": _ours(og.PowerSGD),
+    "first-rows": _ours(FirstRows),
+    "local-steps": _local_steps,
 }
-"""Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``."""
+"""Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``.
 
-_CODECS: dict[str, og.wire.Codec] = {"bf16": og.wire.BF16(), "int8": og.wire.Int8()}
+What follows ``method=`` is another one, with its own: ``local-steps:k=50:method=rank-dad:rank=4``.
+"""
 
 
 def attach_of(
@@ -188,7 +184,15 @@ def attach_of(
     Raises:
         RecipeError: There is no such method or setting, or it cannot leave out parameters.
     """
-    attach = _attach_of(name, option)
+    try:
+        attach = _attach_of(name)
+    except KeyError:
+        raise RecipeError(
+            f"{option} must be one of {', '.join(METHODS)}, or {' or '.join(CONFIGURABLE)} with "
+            f"settings, as rank-dad:rank=16, not {name!r}"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{option} {name}: {error}") from error
     if not local and not joint:
         return attach
     if not isinstance(attach, Distributed):
@@ -201,47 +205,17 @@ def attach_of(
         raise RecipeError(f"--local: {error}") from error
 
 
-def _attach_of(name: str, option: str) -> Attach:
-    if name in METHODS:
-        return METHODS[name]
-    kind, *settings = name.split(":")
-    if kind not in CONFIGURABLE:
-        raise RecipeError(
-            f"{option} must be one of {', '.join(METHODS)}, or {' or '.join(CONFIGURABLE)} with "
-            f"settings, as rank-dad:rank=16, not {name!r}"
-        )
-    try:
-        return Distributed(CONFIGURABLE[kind](**dict(map(_setting, settings))))
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{option} {name}: {error}") from error
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """Reads ``rank=16`` and ``wire=int8``; what is no Python number or the like is a word."""
-    name, _, value = text.partition("=")
-    if name == "wire":
-        return name, _codecs(value)
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-def _codecs(text: str) -> tuple[og.wire.Codec, ...]:
-    """Reads ``topk0.1+int8``; ``fp32`` is none."""
-    return () if text == "fp32" else tuple(map(_codec, text.split("+")))
-
-
-def _codec(text: str) -> og.wire.Codec:
-    """Reads ``int8`` or, with the fraction behind the name, ``topk0.1``.
+def _attach_of(name: str) -> Attach:
+    """What a name with settings means.
 
     Raises:
-        ValueError: There is no such codec.
+        KeyError: Nothing.
+        TypeError: A setting has another name.
+        ValueError: A setting has another value.
     """
-    if text in _CODECS:
-        return _CODECS[text]
-    picking = re.fullmatch(r"topk([\d.e-]+)", text)
-    if picking is None:
-        known = f"{', '.join(_CODECS)}, topk with a fraction, as topk0.1, or topk0.1+int8"
-        raise ValueError(f"wire={text}; use {known}")
-    return og.wire.TopK(float(picking[1]))
+    if name in METHODS:
+        return METHODS[name]
+    named, _, inner = name.partition(":method=")
+    kind, *settings = named.split(":")
+    found = read_settings(settings) | ({"method": inner} if inner else {})
+    return CONFIGURABLE[kind](**found)

@@ -132,6 +132,8 @@ def _epochs(job: Job, training: Training, bars: Progress, stop: Stop) -> Iterato
     for epoch in range(job.epochs):
         started = time.perf_counter()
         losses = list(stop.checked(count(bars, task, training.epoch(epoch))))
+        if epoch + 1 == job.epochs:
+            training.replica.finish()
         seconds += time.perf_counter() - started
         yield Report(
             epoch=epoch + 1,

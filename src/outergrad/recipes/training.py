@@ -18,7 +18,7 @@ from outergrad.recipes.methods import Distributed, Replica, attach_of
 from outergrad.recipes.models import build_model
 from outergrad.recipes.recording import Recording
 from outergrad.recipes.sites import Group, mean_over_sites, rank_in, smallest_over_sites
-from outergrad.recipes.split import SPLITS, Batches, Rows, full_batches
+from outergrad.recipes.split import SPLITS, Batches, Rows, batch_sizes, full_batches
 from outergrad.record.jsonl import JSONL
 
 ADAM_EPS = 1e-6
@@ -52,11 +52,11 @@ class Training:
     group: Group = None
 
     def epoch(self, number: int) -> Iterator[float]:
-        """Trains for an epoch; yields this site's loss after each step."""
+        """Trains for an epoch; yields this site's loss, as the mean counts it, after each step."""
         self.replica.model.train()
         for x, y in self.batches.epoch(number):
             self.optimizer.zero_grad()
-            loss = cross_entropy(self.replica.model(x), y)
+            loss = self.batches.weight * cross_entropy(self.replica.model(x), y)
             loss.backward()
             self.optimizer.step()
             value = loss.item()
@@ -68,11 +68,6 @@ class Training:
         share = accuracy(self.replica.model, self.data)
         self.recording.log(accuracy=share)
         return mean_over_sites(torch.tensor(share), self.group).item()
-
-    def finish(self) -> None:
-        """Shares what the sites have not shared yet: no step follows."""
-        if self.replica.session:
-            self.replica.session.flush()
 
     def close(self) -> None:
         """Leaves a plain model."""
@@ -98,7 +93,7 @@ def start(
     """
     with _SEEDING:
         torch.manual_seed(job.seed)
-        model = build_model(job.model, data.format, job.widths)
+        model = build_model(job.model, data.format, job.widths, job.activation)
     attach = attach_of(job.method, local=job.local, joint=job.joint)
     if isinstance(attach, Distributed):
         attach = replace(attach, recorder=recorder)
@@ -119,21 +114,22 @@ def deal(job: Job, data: Dataset) -> Rows:
     Raises:
         RecipeError: A site would have too few, or the data cannot be split so.
     """
-    rows_by_site = SPLITS[job.split](data.y_train, job.sites, job.seed)
-    full_batches(rows_by_site, job.batch_size)
+    rows_by_site = SPLITS[job.split](data, job.sites, job.seed)
+    full_batches(rows_by_site, batch_sizes(job.split, rows_by_site, job.batch_size))
     return rows_by_site
 
 
 def site_batches(job: Job, data: Dataset, rows_by_site: Rows, group: Group = None) -> Batches:
     """The batches of this site, as many as every site has; all sites' if pooled."""
     pooled = job.method == "pooled"
+    sizes = batch_sizes(job.split, rows_by_site, job.batch_size)
     return Batches(
         x=data.x_train,
         y=data.y_train,
         rows_by_site=rows_by_site,
         sites=range(job.sites) if pooled else (rank_in(group),),
-        batch_size=job.batch_size,
-        steps=smallest_over_sites(full_batches(rows_by_site, job.batch_size), group),
+        batch_sizes=sizes,
+        steps=smallest_over_sites(full_batches(rows_by_site, sizes), group),
         seed=job.seed,
     )
 

@@ -104,6 +104,15 @@ WORKLOADS: dict[str, Workload] = {
         batch_size=8,
         lr=3e-4,
     ),
+    "encoder": Workload(
+        summary="text encoder of 2 layers on news, 64 tokens per row",
+        model="encoder",
+        widths=(128,),
+        format=SOURCES["ag-news"].format,
+        data="ag-news",
+        batch_size=16,
+        lr=1e-3,
+    ),
     "cnn": Workload(
         summary="residual CNN of 14 layers on photographs of 32 x 32 pixels",
         model="cnn",

@@ -168,7 +168,7 @@ class _Watcher:
         if self._plan.ranks and self._tested:
             self.course.ranks.append((done, effective_ranks(model)))
         if done == steps:
-            self._training.finish()
+            self._training.replica.finish()
         self.course.sent_bytes.append(self._training.replica.total_sent_bytes(done))
         if self._tested:
             self.course.tests.append((done, scores(model, self._data, self._plan.test_rows)))

@@ -14,17 +14,27 @@ class Format:
 
     Attributes:
         shape: Shape of its input.
-        classes: Number of classes; of different tokens, where rows are made of them.
-        tokens: Whether inputs are int64 ids, with a label for each position.
+        classes: Number of classes; of different tokens, where labels are tokens, too.
+        tokens: Whether inputs are int64 ids.
+        vocabulary: Number of different tokens, where a row of tokens has one label; None where it
+            has a label for each position, or is not made of tokens.
     """
 
     shape: tuple[int, ...]
     classes: int
     tokens: bool = False
+    vocabulary: int | None = None
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """Shape of the labels of one row: one number, or one for each position."""
+        return self.shape if self.tokens and self.vocabulary is None else ()
 
     def __str__(self) -> str:
         """Writes it for an error, as ``rows of 3 x 32 x 32 numbers in 10 classes``."""
         what = "tokens" if self.tokens else "numbers"
+        if self.vocabulary is not None:
+            what += f" out of {self.vocabulary}"
         return f"rows of {' x '.join(map(str, self.shape))} {what} in {self.classes} classes"
 
 
@@ -34,10 +44,12 @@ class Dataset:
 
     Attributes:
         x_train: Training inputs, float32 or ids in int64, (rows, *shape).
-        y_train: Their labels, int64, (rows,); (rows, *shape) where rows are tokens.
+        y_train: Their labels, int64, (rows, *format.label_shape).
         x_test: Test inputs, as ``x_train``.
         y_test: Their labels.
         classes: Number of classes.
+        vocabulary: As `Format.vocabulary`.
+        groups_train: Who each training row is from, int64, (rows,), where that is known.
     """
 
     x_train: Tensor
@@ -45,6 +57,8 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     classes: int
+    vocabulary: int | None = None
+    groups_train: Tensor | None = None
 
     @property
     def format(self) -> Format:
@@ -53,6 +67,7 @@ class Dataset:
             shape=tuple(self.x_train.shape[1:]),
             classes=self.classes,
             tokens=not self.x_train.is_floating_point(),
+            vocabulary=self.vocabulary,
         )
 
 
@@ -68,7 +83,12 @@ def synthetic(format: Format, rows: int, seed: int) -> Dataset:
     x_train, y_train = _random_rows(format, rows, generator)
     x_test, y_test = _random_rows(format, SYNTHETIC_TEST_ROWS, generator)
     return Dataset(
-        x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=format.classes
+        x_train=x_train,
+        y_train=y_train,
+        x_test=x_test,
+        y_test=y_test,
+        classes=format.classes,
+        vocabulary=format.vocabulary,
     )
 
 
@@ -76,8 +96,8 @@ def _random_rows(format: Format, rows: int, generator: torch.Generator) -> tuple
     """Independent inputs and labels."""
     shape = (rows, *format.shape)
     if format.tokens:
-        x = torch.randint(format.classes, shape, generator=generator)
+        x = torch.randint(format.vocabulary or format.classes, shape, generator=generator)
     else:
         x = torch.randn(shape, generator=generator)
-    labels = shape if format.tokens else (rows,)
+    labels = (rows, *format.label_shape)
     return x, torch.randint(format.classes, labels, generator=generator)

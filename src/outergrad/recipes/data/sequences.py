@@ -11,13 +11,16 @@ from outergrad.recipes.data.files import as_labels, reading_arrays
 from outergrad.recipes.data.scaling import standardise
 
 FRAMES = 40
+SPEAKERS = 66
+"""Of the training rows of spoken digits; others speak in the test."""
 
 
 def read_spoken_digits(folder: Path) -> Dataset:
     """Reads spoken Arabic digits: the first 40 frames of 13 coefficients, standardised.
 
     Arrays of the file: ``x_train``, float32, (rows, frames, 13); ``len_train``, how many of the
-    frames are sound; ``y_train``, the digits; and the same with ``test``.
+    frames are sound; ``y_train``, the digits; and the same with ``test``. ``speaker_train`` says
+    whose rows these are, supposing that the ten utterances of a speaker lie together.
     """
     path = folder / "spoken_arabic_digits.npz"
     with reading_arrays(path) as arrays:
@@ -25,6 +28,7 @@ def read_spoken_digits(folder: Path) -> Dataset:
         x_test, sound_test = _first_frames(arrays["x_test"], arrays["len_test"])
         y_train = as_labels(arrays["y_train"], len(x_train), classes=10)
         y_test = as_labels(arrays["y_test"], len(x_test), classes=10)
+        speakers = as_labels(arrays["speaker_train"], len(x_train), classes=SPEAKERS)
     variance, mean = torch.var_mean(x_train[sound_train], dim=0)
     return Dataset(
         # Silence after the sound becomes the mean, 0, whatever the mean was.
@@ -33,6 +37,7 @@ def read_spoken_digits(folder: Path) -> Dataset:
         x_test=(x_test - mean) / variance.sqrt() * sound_test[..., None],
         y_test=y_test,
         classes=10,
+        groups_train=speakers,
     )
 
 

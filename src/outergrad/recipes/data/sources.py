@@ -14,7 +14,9 @@ from outergrad.recipes.data.images import (
     read_pneumonia,
 )
 from outergrad.recipes.data.sequences import read_natops, read_pendigits, read_spoken_digits
-from outergrad.recipes.data.text import read_tinyshakespeare
+from outergrad.recipes.data.text import read_tinyshakespeare, read_war_and_peace
+from outergrad.recipes.data.texts import read_ag_news, read_imdb
+from outergrad.recipes.data.tokens import VOCABULARY
 from outergrad.recipes.errors import RecipeError
 
 
@@ -173,5 +175,30 @@ SOURCES: dict[str, Source] = {
         format=Format(shape=(128,), classes=65, tokens=True),
         files={"input.txt.gz": ""},
         origin="data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn, gzipped",
+    ),
+    "war-and-peace": Source(
+        summary="24870 rows of 129 characters by Tolstoy",
+        read=read_war_and_peace,
+        format=Format(shape=(128,), classes=94, tokens=True),
+        files={"warandpeace.txt.gz": ""},
+        folder="war_and_peace",
+        origin="book 2600 of https://www.gutenberg.org, plain text with its notices, gzipped",
+    ),
+    "imdb": Source(
+        summary="50000 reviews of films of 128 tokens in 2 classes",
+        read=read_imdb,
+        format=Format(shape=(128,), classes=2, tokens=True, vocabulary=VOCABULARY),
+        files={"train.csv.gz": "", "test.csv.gz": ""},
+        origin="Large Movie Review Dataset, https://ai.stanford.edu/~amaas/data/sentiment, "
+        "as rows of label and text",
+    ),
+    "ag-news": Source(
+        summary="24920 news of 64 tokens in 4 classes",
+        read=read_ag_news,
+        format=Format(shape=(64,), classes=4, tokens=True, vocabulary=VOCABULARY),
+        files={"train_subset.csv.gz": "", "test.csv.gz": ""},
+        folder="ag_news",
+        origin="AG News, https://github.com/mhjabreel/CharCnn_Keras, as rows of label and "
+        "description",
     ),
 }

@@ -1,15 +1,16 @@
 """Multilayer perceptrons."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
 from torch import nn
 
 from outergrad.recipes.data.dataset import Format
+from outergrad.recipes.models.hidden import Activation, Hidden
 
 
-def mlp(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+def mlp(widths: Sequence[int], activation: Activation = nn.ReLU) -> nn.Sequential:
     """Builds a multilayer perceptron.
 
     Args:
@@ -22,7 +23,7 @@ def mlp(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU) ->
     return nn.Sequential(*layers[:-1])
 
 
-def build_mlp(format: Format, widths: tuple[int, ...]) -> nn.Sequential:
-    """Builds one for rows of any shape, flattened; ``widths`` are the hidden layers'."""
-    layers = mlp((prod(format.shape), *widths, format.classes))
+def build_mlp(format: Format, hidden: Hidden) -> nn.Sequential:
+    """Builds one for rows of any shape, flattened."""
+    layers = mlp((prod(format.shape), *hidden.widths, format.classes), hidden.activation)
     return layers if len(format.shape) == 1 else nn.Sequential(nn.Flatten(), *layers)

@@ -5,15 +5,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from outergrad.recipes.data.dataset import Format
+from outergrad.recipes.models.hidden import Hidden
+from outergrad.recipes.models.mlp import mlp
 
 
 class LastState(nn.Module):
     """A recurrent layer whose output after the last step is classified."""
 
-    def __init__(self, recurrent: nn.GRU | nn.LSTM, classes: int) -> None:
+    def __init__(self, recurrent: nn.GRU | nn.LSTM, head: nn.Module) -> None:
         super().__init__()
         self.recurrent = recurrent
-        self.head = nn.Linear(recurrent.hidden_size, classes)
+        self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps sequences (rows, steps, features) to logits (rows, classes)."""
@@ -21,16 +23,19 @@ class LastState(nn.Module):
         return self.head(states[:, -1])
 
 
-def build_gru(format: Format, widths: tuple[int, ...]) -> LastState:
+def build_gru(format: Format, hidden: Hidden) -> LastState:
     """Builds a GRU of one layer with ``widths[0]`` hidden features."""
-    return _build(nn.GRU, format, *widths)
+    return _build(nn.GRU, format, hidden)
 
 
-def build_lstm(format: Format, widths: tuple[int, ...]) -> LastState:
+def build_lstm(format: Format, hidden: Hidden) -> LastState:
     """Builds an LSTM of one layer with ``widths[0]`` hidden features."""
-    return _build(nn.LSTM, format, *widths)
+    return _build(nn.LSTM, format, hidden)
 
 
-def _build(kind: Any, format: Format, hidden: int) -> LastState:
-    _, features = format.shape
-    return LastState(kind(features, hidden, batch_first=True), format.classes)
+def _build(kind: Any, format: Format, hidden: Hidden) -> LastState:
+    """Another width is that of a layer between the recurrent one and the head."""
+    (_, features), (width, *between) = format.shape, hidden.widths
+    recurrent = kind(features, width, batch_first=True)
+    head = mlp((width, *between, format.classes), hidden.activation)
+    return LastState(recurrent, head if between else head[0])

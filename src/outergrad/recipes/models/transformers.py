@@ -1,11 +1,13 @@
-"""A small vision transformer and a small GPT."""
+"""A small vision transformer, a small encoder of texts and a small GPT."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outergrad.recipes.data.dataset import Format
+from outergrad.recipes.data.tokens import PADDING
 from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.models.hidden import Activation, Hidden
 
 PATCH = 4
 
@@ -13,14 +15,22 @@ PATCH = 4
 class VisionTransformer(nn.Module):
     """A small ViT, made of PyTorch's own encoder layers."""
 
-    def __init__(self, format: Format, width: int = 192, depth: int = 6, heads: int = 3) -> None:
+    def __init__(
+        self,
+        format: Format,
+        activation: Activation = nn.GELU,
+        width: int = 192,
+        depth: int = 6,
+        heads: int = 3,
+    ) -> None:
         super().__init__()
+        layers = (_encoder_layer(width, heads, activation) for _ in range(depth))
         channels, height, columns = format.shape
         patches = (height // PATCH) * (columns // PATCH)
         self.patches = nn.Conv2d(channels, width, PATCH, stride=PATCH)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, patches + 1, width))
-        self.blocks = nn.Sequential(*(_encoder_layer(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*layers)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, format.classes)
 
@@ -32,11 +42,45 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(hidden[:, 0]))
 
 
-def _encoder_layer(width: int, heads: int) -> nn.TransformerEncoderLayer:
+class TextEncoder(nn.Module):
+    """A small encoder that classifies texts by the mean over their tokens."""
+
+    def __init__(
+        self, format: Format, activation: Activation, width: int, depth: int = 2, heads: int = 4
+    ) -> None:
+        super().__init__()
+        assert format.vocabulary is not None
+        (positions,) = format.shape
+        self.token = nn.Embedding(format.vocabulary, width)
+        self.position = nn.Embedding(positions, width)
+        layers = (_encoder_layer(width, heads, activation) for _ in range(depth))
+        self.blocks = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, format.classes)
+        for embedding in (self.token, self.position):  # alike, or one drowns the other
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Maps token ids (rows, positions) to logits (rows, classes)."""
+        padding = ids == PADDING
+        padding[:, 0] = False  # of an empty text there is no mean
+        hidden = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            hidden = block(hidden, src_key_padding_mask=padding)
+        return self.head(_mean(self.norm(hidden), ~padding))
+
+
+def _mean(hidden: Tensor, counted: Tensor) -> Tensor:
+    """Mean over the positions that count, (rows, positions, width) to (rows, width)."""
+    weights = counted.to(hidden.dtype)
+    return torch.einsum("npw,np->nw", hidden, weights / weights.sum(dim=1, keepdim=True))
+
+
+def _encoder_layer(width: int, heads: int, activation: Activation) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(
         *(width, heads, 4 * width),
         dropout=0.0,
-        activation="gelu",
+        activation=activation(),
         batch_first=True,
         norm_first=True,
     )
@@ -99,7 +143,7 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden)).transpose(1, 2)
 
 
-def build_vit(format: Format, _widths: tuple[int, ...]) -> VisionTransformer:
+def build_vit(format: Format, hidden: Hidden) -> VisionTransformer:
     """Builds a ViT of six layers and 192 features for square patches of the images.
 
     Raises:
@@ -107,9 +151,21 @@ def build_vit(format: Format, _widths: tuple[int, ...]) -> VisionTransformer:
     """
     if any(side % PATCH for side in format.shape[1:]):
         raise RecipeError(f"--model vit needs images with sides of n x {PATCH}, not {format}")
-    return VisionTransformer(format)
+    return VisionTransformer(format, hidden.activation)
 
 
-def build_gpt(format: Format, _widths: tuple[int, ...]) -> GPT:
+def build_encoder(format: Format, hidden: Hidden) -> TextEncoder:
+    """Builds an encoder of two layers and four heads of a quarter of the width each.
+
+    Raises:
+        RecipeError: The width is not that of four heads.
+    """
+    (width,) = hidden.widths
+    if width % 4:
+        raise RecipeError(f"--widths {width} does not fit --model encoder: give a multiple of 4")
+    return TextEncoder(format, hidden.activation, width)
+
+
+def build_gpt(format: Format, _hidden: Hidden) -> GPT:
     """Builds a GPT of four layers and 256 features for rows as long as the data's."""
     return GPT(format)

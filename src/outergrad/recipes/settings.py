@@ -1,0 +1,50 @@
+"""Reads the settings of a method from its name."""
+
+import ast
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import outergrad as og
+
+_CODECS: dict[str, og.wire.Codec] = {"bf16": og.wire.BF16(), "int8": og.wire.Int8()}
+
+
+def read_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Reads ``rank=16`` and ``wire=topk0.1+int8`` as arguments by name.
+
+    Raises:
+        ValueError: There is no such codec.
+    """
+    return dict(map(_setting, texts))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Reads ``rank=16`` and ``wire=int8``; what is no Python number or the like is a word."""
+    name, _, value = text.partition("=")
+    if name == "wire":
+        return name, _codecs(value)
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _codecs(text: str) -> tuple[og.wire.Codec, ...]:
+    """Reads ``topk0.1+int8``; ``fp32`` is none."""
+    return () if text == "fp32" else tuple(map(_codec, text.split("+")))
+
+
+def _codec(text: str) -> og.wire.Codec:
+    """Reads ``int8`` or, with the fraction behind the name, ``topk0.1``.
+
+    Raises:
+        ValueError: There is no such codec.
+    """
+    if text in _CODECS:
+        return _CODECS[text]
+    picking = re.fullmatch(r"topk([\d.e-]+)", text)
+    if picking is None:
+        known = f"{', '.join(_CODECS)}, topk with a fraction, as topk0.1, or topk0.1+int8"
+        raise ValueError(f"wire={text}; use {known}")
+    return og.wire.TopK(float(picking[1]))
