@@ -28,7 +28,7 @@ Sites = Annotated[
 ]
 Split = Annotated[str, typer.Option(help=f"Which rows a site holds: {', '.join(SPLITS)}.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
-BatchSize = Annotated[int, typer.Option(help="Rows per site and step.")]
+BatchSize = Annotated[int, typer.Option(help="Rows per site and step, on average.")]
 LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of Adam.")]
 Seed = Annotated[int, typer.Option(help="Of the weights, the split and the order of the rows.")]
 Widths = Annotated[
