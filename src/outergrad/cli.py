@@ -8,8 +8,12 @@ def main() -> None:
     try:
         import outergrad.recipes  # noqa: F401  (says what is missing)
         from outergrad.commands import app
+        from outergrad.recipes.console import leave_at_once
     except ImportError as error:
         sys.exit(f"outergrad: {error}")
     except KeyboardInterrupt:  # PyTorch takes seconds to import
         sys.exit(130)
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        leave_at_once(end.code if isinstance(end.code, int) else 0)

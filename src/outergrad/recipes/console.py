@@ -80,12 +80,16 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def _leave(code: int) -> None:
-    """Ends this process; a rank without Python's own shutdown.
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        sys.exit(code)
+    leave_at_once(code)
+
+
+def leave_at_once(code: int) -> None:
+    """Ends this process without Python's own shutdown.
 
     A thread of gloo's that lets go of a tensor during that shutdown would abort the process.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
