@@ -31,6 +31,7 @@ def bench(
     done: Callable[[Results, LinkResult], None],
     *,
     verbose: bool = False,
+    shown: bool = True,
 ) -> Results:
     """Measures a plan on every link.
 
@@ -40,6 +41,7 @@ def bench(
         command: The command line, to be kept with the results.
         done: Called after each link with all results so far and those of that link.
         verbose: Whether a failure tells its traceback.
+        shown: Whether there is a bar.
 
     Raises:
         RecipeError: The user must mend something.
@@ -55,12 +57,12 @@ def bench(
     )
     keep = fits(plan, parameters)
     for link in links:
-        results.links.append(measure_link(plan, link, keep, verbose))
+        results.links.append(measure_link(plan, link, keep, verbose, shown))
         done(results, results.links[-1])
     return results
 
 
-def measure_link(plan: Plan, link: Link, keep: bool, verbose: bool) -> LinkResult:
+def measure_link(plan: Plan, link: Link, keep: bool, verbose: bool, shown: bool) -> LinkResult:
     """Starts a process per site, each at its place, and puts together what they found."""
     # Else gloo warns that the addresses of a namespace have no host names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -69,7 +71,7 @@ def measure_link(plan: Plan, link: Link, keep: bool, verbose: bool) -> LinkResul
         tempfile.TemporaryDirectory(prefix="outergrad-") as folder,
     ):
         works = [
-            partial(run_site, plan, link, place, Path(folder), site, keep)
+            partial(run_site, plan, link, place, Path(folder), site, keep, shown=shown)
             for site, place in enumerate(sites)
         ]
         return _result(plan, link, run_processes(works, verbose=verbose))

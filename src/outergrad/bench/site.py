@@ -44,7 +44,16 @@ class Found:
             self.marks.setdefault(method, []).append(measured)
 
 
-def run_site(plan: Plan, link: Link, place: Place, folder: Path, site: int, keep: bool) -> Found:
+def run_site(
+    plan: Plan,
+    link: Link,
+    place: Place,
+    folder: Path,
+    site: int,
+    keep: bool,
+    *,
+    shown: bool = True,
+) -> Found:
     """Joins the other sites and measures.
 
     Args:
@@ -54,6 +63,7 @@ def run_site(plan: Plan, link: Link, place: Place, folder: Path, site: int, keep
         folder: Where the sites meet; empty before.
         site: This site's number.
         keep: Whether to hold the models of all methods at once.
+        shown: Whether site 0 shows a bar.
     """
     place.enter()
     torch.set_num_threads(plan.threads)
@@ -66,10 +76,12 @@ def run_site(plan: Plan, link: Link, place: Place, folder: Path, site: int, keep
     )
     meeting = Meeting(folder / "meeting", site, plan.sites)
     counter = Counter(place.interface, sharers=plan.sites if place.namespace is None else 1)
-    return _measure(plan, link, counter, meeting, keep)
+    return _measure(plan, link, counter, meeting, keep, shown and site == 0)
 
 
-def _measure(plan: Plan, link: Link, counter: Counter, meeting: Meeting, keep: bool) -> Found:
+def _measure(
+    plan: Plan, link: Link, counter: Counter, meeting: Meeting, keep: bool, shown: bool
+) -> Found:
     data, name = dataset(plan)
     found = Found(name, probe(link.rate_bit_per_s))
     if plan.until_loss:
@@ -78,7 +90,7 @@ def _measure(plan: Plan, link: Link, counter: Counter, meeting: Meeting, keep: b
     else:
         measured = time_steps(plan, data, keep, counter, meeting)
         total = plan.rounds * len(plan.methods)
-    for method, one in _shown(measured, f"{plan.workload}, {link.name}", total, meeting.site == 0):
+    for method, one in _shown(measured, f"{plan.workload}, {link.name}", total, shown):
         found.add(method, one)
     meeting.barrier()  # no site may leave while another still waits for its bytes
     return found

@@ -1,0 +1,81 @@
+"""Tasks of kind "sites": what a step would cost among so many sites, found in one process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from outergrad.bench.links import parse_link
+from outergrad.plan.forecast import Forecast, Question, forecast
+from outergrad.plan.measure import ROUNDS, Planned
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.workloads import WORKLOADS
+from outergrad.reproduce.outcome import outcome
+from outergrad.reproduce.settings import names, positive_number, whole_number, with_defaults
+from outergrad.reproduce.task import Context, Settings
+
+NEEDED = ("workload", "sites", "link", "methods")
+DEFAULTS = {"latency": "0ms", "seconds": 10}
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Plans a step: bytes are exact, seconds those of sites like this machine.
+
+    Settings: `workload`, `sites`, `link` and `methods` as `outergrad plan` has them, `latency`,
+    and `seconds`, after which no further round of steps begins.
+    """
+
+    def check(self, settings: Settings) -> None:
+        """Looks at settings before anything runs.
+
+        Raises:
+            RecipeError: One is not allowed; the error names it.
+        """
+        _question(with_defaults(settings, DEFAULTS, NEEDED))
+
+    def run(self, settings: Settings, context: Context) -> dict[str, Any]:
+        """Plans; a step of progress per method and round, and as many more for no exchange.
+
+        Raises:
+            RecipeError: A method does not fit the model.
+        """
+        began = time.perf_counter()
+        read = with_defaults(settings, DEFAULTS, NEEDED)
+        question = _question(read)
+        context.steps(ROUNDS * (len({"dense", *question.methods}) + 1))
+        planned = forecast(question, lambda _: context.advance())
+        return outcome("sites", read, began, _found(planned))
+
+
+SITES = Planning()
+
+
+def _question(read: Settings) -> Question:
+    if read["workload"] not in WORKLOADS:
+        known = ", ".join(WORKLOADS)
+        raise RecipeError(f"workload must be one of {known}, not {read['workload']!r}")
+    return Question(
+        model=read["workload"],
+        sites=whole_number(read, "sites", 2),
+        link=parse_link(str(read["link"]), str(read["latency"]), "latency"),
+        methods=names(read, "methods"),
+        seconds=positive_number(read, "seconds"),
+    )
+
+
+def _found(planned: Forecast) -> dict[str, Any]:
+    steps = {method.method: _step(planned, method) for method in planned.methods}
+    return {"steps": steps, "alone_s": planned.alone.compute_s}
+
+
+def _step(planned: Forecast, method: Planned) -> dict[str, Any]:
+    messages = method.traces[-1].messages
+    return {
+        "step_s": planned.seconds(method),
+        "compute_s": method.compute_s,
+        "sent_bytes": sum(message.mean_bytes for message in messages),
+        "wire_bytes": method.wire_bytes,
+        "messages": method.messages,
+    }

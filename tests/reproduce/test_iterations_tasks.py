@@ -1,0 +1,92 @@
+"""Tasks that compress gradients of a real training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from outergrad.recipes.data import synthetic
+from outergrad.recipes.errors import RecipeError
+from outergrad.recipes.workloads import WORKLOADS
+from outergrad.reproduce import capture as captures
+from outergrad.reproduce import iterations
+from outergrad.reproduce.capture import capture, formed
+from outergrad.reproduce.iterations import ITERATIONS, TRIALS
+from outergrad.reproduce.task import Context
+
+SETTINGS = {"workload": "gru", "batch_size": 4, "rank": 2, "steps": 5}
+REFUSED = [
+    ({"workload": "gpt"}, "workload must be one of mlp"),
+    ({"batch_size": 0}, "batch_size must be a whole number of 1"),
+    ({"rank": 1.5}, "rank must be a whole number"),
+    ({"steps": 3}, "steps must be a whole number of 4"),
+    ({"tolerance": 0.1}, "tolerance: there is no such setting"),
+]
+
+
+@pytest.fixture(autouse=True)
+def made_up_data(monkeypatch):
+    """Small models, and data that needs no files."""
+    small = {
+        name: replace(WORKLOADS[name], widths=(24,)) for name in iterations.WORKLOADS_IN_FACTORS
+    }
+    monkeypatch.setattr(captures, "WORKLOADS", small)
+    monkeypatch.setattr(iterations, "REPEATS", (1, 1))
+    formats = {recipe.data: recipe.format for recipe in small.values()}
+    monkeypatch.setattr(captures, "load", lambda name, _: synthetic(formats[name], 8, seed=0))
+    capture.cache_clear()
+    yield
+    capture.cache_clear()
+
+
+@pytest.mark.parametrize(("changed", "said"), REFUSED)
+def test_a_wrong_setting_is_refused_by_name(changed, said):
+    with pytest.raises(RecipeError, match=said):
+        ITERATIONS.check({**SETTINGS, **changed})
+
+
+@pytest.mark.parametrize("workload", iterations.WORKLOADS_IN_FACTORS)
+def test_what_is_captured_is_the_gradient_of_every_weight(workload):
+    found = {layer.name: layer for layer in capture(workload, 4, 1, 1, 0, Path())}
+    torch.manual_seed(0)
+    model = captures.WORKLOADS[workload].build().double()
+    recipe = captures.WORKLOADS[workload]
+    ((x, y),) = captures._batches(captures.load(recipe.data, Path()), 4, 1, 0)
+    cross_entropy(model(x.double()), y).backward()
+    weights = {name: p.grad for name, p in model.named_parameters() if p.dim() == 2}
+    assert set(found) == set(weights)
+    for name, gradient in weights.items():
+        error = (formed(found[name].last) - gradient).norm() / gradient.norm()
+        assert error < 1e-5
+
+
+def test_no_error_is_below_the_best_and_many_iterations_reach_it():
+    told: list[int] = []
+    context = Context(data_dir=Path(), steps=told.append, advance=lambda: told.append(1))
+    found = ITERATIONS.run(SETTINGS, context)
+    assert told == [len(TRIALS) + 1] + [1] * (len(TRIALS) + 1)
+    assert json.loads(json.dumps(found)) == found
+    assert len({row["layer"] for row in found["rows"]}) > 1
+    for row in found["rows"]:
+        assert row["ratio"] > 1 - 1e-4
+        assert row["kept_rank"] <= 2
+        if row["iterations"] == 32:
+            assert row["ratio"] < 1.02
+
+
+def test_a_tolerance_keeps_no_more_triplets_than_it_needs():
+    rows = ITERATIONS.run({**SETTINGS, "rank": 6}, Context(data_dir=Path()))["rows"]
+    loose = [row for row in rows if row["tolerance"] == 0.3]
+    assert loose
+    for row in loose:
+        assert row["error"] <= 0.3 or row["kept_rank"] == 6
+
+
+def test_layers_of_which_every_way_finds_all_are_left_out():
+    found = ITERATIONS.run({**SETTINGS, "rank": 100}, Context(data_dir=Path()))
+    assert found["rows"] == []

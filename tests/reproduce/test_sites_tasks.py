@@ -1,0 +1,57 @@
+"""Tasks that plan a step among many sites."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outergrad.bench.plan import Plan
+from outergrad.bench.run import count_parameters
+from outergrad.recipes.errors import RecipeError
+from outergrad.reproduce.sites import SITES
+from outergrad.reproduce.task import Context
+
+SETTINGS = {
+    "workload": "deep-mlp",
+    "sites": 4,
+    "link": "100mbit",
+    "latency": "20ms",
+    "methods": ["dad", "dense", "rank-dad:rank=2:reduce=two_way"],
+    "seconds": 1e-9,
+}
+REFUSED = [
+    ({"workload": "huge"}, "workload must be one of mlp"),
+    ({"sites": 1}, "sites must be a whole number of 2"),
+    ({"link": "loopback", "latency": "0ms"}, "loopback has no rate"),
+    ({"latency": "20"}, "latency '20' cannot be read"),
+    ({"methods": ["ddp"]}, "ddp is not outergrad's own"),
+    ({"method": "dad"}, "method: there is no such setting"),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), REFUSED)
+def test_a_wrong_setting_is_refused_by_name(changed, said):
+    with pytest.raises(RecipeError, match=said):
+        SITES.check({**SETTINGS, **changed})
+
+
+def test_bytes_of_a_step_are_exact_and_progress_is_told():
+    told: list[int] = []
+    context = Context(data_dir=Path(), steps=told.append, advance=lambda: told.append(1))
+    found = SITES.run(SETTINGS, context)
+    parameters = count_parameters(Plan(workload="deep-mlp"))
+    dense = found["steps"]["dense"]
+    ring_bytes = 2 * (4 - 1) / 4 * 4 * parameters
+    assert dense["sent_bytes"] == pytest.approx(ring_bytes, rel=1e-3)
+    assert told == [12, 1, 1, 1, 1]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_every_method_has_its_step():
+    found = SITES.run(SETTINGS, Context(data_dir=Path()))
+    assert set(found["steps"]) == set(SETTINGS["methods"])
+    for step in found["steps"].values():
+        assert step["step_s"] >= step["compute_s"] + 0.02
+        assert step["wire_bytes"] > step["sent_bytes"] > 0
