@@ -60,15 +60,19 @@ def load(run: str | Path) -> Recording:
     return load_thinned(run, None)
 
 
-def require(*packages: str) -> None:
+def require(*packages: str, extras: str = "report") -> None:
     """Checks that packages are there.
+
+    Args:
+        packages: names that can be imported.
+        extras: of outergrad, that bring them.
 
     Raises:
         ImportError: some are not; says how to get them.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise ImportError(f"{', '.join(missing)} not found: pip install 'outergrad[report]'")
+        raise ImportError(f"{', '.join(missing)} not found: pip install 'outergrad[{extras}]'")
 
 
 def load_thinned(run: str | Path, most_steps: int | None) -> Recording:

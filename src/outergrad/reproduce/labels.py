@@ -1,0 +1,111 @@
+"""What methods are called and how they look, in every table and figure alike."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+Style = dict[str, Any]
+
+NAMES = {
+    "pooled": "pooled",
+    "alone": "no sharing",
+    "dense": "dense",
+    "ddp": "PyTorch DDP",
+    "ddp-fp16": "PyTorch DDP, fp16",
+    "dad": "dAD",
+    "dad-activations": "dAD, activations",
+    "edad": "edAD",
+    "edad-raw": "edAD, raw inputs",
+    "rank-dad": "rank-dAD",
+    "powersgd": "PyTorch PowerSGD",
+    "og-powersgd": "PowerSGD",
+    "first-rows": "first rows",
+    "local-steps": "LocalSteps",
+}
+"""Families of methods, for humans."""
+
+LOOKS: dict[str, Style] = {
+    "pooled": {"color": "#111111", "linewidth": 4.5, "marker": "o"},
+    "alone": {"color": "#8a8a8a", "marker": "x"},
+    "dense": {"color": "#009e73", "linewidth": 3.0, "marker": "s"},
+    "ddp": {"color": "#56b4e9", "linewidth": 3.0, "linestyle": (0, (2, 1.5)), "marker": "P"},
+    "ddp-fp16": {"color": "#88ccee", "linestyle": "--", "marker": "P"},
+    "dad": {"color": "#f0b000", "marker": "D"},
+    "dad-activations": {"color": "#b8860b", "linestyle": "--", "marker": "D"},
+    "edad": {"color": "#cc3399", "linestyle": (0, (3, 2)), "marker": "d"},
+    "edad-raw": {"color": "#882255", "linestyle": ":", "marker": "d"},
+    "rank-dad": {"color": "#d34a00", "marker": "^"},
+    "powersgd": {"color": "#332288", "marker": "v"},
+    "og-powersgd": {"color": "#0072b2", "marker": "v"},
+    "first-rows": {"color": "#8a5fbf", "marker": "s"},
+    "local-steps": {"color": "#8c564b", "marker": "*"},
+}
+"""Per family. Exact methods lie on one another: the wider lie below, and all can be seen."""
+
+OTHER: Style = {"color": "#808000", "marker": "h"}
+USUAL: Style = {"linewidth": 1.6, "linestyle": "-"}
+DASHES = ("-", "--", "-.", ":")
+
+_LIGHTEST, _FULL_RANK = 0.55, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method as its name tells it.
+
+    Attributes:
+        family: What it is without its settings.
+        rank: Of its factors; None where it has none.
+        settings: The others, as ``k = 50``.
+    """
+
+    family: str
+    rank: int | None = None
+    settings: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str) -> Method:
+        """Reads ``rank-dad:rank=8``, ``powersgd-4`` or ``dad``."""
+        numbered = re.fullmatch(r"(.+)-(\d+)", name)
+        if numbered:
+            return cls(family=numbered[1], rank=int(numbered[2]))
+        family, *pairs = name.split(":")
+        settings = dict(_pair(pair) for pair in pairs)
+        rank = settings.get("rank", "")
+        if rank.isdigit():
+            del settings["rank"]
+        others = tuple(f"{key} = {value}" if value else key for key, value in settings.items())
+        return cls(family=family, rank=int(rank) if rank.isdigit() else None, settings=others)
+
+    @property
+    def label(self) -> str:
+        """For humans: ``rank-dAD, rank 8``."""
+        name = NAMES.get(self.family, self.family)
+        if self.rank is None:
+            return ", ".join((name, *self.settings))
+        if self.family == "first-rows":
+            return ", ".join((f"first {self.rank} rows", *self.settings))
+        return ", ".join((name, f"rank {self.rank}", *self.settings))
+
+    @property
+    def look(self) -> Style:
+        """That of its family, the lighter the lower its rank."""
+        look = USUAL | LOOKS.get(self.family, OTHER)
+        if self.rank is None:
+            return look
+        share = min(math.log2(max(self.rank, 1)) / math.log2(_FULL_RANK), 1)
+        return look | {"color": _lighter(look["color"], _LIGHTEST * (1 - share))}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key, value
+
+
+def _lighter(colour: str, share: float) -> str:
+    """Mixes ``#rrggbb`` with a share of white."""
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
