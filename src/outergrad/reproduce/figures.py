@@ -138,7 +138,8 @@ def _draw_level(axes: Axes, level: Level) -> None:
 
 def _add_legends(figure: Figure, grid: Any) -> None:
     """One below all, or where rows have other lines, one beside each row."""
-    rows = [_handles(axes for axes in row if axes.figure) for row in grid]
+    grid = [[axes for axes in row if axes.figure] for row in grid]
+    rows = list(map(_handles, grid))
     together = {name: handle for row in rows for name, handle in row.items()}
     if all(row.keys() == together.keys() for row in rows):
         columns = max(1, _LEGEND_CHARACTERS // (max(map(len, together), default=0) + 7))

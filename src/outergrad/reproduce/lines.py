@@ -146,7 +146,7 @@ def _panel(
             draw(matching(frame, along, key), *axes, _label(along, key), style)
             for key, style in zip(keys, _styles(along, keys), strict=True)
         ],
-        levels=list(_levels(wanted, across, place, axes[1], results)),
+        levels=_levels(wanted, across, place, axes[1], results),
     )
 
 
@@ -186,6 +186,9 @@ def _levels(
     y: str,
     results: Sequence[Result],
 ) -> list[Level]:
+    methods = names(wanted.get("references"))
+    if not methods:
+        return []
     y = "train_loss" if y == "loss" else y
     frame = finals(results)
     shared = {
@@ -193,7 +196,7 @@ def _levels(
     }
     found = [
         (method, matching(frame, [*shared, "method"], [*shared.values(), method])[y].mean())
-        for method in names(wanted.get("references"))
+        for method in methods
     ]
     return [
         Level(label=Method.parse(method).label, style=Method.parse(method).look, y=value)

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outergrad.report._load import require
 from outergrad.reproduce.frames import Result, finals, over_seeds, per_site, varied
 from outergrad.reproduce.quantities import NOTHING, QUANTITIES, heading, text, title
 from outergrad.reproduce.wanted import combinations, named, names, ordered
@@ -72,6 +73,7 @@ def write_tables(
         ImportError: pandas is missing.
         ValueError: One names what no result has.
     """
+    require("pandas", extras="bench,report")
     results = list(results)
     return [_write(table, results, folder) for table in wanted]
 
