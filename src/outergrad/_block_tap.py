@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor
 
-from outergrad._block_use import Following, Use
+from outergrad._block_use import Following, Use, use_of
 from outergrad._blocks import UNSENDABLE, Block, Replayer
 from outergrad._class_swap import ClassSwap
 from outergrad._coding import Codecs
+from outergrad._node_ref import NodeRef
 from outergrad._own_parameters import OwnParameters
 from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
 from outergrad.replay.run import Shape
@@ -23,10 +23,6 @@ class BlockSink(Protocol):
 
     def taps_block(self, block: Block) -> bool:
         """Whether the block's uses should be captured in this forward."""
-        ...
-
-    def hold(self, node: Any) -> None:
-        """Keeps a node of autograd's, as long as its graph lives."""
         ...
 
     def on_use(self, block: Block, use: Use) -> None:
@@ -66,7 +62,7 @@ class TappedBlock:
         self.codecs = codecs
         self._watched, self._own = [tuple(params) for params in watched], own
         self._raw_inputs, self._explicit, self._sink = raw_inputs, explicit, sink
-        self._live: list[ref[Use]] = []
+        self._live: list[NodeRef] = []
         self._following = Following(names)
         self._decided = False
         self.untapped_nbytes = 0
@@ -140,12 +136,11 @@ class TappedBlock:
         params = [p.parameter for p in self._watched[member]]
         tapped = BlockTap.apply(self, use, saved, len(leaves), *leaves, *params)
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
-            self._sink.hold(tapped[0].grad_fn)
-            use.node = ref(tapped[0].grad_fn)
+            use.node = NodeRef(tapped[0].grad_fn)
             if seen is not None:
                 place = next(k for k, t in enumerate(traced.tensors) if t is seen)
                 self._following.link(use, seen, place)
-            self._live = [*(u for u in self._live if u() is not None), ref(use)]
+            self._live = [*(node for node in self._live if node.lives()), use.node]
             self._following.note(use, tapped)
         new = iter(tapped)
         return traced.rebuild([next(new) if t.is_floating_point() else t for t in traced.outputs])
@@ -158,7 +153,7 @@ class TappedBlock:
 
     def uses(self) -> list[Use]:
         """Those that the current backward reaches, in the order of forward."""
-        alive = [use for use in (live() for live in self._live) if use is not None]
+        alive = [use for use in map(use_of, self._live) if use is not None]
         trains = [any(p.accumulates() for p in params) for params in self._watched]
         return [use for use in alive if use.runs() and trains[use.member]]
 

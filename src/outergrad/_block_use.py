@@ -10,6 +10,7 @@ from weakref import ref
 from torch import Tensor
 
 from outergrad._blocks import Sent
+from outergrad._node_ref import NodeRef
 from outergrad._tap import NO_TASK, current_task, will_run
 from outergrad.replay.run import Shape
 
@@ -42,8 +43,8 @@ class Use:
     entry: int | None = None
     previous: Use | None = None
     linked: bool = False
-    followers: list[ref[Use]] = field(default_factory=list)
-    node: ref[Any] | None = None
+    followers: list[NodeRef] = field(default_factory=list)
+    node: NodeRef | None = None
     kept: list[Tensor] = field(default_factory=list)
     deltas: Sequence[Tensor] = ()
     entry_delta: Tensor | None = None
@@ -67,7 +68,13 @@ class _Latest(NamedTuple):
 
     output: ref[Tensor]
     version: int
-    use: ref[Use]
+    use: NodeRef
+
+
+def use_of(node: NodeRef) -> Use | None:
+    """Whose deltas a node hands on, as long as its graph lives."""
+    found = node()
+    return None if found is None else found.use
 
 
 class Following:
@@ -84,8 +91,9 @@ class Following:
 
     def note(self, use: Use, outputs: Sequence[Tensor]) -> None:
         """A use has returned these."""
+        assert use.node is not None
         only = outputs[0] if len(outputs) == 1 else None
-        self._latest = None if only is None else _Latest(ref(only), only._version, ref(use))
+        self._latest = None if only is None else _Latest(ref(only), only._version, use.node)
 
     def entry(self, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
         """The argument that is the output of the last use, and a view of it in its place.
@@ -102,16 +110,16 @@ class Following:
     def link(self, use: Use, seen: Tensor, place: int) -> None:
         """Notes that a use reads such a view, as its tensor at a place."""
         assert self._latest is not None
-        previous = self._latest.use()
+        assert use.node is not None
+        previous, node = use_of(self._latest.use), use.node
         if previous is None:
             return
         use.entry, use.previous = place, previous
         use.linked = self._sole.get((previous.member, use.member), False)
-        previous.followers.append(ref(use))
-        of_use = ref(use)
+        previous.followers.append(node)
 
         def keep(delta: Tensor) -> None:
-            here = of_use()
+            here = use_of(node)
             if here is not None:
                 here.entry_delta = delta
 
@@ -123,7 +131,7 @@ class Following:
         Raises:
             RuntimeError: it was taken to, and did not.
         """
-        followers = [f for f in (follower() for follower in use.followers) if f is not None]
+        followers = [f for f in map(use_of, use.followers) if f is not None]
         ran = [follower for follower in followers if follower.entry_delta is not None]
         for follower in ran:
             sole = len(ran) == 1 and _is_same(use.deltas[0], follower.entry_delta)

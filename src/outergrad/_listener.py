@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from outergrad._calls import LocalStep
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointParts, JointStep, Point, described
-from outergrad._live_nodes import LiveNodes
 from outergrad._plan import Planner
 from outergrad._protocols import Comm, Recorder
 from outergrad._reporting import Reporter
@@ -67,7 +65,6 @@ class Listener:
         self._unit_of: dict[Slot | Block, Unit] = {
             part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
         }
-        self._alive = LiveNodes()
         self._layers: list[TappedLayer] = []
         self._blocks = Blocks()
         self._announcer = Announcer(model, fingerprint, comm, self._blocks)
@@ -109,10 +106,6 @@ class Listener:
     def taps_block(self, block: Block) -> bool:
         """Whether the block should be computed again in the next step."""
         return self._wanted[self._unit_of[block]]
-
-    def hold(self, node: Any) -> None:
-        """Keeps a tap's node, as long as its graph lives."""
-        self._alive.hold(node)
 
     def on_use(self, block: Block, use: Use) -> None:
         """The deltas of a use of a block have arrived."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 
+from outergrad._node_ref import NodeRef
 from outergrad._tap import will_run
 
 _FEW = 16
@@ -21,7 +21,7 @@ class LiveUse(NamedTuple):
         dtype: of its output.
     """
 
-    node: ref[Any]
+    node: NodeRef
     rows: int
     dtype: torch.dtype
 
@@ -36,9 +36,9 @@ class LiveUses:
     def add(self, node: Any, rows: int, dtype: torch.dtype) -> None:
         """Takes in a new one."""
         if len(self._uses) >= self._most:
-            self._uses = [use for use in self._uses if use.node() is not None]
+            self._uses = [use for use in self._uses if use.node.lives()]
             self._most = max(_FEW, 2 * len(self._uses))
-        self._uses.append(LiveUse(ref(node), rows, dtype))
+        self._uses.append(LiveUse(NodeRef(node), rows, dtype))
 
     def reached(self) -> list[LiveUse]:
         """Those that the current backward will come to."""
@@ -48,6 +48,6 @@ class LiveUses:
         """What is known of one that was not expected, for an error message."""
         known = "known" if any(use.node() is node for use in self._uses) else "unknown"
         within = "in" if will_run(node) else "not in"
-        alive = sum(use.node() is not None for use in self._uses)
+        alive = sum(use.node.lives() for use in self._uses)
         here = f"{len(self._uses)} uses, {alive} alive, {len(self.reached())} in this backward"
         return f"{here}; this one {known} and {within} it"

@@ -24,10 +24,6 @@ class LayerSink(Protocol):
         """Whether the layer's products should be tapped in this forward."""
         ...
 
-    def hold(self, node: Any) -> None:
-        """Keeps a node of autograd's, as long as its graph lives."""
-        ...
-
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """A product's delta has arrived; its rows can be computed at any later time."""
         ...
@@ -83,7 +79,6 @@ class TappedLayer:
         params = [p.parameter for p in self._watched[slot]]
         tapped: Tensor = Tap.apply(y, a, self, slot, *params)  # type: ignore[assignment]
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
-            self._sink.hold(tapped.grad_fn)
             self._live[slot].add(tapped.grad_fn, rows, tapped.dtype)
         return tapped
 

@@ -72,7 +72,7 @@ def test_mistakes_are_named_with_the_file(written, change, expected) -> None:
 
 
 def test_what_is_not_there_is_told_with_what_is() -> None:
-    with pytest.raises(RecipeError, match="no experiment 'mnist': there are .*mnist-mlp"):
+    with pytest.raises(RecipeError, match=r"no experiment 'mnist': there are .*mnist-mlp"):
         experiment("mnist")
 
 

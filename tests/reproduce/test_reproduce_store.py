@@ -53,5 +53,5 @@ def test_other_settings_are_another_task() -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecipeError, match="--out .*file"):
+    with pytest.raises(RecipeError, match=r"--out .*file"):
         Store(tmp_path / "file" / "x").add(TASKS[0], {})

@@ -24,23 +24,37 @@ _KINDS = {
 
 
 class Described(Protocol):
-    """What the page says of an experiment.
+    """What the page says of an experiment."""
 
-    Attributes:
-        name: Of its file.
-        title: What it is about.
-        shows: What is to be seen.
-        claim: Of the paper, that it tests.
-        command: That makes the page.
-        size: small or full.
-    """
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        ...
 
-    name: str
-    title: str
-    shows: str
-    claim: str
-    command: str
-    size: str
+    @property
+    def title(self) -> str:
+        """What it is about."""
+        ...
+
+    @property
+    def shows(self) -> str:
+        """What is to be seen."""
+        ...
+
+    @property
+    def claim(self) -> str:
+        """Of the paper, that it tests."""
+        ...
+
+    @property
+    def command(self) -> str:
+        """That makes the page."""
+        ...
+
+    @property
+    def size(self) -> str:
+        """Small or full."""
+        ...
 
 
 def write_page(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import chain, count, islice
@@ -20,8 +21,9 @@ from outergrad.recipes.training import Training, deal, start
 from outergrad.reproduce.scores import Scores, effective_ranks, scores
 from outergrad.reproduce.task import Context, Settings
 
+_PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 _JOB = tuple(f.name for f in fields(Job) if f.name != "epochs")
-_OWN = ("steps", "epochs", "tests", "test_rows", "ranks", "per_site")
+_OWN = ("steps", "epochs", "tests", "test_rows", "ranks", "per_site", "precision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Plan:
         test_rows: On how many rows; None for all.
         ranks: Whether the effective ranks of the gradients are looked at then, too.
         per_site: Whether every site is tested: where they differ, they always are.
+        precision: Of weights and numbers: float32 or float64.
     """
 
     job: Job
@@ -43,6 +46,7 @@ class Plan:
     test_rows: int | None = None
     ranks: bool = False
     per_site: bool = False
+    precision: str = "float32"
 
     @staticmethod
     def of(settings: Settings) -> "Plan":
@@ -64,6 +68,8 @@ class Plan:
         return plan
 
     def _check(self) -> None:
+        if self.precision not in _PRECISIONS:
+            raise RecipeError(f"precision must be one of {', '.join(_PRECISIONS)}")
         for name in ("steps", "tests", "test_rows"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value > 0):
@@ -104,11 +110,22 @@ class TrainingKind:
     def run(self, settings: Settings, context: Context) -> dict[str, Any]:
         """Trains at every site."""
         plan, began = Plan.of(settings), time.perf_counter()
-        data = _loaded(plan.job.data, context.data_dir)
-        torch.manual_seed(plan.job.seed)
-        site = partial(_site, plan, data, deal(plan.job, data), context)
-        courses = simulate(site, 1 if plan.job.method == "pooled" else plan.job.sites)
+        with _in_precision(_PRECISIONS[plan.precision]) as dtype:
+            data = _loaded(plan.job.data, context.data_dir).to(dtype)
+            site = partial(_site, plan, data, deal(plan.job, data), context)
+            courses = simulate(site, 1 if plan.job.method == "pooled" else plan.job.sites)
         return {**_summary(courses), "seconds": time.perf_counter() - began}
+
+
+@contextmanager
+def _in_precision(dtype: torch.dtype) -> Iterator[torch.dtype]:
+    """Weights are made in it meanwhile."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield dtype
+    finally:
+        torch.set_default_dtype(before)
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 """What every data set looks like to a training loop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,12 @@ class Dataset:
             tokens=not self.x_train.is_floating_point(),
             vocabulary=self.vocabulary,
         )
+
+    def to(self, dtype: torch.dtype) -> "Dataset":
+        """The same with inputs of another precision; ids stay what they are."""
+        if self.format.tokens:
+            return self
+        return replace(self, x_train=self.x_train.to(dtype), x_test=self.x_test.to(dtype))
 
 
 def synthetic(format: Format, rows: int, seed: int) -> Dataset:

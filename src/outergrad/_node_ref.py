@@ -1,0 +1,48 @@
+"""Weak references to the nodes of taps."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from weakref import ref
+
+import numpy as np
+from torch.autograd.function import BackwardCFunction
+
+_TOKEN = "outergrad_token"
+
+
+class NodeRef:
+    """A weak reference to a node of a custom function, which is true even if Python lost it.
+
+    Python's garbage collector looks through a tensor at its node only while it finds each to be
+    the sole owner of the next, and a thread without the interpreter's lock may change that while
+    the collector of another one looks. It then takes the node for garbage, clears the references
+    to it, and finds that it lives. The collector does not look at arrays: a reference to one that
+    the node holds lasts as long as the node, and by it the node is found again.
+    """
+
+    __slots__ = ("_node", "_token")
+
+    def __init__(self, node: Any) -> None:
+        token = np.empty(0)
+        setattr(node, _TOKEN, token)
+        self._node, self._token = ref(node), ref(token)
+
+    def __call__(self) -> Any:
+        """The node; None if it is gone."""
+        node = self._node()
+        if node is None and (token := self._token()) is not None:
+            node = _holder(token)
+            self._node = ref(node)
+        return node
+
+    def lives(self) -> bool:
+        """Whether it is not gone."""
+        return self._token() is not None
+
+
+def _holder(token: np.ndarray) -> Any:
+    """The node with a token; this takes some hundredths of a second, and is rare."""
+    nodes = (o for o in gc.get_objects() if issubclass(type(o), BackwardCFunction))
+    return next(node for node in nodes if vars(node).get(_TOKEN) is token)
