@@ -69,11 +69,11 @@ class Forgetful(NodeRef):
 def test_a_backward_announces_uses_whose_nodes_were_lost(forwards, monkeypatch) -> None:
     """What another thread's garbage collection may do, on one site, in every step."""
 
+    x = torch.randn(2, forwards, 3, 6)
+
     def body(rank, group):
-        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
         session = og.distribute(model, og.DAD(reveal="activations", always=True), group=group)
-        x = torch.randn(2, forwards, 3, 6)
         for _ in range(2):
             model.zero_grad()
             sum(model(part).square().sum() for part in x[rank]).backward()
