@@ -1,5 +1,6 @@
 """``outergrad reproduce``."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -58,11 +59,13 @@ def _reproduce(name: str, *, full: bool, out: Path, data_dir: Path, draw_only: b
         print(draw(found, folder).resolve())
         return
     outcome = run(found, folder, data_dir)
-    print(outcome)
+    for reason in outcome.skipped:
+        print(f"outergrad: left out: {reason}", file=sys.stderr)
+    print(_last_line(found.name, outcome))
 
 
 def _last_line(name: str, outcome: Outcome) -> str:
-    before = outcome.tasks - outcome.new
+    before = outcome.tasks - outcome.new - len(outcome.skipped)
     earlier = f", {before} of them earlier" if before else ""
     minutes = f"{outcome.seconds / 60:.1f} min"
     return f"{name}: {outcome.tasks} runs{earlier}, {minutes}: {outcome.page.resolve()}"

@@ -25,7 +25,8 @@ MEASURED = (
 
 _NAMES = ("kind", "method", "family", "rank", "label", "seed")
 _LAST = 20
-_OF_ITERATIONS = ("layer", "rank", "iterations", "tolerance")
+_USUAL = {"precision": "float32"}
+_OF_ITERATIONS = ("case", "way", "swept", "layer", "rank", "iterations", "tolerance")
 
 
 def finals(results: Iterable[Result]) -> DataFrame:
@@ -86,6 +87,14 @@ def ranks(results: Iterable[Result]) -> DataFrame:
     return DataFrame(rows) if rows else _empty("layer", "step", "epoch", "effective_rank")
 
 
+def last_ranks(results: Iterable[Result]) -> DataFrame:
+    """Of `ranks` those of the last step of each training."""
+    frame = ranks(results)
+    keys = ["layer", "seed", *varied(frame.drop(columns=["step", "epoch", "effective_rank"]))]
+    keys = list(dict.fromkeys(keys))
+    return frame.sort_values("step").groupby(keys, dropna=False, sort=False).tail(1).sort_index()
+
+
 def per_site(results: Iterable[Result]) -> DataFrame:
     """What the last test found: a row per training and site; accuracy, auc, loss."""
     from pandas import DataFrame
@@ -124,7 +133,8 @@ def _empty(*names: str) -> DataFrame:
 
 def _named(result: Result, **more: Any) -> Settings:
     """A result's settings, with lists as text, and what its method is called."""
-    settings = {"kind": result["kind"], "seed": 0, **result["settings"], **more}
+    own = _USUAL if result["kind"] == "training" else {}
+    settings = {"kind": result["kind"], "seed": 0, **own, **result["settings"], **more}
     settings.pop("methods", None)
     row = {name: _plain(value) for name, value in settings.items()}
     if "method" not in row:
@@ -142,10 +152,11 @@ def _final_rows(result: Result, pooled: Mapping[str, Any]) -> Iterator[Settings]
         case "training":
             yield _named(result) | _outcome(result) | {"gap": _gap(result, pooled)}
         case "timing":
-            for method, found in result["steps"].items():
+            for method, found in result.get("steps", {}).items():
                 yield _named(result, method=method) | _only(found, "step_s", "sent_bytes")
         case "sites":
-            yield _named(result) | _only(result, "step_s", "sent_bytes", "compute_s")
+            for method, found in result["steps"].items():
+                yield _named(result, method=method) | _only(found, *MEASURED)
         case "iterations":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)

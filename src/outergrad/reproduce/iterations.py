@@ -115,6 +115,7 @@ def _row(read: Settings, trial: Trial, layer: Captured) -> dict[str, Any]:
         "layer": layer.name,
         "rank": read["rank"],
         "way": trial.way,
+        "swept": "iterations" if trial.tolerance is None else "tolerance",
         "iterations": trial.iterations,
         "tolerance": trial.tolerance,
         "error": error,

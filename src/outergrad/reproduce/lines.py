@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad.reproduce.frames import Result, curves, finals, over_seeds, ranks, varied
 from outergrad.reproduce.labels import LOOKS, OTHER, USUAL, Method, Style
 from outergrad.reproduce.quantities import QUANTITIES, heading
-from outergrad.reproduce.wanted import matching, named, names, ordered
+from outergrad.reproduce.wanted import chosen, matching, named, names, ordered
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -99,7 +99,9 @@ def picture(wanted: Mapping[str, Any], results: Sequence[Result]) -> Picture:
     x, y = wanted["x"], wanted["y"]
     lines, panels = names(wanted["lines"]), names(wanted.get("panels"))
     frame, course = _source(wanted, results)
-    named(f"figure {wanted['name']}", frame, [x, y, *lines, *panels])
+    where = wanted.get("where") or {}
+    named(f"figure {wanted['name']}", frame, [x, y, *lines, *panels, *where])
+    frame = chosen(frame, where)
     if x == "epoch" and frame["epoch"].isna().all():
         x = "step"
     frame = frame[~frame["method"].isin(names(wanted.get("references")))]

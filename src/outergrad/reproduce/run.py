@@ -37,12 +37,14 @@ class Outcome:
         tasks: How many tasks it has.
         new: How many of them ran now.
         seconds: How long all of them took, whenever they ran.
+        skipped: Why some did not run on this machine.
     """
 
     page: Path
     tasks: int
     new: int
     seconds: float
+    skipped: tuple[str, ...]
 
 
 def run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
@@ -58,17 +60,23 @@ def run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
         SiteError: A site failed; what has run is kept.
     """
     store = Store(folder)
-    missing = store.missing(experiment.tasks)
+    missing, skipped = store.missing(experiment.tasks), []
     with _Bars(experiment, done=len(experiment.tasks) - len(missing)) as bars:
         for task in missing:
             with bars.shown(task) as context:
                 began = time.perf_counter()
                 values = KINDS[task.kind].run(task.settings, context(data_dir))
-                store.add(task, {"seconds": time.perf_counter() - began, **values})
+                if "skipped" in values:
+                    skipped.append(f"{task.kind}: {values['skipped']}")
+                else:
+                    store.add(task, {"seconds": time.perf_counter() - began, **values})
     page = draw(experiment, folder)
     seconds = sum(result["seconds"] for result in store.results(experiment.tasks))
     tasks = len(experiment.tasks)
-    return Outcome(page=page, tasks=tasks, new=len(missing), seconds=seconds)
+    new = len(missing) - len(skipped)
+    return Outcome(
+        page=page, tasks=tasks, new=new, seconds=seconds, skipped=tuple(dict.fromkeys(skipped))
+    )
 
 
 def draw(experiment: Experiment, folder: Path) -> Path:

@@ -100,8 +100,8 @@ def _read(path: Path, *, full: bool) -> Experiment:
         minutes=float(given.get("minutes") or 0),
         full=full,
         tasks=tasks,
-        tables=_dicts(given, "tables"),
-        figures=_dicts(given, "figures"),
+        tables=_shown(given, "tables"),
+        figures=_shown(given, "figures"),
     )
 
 
@@ -128,6 +128,15 @@ def _dicts(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise RecipeError(f"{name} must be a list of names with values")
     return tuple(values)
+
+
+def _shown(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
+    """Tables or figures: each has a file of its name."""
+    found = _dicts(given, name)
+    files = [str(entry.get("name")) for entry in found]
+    if len(set(files)) < len(files) or "None" in files:
+        raise RecipeError(f"{name}: each needs a name of its own")
+    return found
 
 
 def _settings(given: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad.report._load import require
-from outergrad.reproduce.frames import Result, finals, over_seeds, per_site, varied
+from outergrad.reproduce.frames import Result, finals, last_ranks, over_seeds, per_site, varied
 from outergrad.reproduce.quantities import NOTHING, QUANTITIES, heading, text, title
-from outergrad.reproduce.wanted import combinations, named, names, ordered
+from outergrad.reproduce.wanted import chosen, combinations, named, names, ordered
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -82,14 +82,21 @@ def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -
     from pandas import concat
 
     rows, columns, values = (names(wanted.get(part)) for part in ("rows", "columns", "value"))
-    frame = per_site(results) if "site" in rows + columns else finals(results)
-    frame = frame.rename(columns={"loss": "test_loss"})
-    named(f"table {wanted['name']}", frame, [*rows, *columns, *values])
+    where = wanted.get("where") or {}
+    frame = _source(rows + columns, values)(results).rename(columns={"loss": "test_loss"})
+    named(f"table {wanted['name']}", frame, [*rows, *columns, *values, *where])
+    frame = chosen(frame, where)
     long = concat([_outcomes(frame, rows + columns, value) for value in values])
     long.to_csv(folder / f"{wanted['name']}.csv", index=False)
     table = _pivot(wanted, frame, rows, columns, values)
     (folder / f"{table.name}.md").write_text(table.markdown, encoding="utf-8")
     return table
+
+
+def _source(keys: Sequence[str], values: Sequence[str]) -> Callable[[Sequence[Result]], DataFrame]:
+    if "effective_rank" in values:
+        return last_ranks
+    return per_site if "site" in keys else finals
 
 
 def _outcomes(frame: DataFrame, keys: list[str], value: str) -> DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ def matching(frame: DataFrame, columns: list[str], values: Iterable[Any]) -> Dat
     """The rows with these values."""
     for name, value in zip(columns, values, strict=True):
         frame = frame[frame[name].isna() if value is None else frame[name] == value]
+    return frame
+
+
+def chosen(frame: DataFrame, where: Mapping[str, Any] | None) -> DataFrame:
+    """The rows whose settings are these; a list allows several values."""
+    for name, value in (where or {}).items():
+        values = value if isinstance(value, list) else [value]
+        frame = frame[frame[name].isin(values)]
     return frame
 
 
