@@ -49,9 +49,11 @@ def timing(steps=None, **settings):
 
 def of_sites(method, sites, sent_bytes, step_s):
     """What a method sends at so many sites."""
-    settings = {"workload": "mlp", "sites": sites, "method": method, "link": "1gbit", "latency": 0}
+    settings = {"workload": "mlp", "sites": sites, "link": "1gbit", "latency": 0}
+    settings["methods"] = [method]
     found = {"sent_bytes": sent_bytes, "step_s": step_s, "compute_s": step_s / 2}
-    return {"kind": "sites", "settings": settings, **found, "seconds": 2.0, **ABOUT}
+    steps = {method: found}
+    return {"kind": "sites", "settings": settings, "steps": steps, "seconds": 2.0, **ABOUT}
 
 
 def iterations(*rows):

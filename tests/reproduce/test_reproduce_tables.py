@@ -136,3 +136,13 @@ def test_what_to_install_is_told(tmp_path, monkeypatch, write):
     monkeypatch.setattr("outergrad.report._load.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pandas.* not found: pip install 'outergrad\[bench,rep"):
         write([], [], tmp_path)
+
+
+def test_a_table_is_of_the_part_that_it_asks_for(tmp_path):
+    found = [trained(0.5, method=m, sites=s) for m in ("dad", "dense") for s in (2, 3)]
+    table = one(tmp_path, found, rows="method", columns="sites", where={"sites": 3})
+    assert table.heads == ("method", "3 sites")
+    both = one(tmp_path, found, rows="method", columns="sites", where={"sites": [2, 3]})
+    assert both.heads == ("method", "2 sites", "3 sites")
+    with pytest.raises(ValueError, match="there is no 'site s'"):
+        one(tmp_path, found, where={"site s": 3})

@@ -26,7 +26,7 @@ REFUSED = [
     ({"sites": 1}, "sites must be a whole number of 2"),
     ({"link": "loopback", "latency": "0ms"}, "loopback has no rate"),
     ({"latency": "20"}, "latency '20' cannot be read"),
-    ({"methods": ["ddp"]}, "ddp is not outergrad's own"),
+    ({"methods": ["ddp"]}, "ddp cannot be planned"),
     ({"method": "dad"}, "method: there is no such setting"),
 ]
 

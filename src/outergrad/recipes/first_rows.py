@@ -17,7 +17,7 @@ class FirstRows:
         every: share at every so many-th synchronised backward.
     """
 
-    rank: int
+    rank: int = 8
     every: int = 1
 
     def __post_init__(self) -> None:
