@@ -16,7 +16,6 @@ from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad.recipes.errors import RecipeError
 from outergrad.reproduce.capture import Captured, capture, formed
-from outergrad.reproduce.outcome import outcome
 from outergrad.reproduce.settings import whole_number, with_defaults
 from outergrad.reproduce.task import Context, Settings
 
@@ -75,7 +74,6 @@ class Iterating:
         Raises:
             RecipeError: The data is not there.
         """
-        began = time.perf_counter()
         self.check(settings)
         read = with_defaults(settings, DEFAULTS, NEEDED)
         context.steps(1 + len(TRIALS))
@@ -85,9 +83,7 @@ class Iterating:
         for trial in TRIALS:
             rows += [_row(read, trial, layer) for layer in layers]
             context.advance()
-        return outcome(
-            "iterations", read, began, {"rows": rows, "threads": torch.get_num_threads()}
-        )
+        return {"rows": rows, "threads": torch.get_num_threads()}
 
 
 ITERATIONS = Iterating()

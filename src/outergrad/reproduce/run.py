@@ -69,7 +69,7 @@ def run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
                 if "skipped" in values:
                     skipped.append(f"{task.kind}: {values['skipped']}")
                 else:
-                    store.add(task, {"seconds": time.perf_counter() - began, **values})
+                    store.add(task, {**values, "seconds": time.perf_counter() - began})
     page = draw(experiment, folder)
     seconds = sum(result["seconds"] for result in store.results(experiment.tasks))
     tasks = len(experiment.tasks)

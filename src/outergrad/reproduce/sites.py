@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from outergrad.plan.forecast import Forecast, Question, forecast
 from outergrad.plan.measure import ROUNDS, Planned
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
-from outergrad.reproduce.outcome import outcome
 from outergrad.reproduce.settings import names, positive_number, whole_number, with_defaults
 from outergrad.reproduce.task import Context, Settings
 
@@ -41,12 +39,11 @@ class Planning:
         Raises:
             RecipeError: A method does not fit the model.
         """
-        began = time.perf_counter()
         read = with_defaults(settings, DEFAULTS, NEEDED)
         question = _question(read)
         context.steps(ROUNDS * (len({"dense", *question.methods}) + 1))
         planned = forecast(question, lambda _: context.advance())
-        return outcome("sites", read, began, _found(planned))
+        return _found(planned)
 
 
 SITES = Planning()

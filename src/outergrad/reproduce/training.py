@@ -1,6 +1,5 @@
 """Tasks that train a model over sites that are threads of this process."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -109,12 +108,12 @@ class TrainingKind:
 
     def run(self, settings: Settings, context: Context) -> dict[str, Any]:
         """Trains at every site."""
-        plan, began = Plan.of(settings), time.perf_counter()
+        plan = Plan.of(settings)
         with _in_precision(_PRECISIONS[plan.precision]) as dtype:
             data = _loaded(plan.job.data, context.data_dir).to(dtype)
             site = partial(_site, plan, data, deal(plan.job, data), context)
             courses = simulate(site, 1 if plan.job.method == "pooled" else plan.job.sites)
-        return {**_summary(courses), "seconds": time.perf_counter() - began}
+        return _summary(courses)
 
 
 @contextmanager
