@@ -43,6 +43,13 @@ def test_lists_are_crossed_and_each_task_is_there_once(written) -> None:
     assert len({task.key for task in found.tasks}) == 8
 
 
+def test_an_entry_may_have_sizes_of_its_own(written) -> None:
+    text = TEXT.replace("sites: 2, method: dad}", "sites: 2, method: dad, small: {steps: 7}}")
+    small, full = experiment(written(text)), experiment(written(text), full=True)
+    assert sorted(task.settings["steps"] for task in small.tasks) == [5] * 8 + [7] * 2
+    assert {task.settings["epochs"] for task in full.tasks} == {2}
+
+
 def test_the_full_size_is_another(written) -> None:
     found = experiment(written(TEXT), full=True)
     assert len(found.tasks) == 12

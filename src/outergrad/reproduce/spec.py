@@ -153,14 +153,15 @@ def _require_known(given: Mapping[str, Any], known: Sequence[str], what: str) ->
 
 
 def _tasks(given: Mapping[str, Any], *, full: bool) -> Iterator[Task]:
-    """Every combination of the values of every entry of `runs`."""
-    size = _settings(given, "full" if full else "small")
+    """Every combination of the values of every entry of `runs`, which may have sizes of its own."""
+    size = "full" if full else "small"
     for entry in _dicts(given, "runs"):
         kind = entry.get("kind", "training")
         _require_known({kind: None}, tuple(KINDS), "kind")
-        own = {name: value for name, value in entry.items() if name != "kind"}
-        shared = {**_settings(given, "common"), **size} if kind == "training" else {}
-        for settings in _crossed({**shared, **own}):
+        own = {name: entry[name] for name in entry if name not in ("kind", "small", "full")}
+        own |= _settings(entry, size)
+        shared = {**_settings(given, "common"), **_settings(given, size)}
+        for settings in _crossed({**(shared if kind == "training" else {}), **own}):
             yield Task(kind=kind, settings=settings)
 
 
