@@ -20,6 +20,7 @@ NAMES = {
     "edad": "edAD",
     "edad-raw": "edAD, raw inputs",
     "rank-dad": "rank-dAD",
+    "rank-dad-plain": "rank-dAD without memory",
     "powersgd": "PyTorch PowerSGD",
     "og-powersgd": "PowerSGD",
     "first-rows": "first rows",
@@ -38,6 +39,7 @@ LOOKS: dict[str, Style] = {
     "edad": {"color": "#cc3399", "linestyle": (0, (3, 2)), "marker": "d"},
     "edad-raw": {"color": "#882255", "linestyle": ":", "marker": "d"},
     "rank-dad": {"color": "#d34a00", "marker": "^"},
+    "rank-dad-plain": {"color": "#d34a00", "linestyle": (0, (3, 2)), "marker": "<"},
     "powersgd": {"color": "#332288", "marker": "v"},
     "og-powersgd": {"color": "#0072b2", "marker": "v"},
     "first-rows": {"color": "#8a5fbf", "marker": "s"},
@@ -57,7 +59,7 @@ class Method:
     """A method as its name tells it.
 
     Attributes:
-        family: What it is without its settings.
+        family: What it is without its settings; without error feedback rank-dAD is another.
         rank: Of its factors; None where it has none.
         settings: The others, as ``k = 50``.
     """
@@ -77,6 +79,9 @@ class Method:
         rank = settings.get("rank", "")
         if rank.isdigit():
             del settings["rank"]
+        if family == "rank-dad" and settings.get("error_feedback") == "None":
+            family = "rank-dad-plain"
+            del settings["error_feedback"]
         others = tuple(f"{key} = {value}" if value else key for key, value in settings.items())
         return cls(family=family, rank=int(rank) if rank.isdigit() else None, settings=others)
 
