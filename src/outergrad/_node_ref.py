@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 from weakref import ref
 
@@ -10,6 +11,7 @@ import numpy as np
 from torch.autograd.function import BackwardCFunction
 
 _TOKEN = "outergrad_token"
+_TRIES, _PAUSE_S = 20, 0.05
 
 
 class NodeRef:
@@ -30,25 +32,47 @@ class NodeRef:
         self._node, self._token = ref(node), ref(token)
 
     def __call__(self) -> Any:
-        """The node; None if it is gone."""
+        """The node; None if it is gone.
+
+        Raises:
+            RuntimeError: it lives, and cannot be found.
+        """
         node = self._node()
-        if node is None and (token := self._token()) is not None:
-            node = _holder(token)
-            self._node = ref(node)
+        if node is None and self.lives():
+            node = self._found()
         return node
 
     def lives(self) -> bool:
         """Whether it is not gone."""
         return self._token() is not None
 
+    def _found(self) -> Any:
+        """The node again; a collection that still runs may hide it for a moment."""
+        for _ in range(_TRIES):
+            token = self._token()
+            if token is None:
+                return None
+            node = _holder(token)
+            if node is not None:
+                self._node = ref(node)
+                return node
+            time.sleep(_PAUSE_S)
+        raise RuntimeError(
+            "a node of autograd's graph that lives cannot be found any more: this step is void; "
+            "call optimizer.zero_grad() and go on, and please report it"
+        )
+
 
 def _holder(token: np.ndarray) -> Any:
-    """The node with a token; takes a tenth of a second, and is rare.
+    """The node with a token, or None; takes a tenth of a second, and is rare.
 
     It goes by what refers to the token, to the list that it is in, and to that one's attributes.
     """
     found: list[Any] = [token]
     for _ in range(3):
         found = gc.get_referrers(*found)
-    nodes = (o for o in found if issubclass(type(o), BackwardCFunction))
-    return next(node for node in nodes if vars(node)[_TOKEN][0] is token)
+        nodes = (o for o in found if issubclass(type(o), BackwardCFunction))
+        for node in nodes:
+            if vars(node).get(_TOKEN, [None])[0] is token:
+                return node
+    return None

@@ -9,6 +9,7 @@ from made_up_results import a_test, iterations, timing, training
 
 pytest.importorskip("pandas")
 
+from outergrad.recipes.errors import RecipeError
 from outergrad.reproduce.figures import write_figures
 from outergrad.reproduce.quantities import NOTHING
 from outergrad.reproduce.tables import Cell, write_tables
@@ -122,7 +123,7 @@ def test_what_nobody_measured_makes_an_empty_table(tmp_path):
 
 
 def test_an_unknown_name_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"table found: there is no 'colour' .* accuracy"):
+    with pytest.raises(RecipeError, match=r"table found: there is no 'colour' .* accuracy"):
         one(tmp_path, rows="colour")
 
 
@@ -144,5 +145,5 @@ def test_a_table_is_of_the_part_that_it_asks_for(tmp_path):
     assert table.heads == ("method", "3 sites")
     both = one(tmp_path, found, rows="method", columns="sites", where={"sites": [2, 3]})
     assert both.heads == ("method", "2 sites", "3 sites")
-    with pytest.raises(ValueError, match="there is no 'site s'"):
+    with pytest.raises(RecipeError, match="there is no 'site s'"):
         one(tmp_path, found, where={"site s": 3})

@@ -11,6 +11,7 @@ from rich.table import Table
 from outergrad.commands.options import DATA_DIR, DataDir
 from outergrad.recipes.console import errors_in_one_line
 from outergrad.recipes.errors import RecipeError
+from outergrad.report._load import require
 from outergrad.reproduce.run import Outcome, draw, run
 from outergrad.reproduce.spec import experiment, names
 
@@ -42,14 +43,15 @@ def reproduce(
     stopped.
     """
     with errors_in_one_line():
+        try:
+            require("yaml", "pandas", "matplotlib", extras="reproduce")
+        except ImportError as error:
+            raise RecipeError(str(error)) from error
         if listed or not wanted:
             _list(full=full)
             return
         for name in names() if wanted == ["all"] else wanted:
-            try:
-                _reproduce(name, full=full, out=out, data_dir=data_dir, draw_only=draw_only)
-            except ImportError as error:
-                raise RecipeError(f"{error}: pip install 'outergrad[reproduce]'") from error
+            _reproduce(name, full=full, out=out, data_dir=data_dir, draw_only=draw_only)
 
 
 def _reproduce(name: str, *, full: bool, out: Path, data_dir: Path, draw_only: bool) -> None:
@@ -59,7 +61,7 @@ def _reproduce(name: str, *, full: bool, out: Path, data_dir: Path, draw_only: b
         print(draw(found, folder).resolve())
         return
     outcome = run(found, folder, data_dir)
-    for reason in outcome.skipped:
+    for reason in dict.fromkeys(outcome.skipped):
         print(f"outergrad: left out: {reason}", file=sys.stderr)
     print(_last_line(found.name, outcome))
 

@@ -1,9 +1,11 @@
 """Many sites in one process: a thread each, over real process groups."""
 
 import gc
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -12,12 +14,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.recipes.loopback import loopback_name
 from outergrad.recipes.processes import tell
 
 T = TypeVar("T")
 V = TypeVar("V")
 
 TIMEOUT = timedelta(minutes=10)
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _GRACE_S = 10.0
 _POLL_S = 0.2
 
@@ -74,7 +78,22 @@ def simulate(work: Work[T], sites: int, timeout: timedelta = TIMEOUT) -> list[T]
         SiteError: A site failed otherwise.
     """
     _first_calls()
-    return _Simulation(work, sites, timeout).run()
+    with _on_loopback():
+        return _Simulation(work, sites, timeout).run()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Keeps gloo's sockets on this machine, unless the user chose an interface."""
+    name = loopback_name()
+    if name is None or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = name
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
 
 
 def _first_calls() -> None:
@@ -88,7 +107,7 @@ class _Simulation(Generic[T]):
         self._work, self._sites, self._timeout = work, sites, timeout
         self._threads = max(1, torch.get_num_threads() // sites)
         self._store, self._stop = HashStore(), Stop()
-        self._errors: list[RecipeError | SiteError | StoppedError] = []
+        self._errors: list[RecipeError | SiteError] = []
         self._results: dict[int, T] = {}
         # One whose last holder is DDP's reducer would wait for itself: all live until all ended.
         self._groups: dict[int, dist.ProcessGroup] = {}
@@ -108,6 +127,7 @@ class _Simulation(Generic[T]):
         if self._errors:
             raise self._errors[0]
         self._groups.clear()
+        gc.collect()  # sessions and models refer to each other
         return [self._results[site] for site in range(self._sites)]
 
     def _site(self, site: int) -> None:
@@ -115,15 +135,17 @@ class _Simulation(Generic[T]):
         try:
             self._groups[site] = gloo_group(self._store, site, self._sites, self._timeout)
             self._results[site] = self._work(self._groups[site], self._stop)
-        except StoppedError:
-            self._leave(site)
         except Exception as error:
-            self._errors.append(_told(site, error))
-            traceback.clear_frames(error.__traceback__)  # they hold the group
-            self._leave(site)
+            if not isinstance(error, StoppedError):
+                self._errors.append(_told(site, error))
+            self._leave(site, error)
 
-    def _leave(self, site: int) -> None:
-        """Closes the connections of a site, so that those who wait for it hear of it."""
+    def _leave(self, site: int, error: Exception) -> None:
+        """Closes the connections of a site, so that those who wait for it hear of it.
+
+        They close when nobody holds the group: the frames of the error do, and what they held.
+        """
+        traceback.clear_frames(error.__traceback__)
         gc.collect()
         self._groups.pop(site, None)
 

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -89,14 +90,13 @@ def train(
     files = files if first else files._replace(log=None)
     prepare = partial(_prepare, job, data_dir, files, group)
     data, rows_by_site, file, recorder = prepare_together(job, prepare, group)
-    training = start(job, data, rows_by_site, recorder, group)
-    with file, step_bars(shown=first) as bars:
-        report = _run(job, training, file, bars, stop or Stop())
-    if first and verbose and training.replica.session:
-        print(training.replica.session.coverage())
+    with closing(start(job, data, rows_by_site, recorder, group)) as training:
+        with file, step_bars(shown=first) as bars:
+            report = _run(job, training, file, bars, stop or Stop())
+        if first and verbose and training.replica.session:
+            print(training.replica.session.coverage())
     if first:
         print(_summary(job, report))
-    training.close()
 
 
 def _prepare(

@@ -110,7 +110,7 @@ WORKLOADS: dict[str, Workload] = {
         widths=(128,),
         format=SOURCES["ag-news"].format,
         data="ag-news",
-        batch_size=16,
+        batch_size=32,
         lr=1e-3,
     ),
     "cnn": Workload(

@@ -43,9 +43,9 @@ def write_figures(
 
     Raises:
         ImportError: pandas or matplotlib is missing.
-        ValueError: One names what no result has.
+        RecipeError: One names what no result has.
     """
-    require("pandas", "matplotlib", extras="bench,report")
+    require("pandas", "matplotlib", extras="reproduce")
     results = list(results)
     found = [(figure, picture(figure, results)) for figure in wanted]
     return [_write(figure, made, folder) for figure, made in found if made.panels]

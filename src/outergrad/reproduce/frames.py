@@ -171,12 +171,12 @@ def _last_test(result: Result) -> Mapping[str, Any]:
 
 
 def _outcome(result: Result) -> Settings:
-    last, losses = _last_test(result), result["losses"][-_LAST:]
+    last, losses = _last_test(result), np.asarray(result["losses"][-_LAST:], dtype=float)
     total = last.get("sent_bytes")
     return {
         **_only(last, "accuracy", "auc"),
         "test_loss": last.get("loss"),
-        "train_loss": sum(losses) / len(losses) if losses else math.nan,
+        "train_loss": float(losses.mean()) if len(losses) else math.nan,
         "total_bytes": total,
         "sent_bytes": None if total is None else total / max(last["step"], 1),
     }

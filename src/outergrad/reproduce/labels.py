@@ -71,7 +71,7 @@ class Method:
     @classmethod
     def parse(cls, name: str) -> Method:
         """Reads ``rank-dad:rank=8``, ``powersgd-4`` or ``dad``."""
-        numbered = re.fullmatch(r"(.+)-(\d+)", name)
+        numbered = re.fullmatch(r"([^:]+)-(\d+)", name)
         if numbered:
             return cls(family=numbered[1], rank=int(numbered[2]))
         family, *pairs = name.split(":")

@@ -94,7 +94,7 @@ def picture(wanted: Mapping[str, Any], results: Sequence[Result]) -> Picture:
     """Finds what a figure asks for; no panels where no result has it.
 
     Raises:
-        ValueError: It names what no result has.
+        RecipeError: It names what no result has.
     """
     x, y = wanted["x"], wanted["y"]
     lines, panels = names(wanted["lines"]), names(wanted.get("panels"))

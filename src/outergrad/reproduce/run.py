@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from outergrad.recipes.errors import RecipeError
 from outergrad.reproduce.figures import write_figures
 from outergrad.reproduce.kinds import KINDS
 from outergrad.reproduce.page import write_page
@@ -74,14 +75,18 @@ def run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
     seconds = sum(result["seconds"] for result in store.results(experiment.tasks))
     tasks = len(experiment.tasks)
     new = len(missing) - len(skipped)
-    return Outcome(
-        page=page, tasks=tasks, new=new, seconds=seconds, skipped=tuple(dict.fromkeys(skipped))
-    )
+    return Outcome(page=page, tasks=tasks, new=new, seconds=seconds, skipped=tuple(skipped))
 
 
 def draw(experiment: Experiment, folder: Path) -> Path:
-    """Writes tables, figures and the page of what has run so far."""
+    """Writes tables, figures and the page of what has run so far.
+
+    Raises:
+        RecipeError: There is nothing, or a table or figure asks for what is not there.
+    """
     results = Store(folder).results(experiment.tasks)
+    if not results:
+        raise RecipeError(f"nothing has run yet that could be drawn: {experiment.command}")
     tables = write_tables(experiment.tables, results, folder)
     figures = write_figures(experiment.figures, results, folder)
     return write_page(experiment, results, tables, figures, folder)

@@ -40,7 +40,8 @@ def scores(model: nn.Module, data: Dataset, rows: int | None = None) -> Scores:
 
 
 def _spread(t: Tensor, rows: int | None) -> Tensor:
-    return t if rows is None else t[:: max(1, len(t) // rows)][:rows]
+    count = len(t) if rows is None else min(rows, len(t))
+    return t[torch.arange(count) * len(t) // count]
 
 
 def area_under_curve(logits: Tensor, y: Tensor) -> float | None:
@@ -52,7 +53,7 @@ def area_under_curve(logits: Tensor, y: Tensor) -> float | None:
     """
     from sklearn.metrics import roc_auc_score
 
-    shares = logits.softmax(dim=1)
+    shares = logits.double().softmax(dim=1)
     if not shares.isfinite().all():
         return None
     areas = [
@@ -73,6 +74,8 @@ def effective_ranks(model: nn.Module) -> dict[str, float]:
 
 
 def _effective_rank(gradient: Tensor) -> float:
+    if not gradient.isfinite().all():
+        return math.nan
     values = torch.linalg.svdvals(gradient.double())
     total = values.sum()
     if not total > 0:

@@ -97,7 +97,7 @@ def _read(path: Path, *, full: bool) -> Experiment:
     return Experiment(
         name=path.stem,
         **texts,
-        minutes=float(given.get("minutes") or 0),
+        minutes=_number(given, "minutes"),
         full=full,
         tasks=tasks,
         tables=_shown(given, "tables"),
@@ -123,6 +123,12 @@ def _text(given: Mapping[str, Any], name: str) -> str:
     return " ".join(given[name].split())
 
 
+def _number(given: Mapping[str, Any], name: str) -> float:
+    if not isinstance(given.get(name), int | float):
+        raise RecipeError(f"{name} must be a number")
+    return float(given[name])
+
+
 def _dicts(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
     values = given.get(name) or []
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
@@ -133,8 +139,12 @@ def _dicts(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
 def _shown(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
     """Tables or figures: each has a file of its name."""
     found = _dicts(given, name)
-    files = [str(entry.get("name")) for entry in found]
-    if len(set(files)) < len(files) or "None" in files:
+    needed = ("name", "rows", "value") if name == "tables" else ("name", "x", "y", "lines")
+    for entry in found:
+        for part in needed:
+            if part not in entry:
+                raise RecipeError(f"{name}: {entry.get('name', 'one')} lacks {part}")
+    if len({entry["name"] for entry in found}) < len(found):
         raise RecipeError(f"{name}: each needs a name of its own")
     return found
 

@@ -62,7 +62,7 @@ class Store:
     def _read(self) -> list[Result]:
         if not self._path.is_file():
             return []
-        lines = self._path.read_text("utf-8").splitlines()
+        lines = self._path.read_text("utf-8", errors="replace").splitlines()
         return [found for line in lines if (found := _parsed(line))]
 
 
@@ -72,13 +72,14 @@ def _parsed(line: str) -> Result | None:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and "key" in found else None
+    whole = isinstance(found, dict) and isinstance(found.get("key"), str) and "seconds" in found
+    return found if whole else None
 
 
 def _plain(value: Any) -> Any:
-    """With six digits, and None for what is no number."""
+    """With ten digits, and None for what is no number."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.10g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(name): _plain(inner) for name, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -71,9 +71,9 @@ def write_tables(
 
     Raises:
         ImportError: pandas is missing.
-        ValueError: One names what no result has.
+        RecipeError: One names what no result has.
     """
-    require("pandas", extras="bench,report")
+    require("pandas", extras="reproduce")
     results = list(results)
     return [_write(table, results, folder) for table in wanted]
 

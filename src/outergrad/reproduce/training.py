@@ -1,7 +1,7 @@
 """Tasks that train a model over sites that are threads of this process."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from itertools import chain, count, islice
@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.simulate import Stop, simulate
+from outergrad.recipes.sites import Group, mean_over_sites
 from outergrad.recipes.training import Training, deal, start
 from outergrad.reproduce.scores import Scores, effective_ranks, scores
 from outergrad.reproduce.task import Context, Settings
 
 _PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+_NUMBERS = ("batch_size", "lr", "seed", "sites")
 _JOB = tuple(f.name for f in fields(Job) if f.name != "epochs")
 _OWN = ("steps", "epochs", "tests", "test_rows", "ranks", "per_site", "precision")
 
@@ -62,6 +64,8 @@ class Plan:
         own = {name: settings[name] for name in _OWN if name in settings and name != "epochs"}
         job = {name: settings[name] for name in _JOB if name in settings}
         job |= {n: tuple(job[n]) for n in ("widths", "local") if job.get(n) is not None}
+        for name, value in (job | own).items():
+            _require_type(name, value)
         plan = Plan(job=Job(**job, epochs=settings.get("epochs", 1)), **{"steps": None, **own})
         plan._check()
         return plan
@@ -97,6 +101,12 @@ class Course:
     sent_bytes: list[int | None] = field(default_factory=list)
     ranks: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     parameters: int = 0
+
+
+def _require_type(name: str, value: Any) -> None:
+    """Raises `RecipeError` for a text where a number belongs, as YAML reads 1e-3."""
+    if name in _NUMBERS and not isinstance(value, int | float):
+        raise RecipeError(f"{name} must be a number, as 0.001, not {value!r}")
 
 
 class TrainingKind:
@@ -142,17 +152,16 @@ def _site(
 ) -> Course:
     """What one site does; the first one tells how far it is."""
     first = group.rank() == 0
-    training = start(plan.job, data, rows_by_site, group=group)
-    steps = plan.steps or plan.job.epochs * training.batches.steps
-    if first:
-        context.steps(steps)
-    watcher = _Watcher(plan, data, training, tested=first or _differ(plan))
-    for loss in stop.checked(islice(_losses(training), steps)):
-        watcher.step(loss, steps)
+    with closing(start(plan.job, data, rows_by_site, group=group)) as training:
+        steps = plan.steps or plan.job.epochs * training.batches.steps
         if first:
-            context.advance()
-    training.close()
-    return watcher.course
+            context.steps(steps)
+        watcher = _Watcher(plan, data, training, steps, tested=first or _differ(plan))
+        for loss in stop.checked(islice(_losses(training), steps)):
+            watcher.step(loss)
+            if first:
+                context.advance()
+        return watcher.course
 
 
 def _losses(training: Training) -> Iterator[float]:
@@ -169,25 +178,38 @@ def _differ(plan: Plan) -> bool:
 class _Watcher:
     """Keeps what a site's training shows."""
 
-    def __init__(self, plan: Plan, data: Dataset, training: Training, *, tested: bool) -> None:
+    def __init__(
+        self, plan: Plan, data: Dataset, training: Training, steps: int, *, tested: bool
+    ) -> None:
         self._plan, self._data, self._training, self._tested = plan, data, training, tested
+        self._steps, self._marks = steps, plan.marks(steps)
         model = training.replica.model
         self.course = Course(parameters=sum(p.numel() for p in model.parameters()))
 
-    def step(self, loss: float, steps: int) -> None:
+    def step(self, loss: float) -> None:
         """A step is done."""
         self.course.losses.append(loss)
         done = len(self.course.losses)
-        if done not in self._plan.marks(steps):
+        if done not in self._marks:
             return
         model = self._training.replica.model
         if self._plan.ranks and self._tested:
             self.course.ranks.append((done, effective_ranks(model)))
-        if done == steps:
+        if done == self._steps:
             self._training.replica.finish()
         self.course.sent_bytes.append(self._training.replica.total_sent_bytes(done))
+        if self._plan.job.method not in ("pooled", "alone"):
+            _share_statistics(model, self._training.group)
         if self._tested:
             self.course.tests.append((done, scores(model, self._data, self._plan.test_rows)))
+
+
+@torch.no_grad()
+def _share_statistics(model: nn.Module, group: Group) -> None:
+    """Makes running statistics of norms their mean over the sites, as a consortium would."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(mean_over_sites(buffer, group))
 
 
 def _summary(courses: list[Course]) -> dict[str, Any]:

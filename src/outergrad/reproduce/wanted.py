@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from outergrad.recipes.errors import RecipeError
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -18,12 +20,12 @@ def named(where: str, frame: DataFrame, wanted: Iterable[str]) -> None:
     """Checks that all are columns.
 
     Raises:
-        ValueError: One is not; names it and what there is.
+        RecipeError: One is not; names it and what there is.
     """
     for name in wanted:
         if name not in frame.columns:
             known = ", ".join(sorted(map(str, frame.columns)))
-            raise ValueError(f"{where}: there is no {name!r} in the results; use one of {known}")
+            raise RecipeError(f"{where}: there is no {name!r} in the results; use one of {known}")
 
 
 def ordered(frame: DataFrame, columns: list[str]) -> list[tuple[Any, ...]]:
