@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -94,3 +95,22 @@ def test_work_is_asked_to_stop() -> None:
     with pytest.raises(SiteError):
         simulate(work, 2)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "dad", "edad", "local-steps:k=2"])
+def test_a_site_that_fails_while_it_trains_ends_the_others(method, tmp_path) -> None:
+    job = Job(data="digits", widths=(32,), method=method, sites=3, epochs=50)
+
+    def work(group, stop):
+        data = load("digits", tmp_path)
+        with closing(start(job, data, deal(job, data), group=group)) as training:
+            for step, _ in enumerate(stop.checked(training.epoch(0))):
+                if step == 3 and group.rank() == 2:
+                    raise KeyError("data")
+
+    before, began = threading.active_count(), time.monotonic()
+    with pytest.raises(SiteError, match=r"^site 2: KeyError: 'data'$"):
+        simulate(work, 3)
+    assert time.monotonic() - began < 8
+    assert threading.active_count() == before

@@ -50,7 +50,7 @@ def test_an_experiment_runs_once_and_is_drawn_as_often_as_wanted(written, tmp_pa
     assert first.stdout.splitlines()[-1].startswith("mine: 6 runs, ")
     assert "6/6 " in first.stderr
     folder = out / "mine"
-    files = {path.name for path in folder.iterdir()}
+    files = {path.name for path in folder.iterdir()} - {"results.lock"}
     assert files == {"results.jsonl", "accuracy.csv", "accuracy.md", "loss.png", "report.html"}
     results = (folder / "results.jsonl").read_text()
 

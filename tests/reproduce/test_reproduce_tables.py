@@ -67,7 +67,7 @@ def test_for_programs(tmp_path):
 
 
 def test_what_differs_besides_is_told_apart_for_programs(tmp_path):
-    one(tmp_path)
+    one(tmp_path, over="sites")
     assert [(line["method"], line["sites"]) for line in lines(tmp_path)] == [
         ("pooled", "2"),
         ("dad", "2"),
@@ -76,7 +76,7 @@ def test_what_differs_besides_is_told_apart_for_programs(tmp_path):
 
 
 def test_a_column_for_each_value(tmp_path):
-    table = one(tmp_path, value=["accuracy", "sent_bytes", "step_s"])
+    table = one(tmp_path, over="sites", value=["accuracy", "sent_bytes", "step_s"])
     assert table.heads == ("method", "test accuracy", "sent per step and site", "time of a step")
     assert table.rows[1][1:] == (Cell("41.7 %", "[25.0, 50.0]"), Cell("1.50 MB"), Cell("20.0 ms"))
     assert {line["value"] for line in lines(tmp_path)} == {"accuracy", "sent_bytes", "step_s"}
@@ -135,8 +135,16 @@ def test_a_bar_in_a_cell_does_not_end_it(tmp_path):
 @pytest.mark.parametrize("write", [write_tables, write_figures])
 def test_what_to_install_is_told(tmp_path, monkeypatch, write):
     monkeypatch.setattr("outergrad.report._load.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pandas.* not found: pip install 'outergrad\[bench,rep"):
+    with pytest.raises(ImportError, match=r"pandas.* not found: pip install 'outergrad\[reproduce"):
         write([], [], tmp_path)
+
+
+def test_a_cell_is_no_mean_over_what_the_table_does_not_say(tmp_path):
+    found = [trained(0.5, lr=lr) for lr in (0.1, 0.2)]
+    with pytest.raises(RecipeError, match="a cell would be a mean over lr"):
+        one(tmp_path, found)
+    for more in ({"over": "lr"}, {"where": {"lr": 0.1}}, {"columns": "lr"}):
+        assert one(tmp_path, found, **more).rows
 
 
 def test_a_table_is_of_the_part_that_it_asks_for(tmp_path):

@@ -118,7 +118,7 @@ def _edad(blocks: str = "", **settings: Any) -> Distributed:
 def _local_steps(
     k: int = 50, method: str = "dense", lr: float = 0.7, momentum: float = 0.9
 ) -> Distributed:
-    """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites. The method is named with settings."""
+    """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites."""
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, og.LocalSteps):
         raise ValueError(f"method={method}; use dense, rank-dad or og-powersgd")

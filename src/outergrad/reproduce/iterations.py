@@ -20,7 +20,7 @@ from outergrad.reproduce.settings import whole_number, with_defaults
 from outergrad.reproduce.task import Context, Settings
 
 NEEDED = ("workload", "batch_size", "rank")
-DEFAULTS = {"steps": 50, "seed": 0}
+DEFAULTS = {"largest_rank": None, "steps": 50, "seed": 0}
 COUNTS = (1, 2, 4, 8, 16, 32)
 TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)
 CONSECUTIVE = 4
@@ -51,8 +51,9 @@ class Trial:
 class Iterating:
     """Compresses gradients of a real training in every way that there is.
 
-    Settings: `workload`, one of `WORKLOADS_IN_FACTORS`; `batch_size` and `rank`; `steps` of
-    exact training at one site before, and its `seed`.
+    Settings: `workload`, one of `WORKLOADS_IN_FACTORS`; `batch_size` and `rank`; `largest_rank`
+    that the layers must be large enough for, so that means over layers of several ranks are of
+    the same ones; `steps` of exact training at one site before, and its `seed`.
     """
 
     def check(self, settings: Settings) -> None:
@@ -99,7 +100,8 @@ def _layers(read: Settings, context: Context) -> list[Captured]:
         read["seed"],
         context.data_dir,
     )
-    return [layer for layer in found if read["rank"] + OVERSAMPLING < layer.largest_rank]
+    rank = max(read["rank"], read["largest_rank"] or 0)
+    return [layer for layer in found if rank + OVERSAMPLING < layer.largest_rank]
 
 
 def _row(read: Settings, trial: Trial, layer: Captured) -> dict[str, Any]:

@@ -60,6 +60,11 @@ def run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
         RecipeError: The user must mend something; what has run is kept.
         SiteError: A site failed; what has run is kept.
     """
+    with Store(folder).locked():
+        return _run(experiment, folder, data_dir)
+
+
+def _run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
     store = Store(folder)
     missing, skipped = store.missing(experiment.tasks), []
     with _Bars(experiment, done=len(experiment.tasks) - len(missing)) as bars:

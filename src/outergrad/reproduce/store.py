@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from outergrad._version import __version__
 from outergrad.bench.machine import cores, processor
@@ -28,6 +30,24 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._path = folder / "results.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from running the same tasks.
+
+        Raises:
+            RecipeError: One does, or the folder cannot be written to.
+        """
+        lock = FileLock(self.folder / "results.lock", timeout=0)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = lock.acquire()
+        except Timeout:
+            raise RecipeError(f"--out {self.folder}: another process runs it there") from None
+        except OSError as error:
+            raise RecipeError(f"--out {self.folder}: {error.strerror}") from error
+        with held:
+            yield
 
     def results(self, tasks: Sequence[Task]) -> list[Result]:
         """Of those tasks that are done, in their order."""

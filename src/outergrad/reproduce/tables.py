@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outergrad.recipes.errors import RecipeError
 from outergrad.report._load import require
 from outergrad.reproduce.frames import Result, finals, last_ranks, over_seeds, per_site, varied
 from outergrad.reproduce.quantities import NOTHING, QUANTITIES, heading, text, title
@@ -86,11 +87,31 @@ def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -
     frame = _source(rows + columns, values)(results).rename(columns={"loss": "test_loss"})
     named(f"table {wanted['name']}", frame, [*rows, *columns, *values, *where])
     frame = chosen(frame, where)
+    _require_alike(wanted, frame, rows + columns, values)
     long = concat([_outcomes(frame, rows + columns, value) for value in values])
     long.to_csv(folder / f"{wanted['name']}.csv", index=False)
     table = _pivot(wanted, frame, rows, columns, values)
     (folder / f"{table.name}.md").write_text(table.markdown, encoding="utf-8")
     return table
+
+
+def _require_alike(
+    wanted: Mapping[str, Any], frame: DataFrame, keys: list[str], values: list[str]
+) -> None:
+    """Checks that a cell is a mean over seeds, and over what the table says.
+
+    Raises:
+        RecipeError: Something else would be averaged away.
+    """
+    over = {*keys, *names(wanted.get("over")), "step", "epoch", *values}
+    for value in values:
+        known = _of_one_kind(frame, value)
+        for name in set(varied(known)) - over if keys and len(known) else ():
+            if known.groupby(keys, dropna=False)[name].nunique(dropna=False).max() > 1:
+                raise RecipeError(
+                    f"table {wanted['name']}: a cell would be a mean over {name}: name it in rows "
+                    f"or columns, choose by where, or say over: {name}"
+                )
 
 
 def _source(keys: Sequence[str], values: Sequence[str]) -> Callable[[Sequence[Result]], DataFrame]:
