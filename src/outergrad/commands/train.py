@@ -97,6 +97,8 @@ def train(
 ) -> None:
     """Train a model at several sites: under torchrun, or in local processes."""
     with errors_in_one_line():
+        if simulate and under_torchrun():
+            raise RecipeError("--simulate starts its own sites: leave torchrun out")
         job = Job(
             data=data,
             model=model,
