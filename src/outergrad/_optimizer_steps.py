@@ -48,18 +48,22 @@ class _Listeners:
             self._refs = tuple(r for r in self._refs if r() not in (None, listener))
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for listener in self._present():
-            listener.before_step(optimizer)
+        for r in self._present():
+            if (listener := r()) is not None:
+                listener.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for listener in self._present():
-            listener.after_step(optimizer)
+        for r in self._present():
+            if (listener := r()) is not None:
+                listener.after_step(optimizer)
 
-    def _present(self) -> list[Listener]:
-        """Nobody in a step that another optimizer's step makes: it is part of that one."""
-        if not self._refs or _depth() > 1:
-            return []
-        return [listener for r in self._refs if (listener := r()) is not None]
+    def _present(self) -> tuple[ref[Any], ...]:
+        """Nobody in a step that another optimizer's step makes: it is part of that one.
+
+        Only one at a time is held: while it waits for other sites, which may be threads, theirs
+        may have to go.
+        """
+        return () if not self._refs or _depth() > 1 else self._refs
 
 
 _LISTENERS = _Listeners()

@@ -41,7 +41,7 @@ def test_a_workload_has_the_size_that_is_known(name):
 def test_a_step_on_synthetic_data_lowers_its_loss(name):
     workload = WORKLOADS[name]
     model, data = workload.build(), synthetic(workload.format, workload.batch_size, seed=0)
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer = SGD(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(2):
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -160,8 +161,11 @@ class _Simulation(Generic[T]):
 
     def _end(self, threads: Sequence[threading.Thread]) -> None:
         self._stop.ask()
+        end = time.monotonic() + _GRACE_S
         for thread in threads:
-            thread.join(_GRACE_S)
+            while thread.is_alive() and time.monotonic() < end:
+                gc.collect()  # what a site that failed has left holds its connections open
+                thread.join(_POLL_S)
 
 
 def _told(site: int, error: Exception) -> RecipeError | SiteError:
