@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
 
@@ -49,3 +50,6 @@ class Replica:
         """Leaves a plain model."""
         if self.session:
             self.session.detach()
+        # A class attribute of PyTorch's, which forwards in several threads may leave behind.
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is self.model:
+            DistributedDataParallel._active_ddp_module = None
