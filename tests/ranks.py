@@ -8,29 +8,15 @@ from datetime import timedelta
 from functools import cache
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from outergrad._groups import on_group
+from outergrad.recipes.simulate import first_calls, gloo_group
 
-# The first call of one of MKL's vector functions in several threads at once may be wrong by 5e-5.
-for _function in (torch.tanh, torch.exp, torch.log, torch.erf, torch.sin, torch.cos, torch.expm1):
-    _function(torch.ones(100))
+first_calls()
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=20)
-
-
-def process_group(
-    store: dist.Store, rank: int, sites: int, timeout: timedelta = TIMEOUT
-) -> dist.ProcessGroup:
-    """A gloo group that belongs to this thread alone."""
-    group = dist.ProcessGroup(store, rank, sites)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    backend = dist.ProcessGroupGloo(store, rank, sites, timeout)
-    group._register_backend(torch.device("cpu"), kind, backend)
-    group._set_default_backend(kind)
-    return group
 
 
 def run_ranks(
@@ -54,7 +40,7 @@ def try_ranks(
 ) -> list[T | BaseException]:
     """Like run_ranks, but an error of a rank is its result."""
     store = dist.HashStore()
-    groups = [lambda r=r: process_group(store, r, sites, timeout) for r in range(sites)]
+    groups = [lambda r=r: gloo_group(store, r, sites, timeout) for r in range(sites)]
     return _in_threads(groups, body)
 
 
@@ -62,7 +48,7 @@ def try_ranks(
 def lasting_groups(sites: int) -> tuple[dist.ProcessGroup, ...]:
     """Groups that the whole test session shares, for tests after which they are as before."""
     store = dist.HashStore()
-    create = [lambda rank=rank: process_group(store, rank, sites) for rank in range(sites)]
+    create = [lambda rank=rank: gloo_group(store, rank, sites, TIMEOUT) for rank in range(sites)]
     return tuple(_in_threads(create, lambda rank, group: group))
 
 

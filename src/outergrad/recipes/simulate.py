@@ -24,6 +24,8 @@ V = TypeVar("V")
 TIMEOUT = timedelta(minutes=10)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _GRACE_S = 10.0
+_TRIGONOMETRY = (torch.tanh, torch.sin, torch.cos)
+_EXPONENTIALS = (torch.exp, torch.expm1, torch.log, torch.erf)
 _POLL_S = 0.2
 
 
@@ -78,7 +80,7 @@ def simulate(work: Work[T], sites: int, timeout: timedelta = TIMEOUT) -> list[T]
         RecipeError: What a site raised.
         SiteError: A site failed otherwise.
     """
-    _first_calls()
+    first_calls()
     with _on_loopback():
         return _Simulation(work, sites, timeout).run()
 
@@ -97,9 +99,9 @@ def _on_loopback() -> Iterator[None]:
         del os.environ[_INTERFACE]
 
 
-def _first_calls() -> None:
+def first_calls() -> None:
     """MKL's vector functions may be wrong by 5e-5 where threads share the first call of one."""
-    for function in (torch.tanh, torch.exp, torch.log, torch.erf, torch.sin, torch.cos):
+    for function in (*_TRIGONOMETRY, *_EXPONENTIALS):
         function(torch.ones(100))
 
 

@@ -8,12 +8,15 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outergrad._version import __version__
 from outergrad.reproduce.frames import Result
 from outergrad.reproduce.quantities import text, title
 from outergrad.reproduce.tables import Cell, Table
+
+if TYPE_CHECKING:
+    from outergrad.reproduce.spec import Experiment
 
 _KINDS = {
     "training": "Trainings",
@@ -23,42 +26,8 @@ _KINDS = {
 }
 
 
-class Described(Protocol):
-    """What the page says of an experiment."""
-
-    @property
-    def name(self) -> str:
-        """Of its file."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """What it is about."""
-        ...
-
-    @property
-    def shows(self) -> str:
-        """What is to be seen."""
-        ...
-
-    @property
-    def claim(self) -> str:
-        """Of the paper, that it tests."""
-        ...
-
-    @property
-    def command(self) -> str:
-        """That makes the page."""
-        ...
-
-    @property
-    def size(self) -> str:
-        """Small or full."""
-        ...
-
-
 def write_page(
-    experiment: Described,
+    experiment: Experiment,
     results: Iterable[Result],
     tables: Sequence[Table],
     figures: Sequence[Path],
@@ -75,7 +44,7 @@ def write_page(
 
 
 def _page(
-    experiment: Described,
+    experiment: Experiment,
     results: Sequence[Result],
     tables: Sequence[Table],
     figures: Sequence[Path],
@@ -100,7 +69,7 @@ def _own(name: str) -> str:
     return files("outergrad.reproduce").joinpath(name).read_text("utf-8")
 
 
-def _facts(experiment: Described, results: Sequence[Result]) -> list[tuple[str, str]]:
+def _facts(experiment: Experiment, results: Sequence[Result]) -> list[tuple[str, str]]:
     """Headings and what stands behind them, as HTML; none that would be empty."""
     found = [
         ("Claim", escape(experiment.claim)),
