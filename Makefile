@@ -5,12 +5,12 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 READY := .venv/.installed
 
-.PHONY: help demo test lint
+.PHONY: help demo test test-all lint
 .SILENT:
 
 help:
 	echo "make demo   two sites learn ten digits together, five ways, in one table"
-	echo "make test   every test"
+	echo "make test   the tests that are not slow; make test-all: every test"
 	echo "make lint   style, types and the direction of imports"
 	echo
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
@@ -19,6 +19,9 @@ demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m outergrad.recipes.demo
 
 test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+
+test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 lint: $(READY)

@@ -16,6 +16,8 @@ from ranks import run_on_lasting_groups
 
 STEPS = 4
 
+EPS = torch.finfo(torch.float32).eps
+
 
 def loss(y):
     y = y[0] if isinstance(y, tuple) else y
@@ -76,7 +78,8 @@ def check(original, method, inputs, travels=None):
             assert relative_error(gradient, expected[name]) < 5e-6, name
             assert gradient is None or gradient.equal(results[0][0][name]), name
         error = whole_error(gradients, expected)
-        assert error <= 2 * peer, f"{error:.1e}, DDP {peer:.1e}"
+        # Below the last digit of a float32, DDP is closer on some machines by chance alone.
+        assert error <= max(2 * peer, EPS), f"{error:.1e}, DDP {peer:.1e}"
         for name in travels or ():
             lines = {line.parameter: line.travels for line in session.coverage()}
             assert lines[name] == "replayed", lines

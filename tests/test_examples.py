@@ -1,12 +1,18 @@
-"""The notebook runs as it stands."""
+"""The notebook and the programs run as they stand."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "introspection.ipynb"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOK = EXAMPLES / "introspection.ipynb"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.slow
@@ -19,3 +25,32 @@ def test_the_notebook_draws_its_figures(tmp_path):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     assert "".join(output.get("text", "") for output in outputs).count("test accuracy 9") == 2
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"exact", "adaptive"}
+
+
+def output_of(folder: Path, *command: str) -> str:
+    """What a program prints in a folder of its own."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    options = {"cwd": folder, "env": settings, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *command], check=False, timeout=250, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_trainer_of_transformers_learns(tmp_path):
+    said = output_of(tmp_path, *TORCHRUN, str(EXAMPLES / "huggingface.py"))
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", said)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.7 * losses[0]
+    assert said.count("bytes in the last step") == 1
+    saved = tmp_path / "runs" / "huggingface" / "checkpoint-60"
+    assert {path.name for path in saved.iterdir()} >= {"outergrad_0.pt", "outergrad_1.pt"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_lightning_learns(tmp_path):
+    said = output_of(tmp_path, str(EXAMPLES / "lightning_strategy.py"))
+    assert float(said.split("test accuracy ")[1].split("%")[0]) > 90
+    assert len(list((tmp_path / "checkpoints" / "outergrad").iterdir())) == 2

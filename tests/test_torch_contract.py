@@ -67,6 +67,19 @@ def test_engine_knows_which_nodes_and_parameters_a_backward_reaches(weight):
     assert found == [[True, False, True, False]]
 
 
+def test_engine_does_not_tell_of_the_node_that_a_backward_starts_at(weight):
+    """Why `will_run` asks which node runs, too."""
+    found = []
+
+    def seen(delta):
+        here = torch._C._current_autograd_node()
+        found.append((runs(y.grad_fn), here is y.grad_fn))
+
+    y = tapped(weight, seen)
+    y.backward(torch.ones_like(y))
+    assert found == [(False, True)]
+
+
 def test_engine_refuses_to_tell_for_leaves_in_autograd_grad(weight):
     node, x = get_gradient_edge(weight).node, torch.randn(2, 4, requires_grad=True)
     answers = []

@@ -486,6 +486,27 @@ def test_rows_that_change_nothing_surprise_nobody():
     assert max(sent) == first, "no step was sent twice"
 
 
+def test_batches_that_all_become_smaller_travel_as_factors():
+    """No site's batch by itself would change how the layer travels."""
+    layer = nn.Linear(64, 64)
+    x = torch.randn(SITES, 100, 64)
+
+    def body(rank, group):
+        model = copy.deepcopy(layer)
+        session = og.distribute(model, og.DAD(), group=group)
+        travels = []
+        for rows in (100, 100, 100, 100, 2, 2, 2):
+            model.zero_grad()
+            model(x[rank, :rows]).square().mean().backward()
+            travels.append(session.coverage()[0].travels)
+        session.detach()
+        return travels
+
+    travels = run_on_lasting_groups(SITES, body)[0]
+    assert travels[3] == "dense"
+    assert travels[-1] == "factors"
+
+
 def test_batches_that_differ_now_and_then_are_soon_expected_to():
     """Each surprise, a step that is sent twice, makes the next less likely."""
     counts = [4, 4, 4, 9] * 12
@@ -578,7 +599,7 @@ def test_a_site_that_leaves_is_an_error_not_a_hang():
         if rank == 1:
             return  # its group is closed when this thread ends
         model.zero_grad()
-        with pytest.raises(RuntimeError, match="site 0 lost the other sites in step 1"):
+        with pytest.raises(RuntimeError, match="site 0 lost site 1 in step 1"):
             loss_of(model, BATCHES[rank]).backward()
         with pytest.raises(RuntimeError, match="cannot be used any more"):
             loss_of(model, BATCHES[rank]).backward()
@@ -843,7 +864,7 @@ def test_a_delta_that_was_not_announced_is_an_error():
             if rank == 0:
                 layer._live[0] = type(layer._live[0])()
         error = RuntimeError if rank == 0 else og.StepDiscardedError
-        said = "more deltas than it had announced" if rank == 0 else "another site raised"
+        said = "more deltas than it had announced" if rank == 0 else "the backward of site 0 raised"
         with pytest.raises(error, match=said):
             loss.backward()
         model.zero_grad()
@@ -853,3 +874,24 @@ def test_a_delta_that_was_not_announced_is_an_error():
 
     first, second = run_on_lasting_groups(2, body)
     assert first.equal(second)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(4, 6, 3), nn.Embedding(20, 6)])
+def test_a_backward_may_start_at_a_layer(layer):
+    """Where nothing comes after a tap, autograd does not count it to what the backward reaches."""
+    embeds = isinstance(layer, nn.Embedding)
+    batches = [torch.randint(0, 20, (3, 8)) if embeds else torch.randn(2, 4, 8) for _ in range(2)]
+    deltas = [torch.randn_like(layer(x)) for x in batches]
+
+    def body(rank, group):
+        model = copy.deepcopy(layer)
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        model(batches[rank]).backward(deltas[rank])
+        session.detach()
+        return model.weight.grad
+
+    expected = copy.deepcopy(layer)
+    for x, delta in zip(batches, deltas, strict=True):
+        expected(x).backward(delta / 2)
+    for found in run_on_lasting_groups(2, body):
+        torch.testing.assert_close(found, expected.weight.grad)

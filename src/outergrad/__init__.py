@@ -6,11 +6,14 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 
 from outergrad import events, report, wire
 from outergrad._attach import distribute
+from outergrad._commit import StepDiscardedError
+from outergrad._lost import SiteLostError
+from outergrad._mishaps import BadStepsError
 from outergrad._protocols import Rule
 from outergrad._session import Session
-from outergrad._step import StepDiscardedError
 from outergrad._types import Call, Factors, Part, Slot
 from outergrad._version import __version__
+from outergrad.checkpoint import Checkpoints, DCPState, Restored
 from outergrad.exchange import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
 from outergrad.record.jsonl import JSONL
@@ -22,7 +25,10 @@ __all__ = [
     "EDAD",
     "JSONL",
     "RULES",
+    "BadStepsError",
     "Call",
+    "Checkpoints",
+    "DCPState",
     "Dense",
     "Factors",
     "Local",
@@ -31,8 +37,10 @@ __all__ = [
     "PerLayer",
     "PowerSGD",
     "RankDAD",
+    "Restored",
     "Rule",
     "Session",
+    "SiteLostError",
     "Slot",
     "StepDiscardedError",
     "TensorBoard",

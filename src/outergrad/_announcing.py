@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._blocks import Block
@@ -10,7 +14,19 @@ from outergrad._model import Model
 from outergrad._protocols import Comm
 from outergrad._tapped_layer import TappedLayer
 from outergrad._types import Slot
-from outergrad.comm.wire import BlockUse, Header, Use
+from outergrad.comm.wire import BlockUse, Header, Join, Use
+
+
+class Loop(NamedTuple):
+    """What the loop around a step makes of it; as in `Header`."""
+
+    weight: int
+    join: Join
+    buffers: tuple[bool, ...]
+
+
+PLAIN = Loop(1, Join.NONE, ())
+"""All sites count alike, have batches, and keep their buffers."""
 
 
 class Announcer:
@@ -39,6 +55,7 @@ class Announcer:
         unshared: set[str],
         earlier: Earlier,
         joint: tuple[int, int] | None,
+        loop: Loop,
     ) -> Header:
         """What this site announces in a backward; accumulated gradients count as used.
 
@@ -49,15 +66,26 @@ class Announcer:
             earlier: what the step takes over from them.
             joint: the deltas that are averaged; None where nothing ever is. Where something may be
                 there always are headers: a site must not wait for a mean that others do not take.
+            loop: what the loop around the backward makes of it. Inside `session.join()` there
+                always are headers, so that all know in time who has run out.
         """
         waiting = {name for name in unshared if self._model.params[name].grad is not None}
         has_gradient = tuple(name in used or name in waiting for name in self._model.params)
         formed = waiting - earlier.params
         uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
         alone = len(on_group(self._comm.group).attached) == 1 and joint is None
+        alone = alone and loop.join == Join.NONE
         blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
         own = (self._fingerprint, step, self._comm.rank)
-        return Header(*own, has_gradient, uses, alone, blocks, joint or (0, 0))
+        return Header(*own, has_gradient, uses, alone, blocks, joint or (0, 0), *loop)
+
+    def absent(self, step: int, loop: Loop) -> Header:
+        """Of a site that uses nothing in a step."""
+        no_rows, nothing = Use(0, True, torch.float32), BlockUse(0, True)
+        model, own = self._model, (self._fingerprint, step, self._comm.rank)
+        used, uses = (False,) * len(model.params), (no_rows,) * len(model.slots)
+        blocks = (nothing,) * len(model.blocks)
+        return Header(*own, used, uses, False, blocks, (0, 0), *loop)
 
     def _block_use(self, block: Block, formed: set[str]) -> BlockUse:
         nbytes, untapped = self._blocks.announce(block).nbytes, self._blocks[block].untapped_nbytes

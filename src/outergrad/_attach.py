@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outergrad import _buffers, _weighting
 from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
-from outergrad._groups import count_session, end_unfinished
+from outergrad._buffers import SharedBuffers
+from outergrad._groups import count_session, end_unfinished, lost_sites_told, refuse_lost
 from outergrad._inspect import View, inspect
+from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_settings, refuse_view
 from outergrad._local_steps import LocalStepsSession
 from outergrad._own_parameters import OwnParameters
-from outergrad._protocols import Comm, Method, Recorder, Rules
+from outergrad._protocols import Comm, Method, Rules
 from outergrad._recorders import Recorders, recorders_of
 from outergrad._session import Session
+from outergrad._settings import Settings
+from outergrad._shards import ShardedSession, Shards, broadcast_shards, is_sharded, look_at
 from outergrad._tapped_layer import TappedLayer
+from outergrad._two_levels import TwoLevelSession
 from outergrad._types import Link
 from outergrad._version import __version__
+from outergrad._weighting import Weighting
 from outergrad.comm.agree import agree, broadcast_all, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
@@ -32,8 +41,13 @@ def distribute(
     method: Method | PerLayer | LocalSteps | None = None,
     *,
     group: dist.ProcessGroup | None = None,
+    mesh: Mesh | None = None,
     recorder: Recorders = None,
     rules: Rules = RULES,
+    timeout: float | timedelta | None = None,
+    max_bad_steps: int | None = None,
+    weighting: _weighting.Kind = "sites",
+    buffers: _buffers.Kind | None = None,
 ) -> Session:
     """Shares the gradients of a model between the sites of a process group, in place.
 
@@ -43,42 +57,130 @@ def distribute(
     group, at the same point of the program.
 
     Args:
-        model: any module, not wrapped; its parameters on one device.
+        model: any module, not wrapped but by `torch.compile`; its parameters on one device.
         method: how gradients travel: `og.DAD()` by default; `og.PerLayer({...})` for a method per
             part of the model, `og.Local()` for a part that is not shared; `og.LocalSteps(k)` to
             share not gradients but what k steps of each site have changed.
         group: the sites; the default group if None.
+        mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
+            and "local". The gradients of a site's ranks are pooled before they travel, so that
+            sites send each other as much as if each had one rank (docs/two-levels.md).
         recorder: is told of steps: `og.JSONL(path)`, `og.TensorBoard(dir)`, `og.WandB(run)`, any
             object with a method `record(event)` that takes `og.events`, or a list of them.
         rules: what is known about layer types; extend by `{**og.RULES, MyLayer: MyRule()}`.
+        timeout: seconds, or a timedelta, that a site may wait for a message before it gives the
+            others up and raises `og.SiteLostError`; None for the timeout of the process group, by
+            PyTorch's default 30 minutes. It must be longer than what sites differ in arriving at a
+            step. NCCL goes by the group's.
+        max_bad_steps: skip a step on all sites if the gradient of one has NaN or infinities: after
+            `backward()` every `param.grad` is None then, so that the optimizer leaves everything
+            as it is; after more such steps in a row than this raise `og.BadStepsError`. None: they
+            go where they would go with DDP. Leave it None with a GradScaler, which skips by
+            itself, on all sites alike.
+        weighting: "sites": every site counts alike, as with DDP; "samples": a site counts by the
+            number of its samples, so that the gradient is that of one large batch, whatever the
+            sites' own sizes. See `Session.samples`.
+        buffers: what becomes of buffers that forwards write to, as running statistics, in every
+            shared step: "broadcast": all sites get rank 0's, as with DDP; "mean": floating ones
+            become their mean by the weights of the gradients, others rank 0's; "local": each site
+            keeps its own. Those that nobody writes to cost nothing.
 
     Returns:
-        The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `state_dict()`,
-        `load_state_dict()`, `detach()`.
+        The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `join()`, `samples()`,
+        `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
         ValueError: the model or the method cannot be used, or the sites differ: the same message
             on every site, naming the first difference and the rank that has it.
         RuntimeError: there is no process group.
+        SiteLostError: another site does not come, or went.
     """
-    method = DAD() if method is None else method
-    comm = TorchComm(_group(group), _device(model))
-    error, view, recorders = None, None, ()
+    model, method = _uncompiled(model), DAD() if method is None else method
+    if mesh is not None and group is not None:
+        raise ValueError("mesh= and group= both say who takes part: pass one of them")
+    device, span = _device(model), _checked(timeout)
+    levels = None if mesh is None else levels_of(mesh, device, span)
+    comm = TorchComm(_group(group), device, span) if levels is None else levels.site
+    refuse_lost(comm.group)
+    error, view, shards, recorders = None, None, None, ()
     try:
         recorders = recorders_of(recorder)
-        view = _inspect(model, method, rules)
+        if mesh is None:
+            view = _inspect(model, method, rules)
+        else:
+            view, shards = _inspect_for(mesh, model, method, rules)
+            refuse_settings(weighting, max_bad_steps, buffers)
+        _check_weighting(weighting, view)
+        if buffers not in (None, *_buffers.KINDS):
+            raise ValueError(f"buffers={buffers!r}: pass one of {', '.join(_buffers.KINDS)}")
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.group)
     number = f"session {count_session(comm.group)} of the group"
     lines = [] if view is None else [*_describe(model, method, view), number]
-    agreed = agree(comm, lines, error)
-    assert view is not None
-    broadcast_all(comm, [t for _, _, t in _shared_tensors(model, view)])
-    _settle_reduce(view, comm.world_size, lambda: measured_link(comm))
+    lines += [f"weighting: {weighting}", f"buffers: {buffers}"]
+    lines += [f"max_bad_steps: {max_bad_steps}"]
+    with lost_sites_told(comm, "og.distribute on all sites"):
+        agreed = agree(comm, lines, error) if levels is None else levels.agree(lines, error)
+        assert view is not None
+        tensors = [t for _, _, t in _shared_tensors(model, view)]
+        if levels is None:
+            broadcast_all(comm, tensors)
+        elif shards is None:
+            levels.broadcast_all(tensors)
+        else:
+            broadcast_shards(levels, view, model)
+        _settle_reduce(view, comm.world_size, lambda: measured_link(comm))
+    counted = Weighting(weighting)
+    kind = buffers or ("broadcast" if mesh is None else "local")
+    settings = Settings(
+        method=repr(method),
+        recorders=recorders,
+        max_bad_steps=max_bad_steps,
+        weighting=counted,
+        buffers=SharedBuffers(model, kind, view.local_buffers),
+    )
+    session = _session(view, comm, levels, shards, agreed, method, settings)
+    counted.watch(model)
+    return session
+
+
+def _session(
+    view: View,
+    comm: Comm,
+    levels: Levels | None,
+    shards: Shards | None,
+    agreed: int,
+    method: Any,
+    settings: Settings,
+) -> Session:
     if isinstance(method, LocalSteps):
-        return LocalStepsSession(view, comm, agreed, recorders, method)
-    return _attach(view, comm, agreed, recorders, repr(method))
+        return LocalStepsSession(view, comm, agreed, settings, method)
+    if levels is not None and shards is not None:
+        return ShardedSession(view, levels, agreed, settings, shards)
+    if levels is not None:
+        return _attach(TwoLevelSession(view, levels, agreed, settings), view)
+    return _attach(Session(view, comm, agreed, settings), view)
+
+
+def _check_weighting(weighting: _weighting.Kind, view: View) -> None:
+    if weighting not in _weighting.KINDS:
+        raise ValueError(f"weighting={weighting!r}: pass one of {', '.join(_weighting.KINDS)}")
+    every = {k: name for name, k in view.every.items()}
+    if weighting == "samples" and len(every) > 1:
+        (k, name), (other_k, other), *_ = sorted(every.items())
+        raise ValueError(
+            f"weighting='samples': {name!r} has every={k} and {other!r} every={other_k}, of which "
+            f"the samples are not the same; give all methods one every="
+        )
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """What `torch.compile(model)` stands around: parameters go by their names in the plain model.
+
+    By the name of its class: importing it takes a second.
+    """
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
 
 
 def _inspect(model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules) -> View:
@@ -86,6 +188,19 @@ def _inspect(model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Ru
     if isinstance(method, LocalSteps):
         return inspect(model, method.method, {})
     return inspect(model, method, rules)
+
+
+def _inspect_for(
+    mesh: Mesh, model: nn.Module, method: Any, rules: Rules
+) -> tuple[View, Shards | None]:
+    """The same where sites have several ranks, which may hold shards of the model."""
+    refuse_method(method)
+    if is_sharded(model):
+        view, shards = look_at(model, method, mesh)
+    else:
+        view, shards = inspect(model, method, rules), None
+    refuse_view(view)
+    return view, shards
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -99,6 +214,16 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None
     return default
+
+
+def _checked(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        span = timeout
+    else:
+        span = timedelta(seconds=timeout)
+    if span is not None and span <= timedelta():
+        raise ValueError(f"timeout={timeout!r}; use seconds above 0, or a timedelta")
+    return span
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -137,7 +262,12 @@ def _settle_reduce(view: View, sites: int, measured: Callable[[], Link]) -> None
 
 
 def attach(
-    model: nn.Module, method: Method, comm: Comm, link: Link, rules: Rules = RULES
+    model: nn.Module,
+    method: Method,
+    comm: Comm,
+    link: Link,
+    rules: Rules = RULES,
+    buffers: _buffers.Kind = "local",
 ) -> Session:
     """Distributes a model over a transport of any kind, whose sites are known to be alike.
 
@@ -147,19 +277,20 @@ def attach(
         comm: the transport; nothing is sent before the first step.
         link: what the slowest site has, for methods that go by it.
         rules: as for `distribute`.
+        buffers: as for `distribute`; its bytes come on top of those of the method.
 
     Raises:
         ValueError: the model or the method cannot be used.
     """
     view = inspect(model, method, rules)
     _settle_reduce(view, comm.world_size, lambda: link)
-    return _attach(view, comm, fingerprint(_describe(model, method, view)), (), repr(method))
+    agreed = fingerprint(_describe(model, method, view))
+    shared = SharedBuffers(model, buffers, view.local_buffers)
+    settings = Settings(method=repr(method), buffers=shared)
+    return _attach(Session(view, comm, agreed, settings), view)
 
 
-def _attach(
-    view: View, comm: Comm, agreed: int, recorders: Sequence[Recorder], method: str
-) -> Session:
-    session = Session(view, comm, agreed, recorders, method)
+def _attach(session: Session, view: View) -> Session:
     for layer in view.layers:
         watched = [session.watched(slot.params) for slot in layer.slots]
         session.attach(TappedLayer(layer.module, layer.rule, layer.slots, watched, session))

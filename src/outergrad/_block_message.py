@@ -10,6 +10,7 @@ from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
 from outergrad._blocks import Block, Sent, SentRun
 from outergrad._coding import Codecs
+from outergrad.linalg.gradients import scaled
 from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
 
 
@@ -59,10 +60,18 @@ class BlockMessage:
         self._shapes.append(shape)
         return len(self._shapes) - 1
 
-    def write(self, out: Tensor) -> None:
-        """Fills this site's part of a message, once all deltas have arrived."""
-        tensors = [getattr(use, kind)[k] for use, kind, k in self._sources]
+    def write(self, out: Tensor, scale: float) -> None:
+        """Fills this site's part of a message, once all deltas have arrived: scale times these."""
+        tensors = self.tensors
+        for place, (_, kind, _) in enumerate(self._sources):
+            if kind == "deltas":
+                tensors[place] = scaled(tensors[place], scale)
         self._message.write(tensors, out)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is sent."""
+        return [getattr(use, kind)[k] for use, kind, k in self._sources]
 
 
 def _runs(uses: Sequence[Use]) -> list[list[Use]]:

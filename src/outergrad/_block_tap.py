@@ -164,7 +164,7 @@ class TappedBlock:
             RuntimeError: for double backward, reentrant checkpointing and autograd.grad on
                 weights, and where a delta was taken to follow from another one, and does not.
         """
-        if not is_shared(ctx, self._watched[use.member]):
+        if not is_shared(ctx.born_in, self._watched[use.member]):
             return
         saved = iter(ctx.saved_tensors)
         kept = [use.constants.get(k) for k in range(len(use.shapes))]

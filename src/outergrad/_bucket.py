@@ -15,6 +15,8 @@ from outergrad._blocks import Block
 from outergrad._protocols import Comm, FactorsOf
 from outergrad._types import Factors, Gradient, Slot, Unit
 from outergrad.comm.wire import Header, State
+from outergrad.linalg.finite import is_finite
+from outergrad.linalg.gradients import scaled
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats
 
@@ -82,6 +84,7 @@ class Result:
     Attributes:
         means: of what the sites had in `param.grad`, which they replace.
         additions: mean gradients from factors, to be added to what is in `param.grad`.
+        digest: of sums that are the same on every site, if it has any.
         state: the worst state that a site sent; if not GOOD, the rest means nothing.
         mixed: parameters that on some site also have a gradient outside their factors.
     """
@@ -90,6 +93,7 @@ class Result:
     additions: Mapping[str, Tensor] = field(default_factory=dict)
     state: State = State.GOOD
     mixed: list[str] = field(default_factory=list)
+    digest: Tensor | None = None
 
 
 class Pending(Protocol):
@@ -113,7 +117,7 @@ class Sender:
         params: trainable parameters by name.
         header: this site's.
         slot_index: place of each slot in the headers.
-        factors_of: this site's raw rows of a slot, all its uses stacked.
+        factors_of: this site's raw rows of a slot, all its uses stacked, as many as announced.
         mixed: names of parameters for which autograd has a gradient of its own on this site.
         blocks: what is computed again.
         state: this site's; unless GOOD it takes part in everything and sends nothing.
@@ -122,6 +126,10 @@ class Sender:
         reading: measures the gradients, if the step is recorded.
         headers: every site's, in the order of ranks.
         used: parameters that have a gradient on some site; the others are left alone, as in DDP.
+        skips_bad: whether a step is skipped if a gradient is not finite.
+        bad: name of a parameter of which this site's is not.
+        share: of this site in the mean gradient, 1 / S where all sites count alike.
+        scale: S times that: what is sent as factors is multiplied by it, and divided by S there.
     """
 
     comm: Comm
@@ -137,6 +145,10 @@ class Sender:
     reading: Reading | None = None
     headers: Sequence[Header] = ()
     used: set[str] = field(default_factory=set)
+    skips_bad: bool = False
+    bad: str | None = None
+    share: float = 1.0
+    scale: float = 1.0
 
     @property
     def compress_s(self) -> float:
@@ -153,16 +165,28 @@ class Sender:
         masks = zip(*(header.used for header in headers), strict=True)
         self.headers = headers
         self.used = {name for name, mask in zip(self.params, masks, strict=True) if any(mask)}
+        whole = sum(header.weight for header in headers)
+        weight, sites = headers[self.comm.rank].weight, len(headers)
+        self.share, self.scale = (weight / whole, sites * weight / whole) if whole else (0.0, 0.0)
 
     def gradient_of(self, slot: Slot, *, tapped: bool) -> Gradient:
         """This site's part: its factors, no rows if it did not use the slot, or what is formed."""
         p = self.params[slot.weight]
         if not tapped:
-            return formed_gradient(slot, p)
-        if self.header.uses[self.slot_index[slot]].rows:
-            return self.factors_of(slot)
+            return scaled(formed_gradient(slot, p), self.scale)
+        announced = self.header.uses[self.slot_index[slot]].rows
+        if announced:
+            return scaled(self.factors_of(slot, announced), self.scale)
         empty = p.new_empty(slot.groups, 0, slot.outputs + slot.inputs, requires_grad=False)
         return Factors(*empty.split([slot.outputs, slot.inputs], dim=2))
+
+    def check(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """The step is bad if some part of this site's gradient, by parameter, is not finite."""
+        if not self.skips_bad or self.state != State.GOOD:
+            return
+        self.bad = next((n for n, ts in parts.items() if not all(map(is_finite, ts))), None)
+        if self.bad is not None:
+            self.state = State.BAD
 
     def add(
         self,

@@ -107,7 +107,7 @@ class Cadence:
     def __init__(self, whole: Share, every: Mapping[str, int]) -> None:
         self._whole, self._every = whole, dict(every)
         self._shares = {frozenset(whole.model.params): whole}
-        self._always = set(self._every.values()) <= {1}
+        self.always = set(self._every.values()) <= {1}
         self.passes = 0
         self.kept = Kept(whole.model, whole.planner.pays)
 
@@ -121,7 +121,7 @@ class Cadence:
             rows: whether what is shared can take rows.
         """
         self.passes += 1
-        if self._always:
+        if self.always:
             return Turn(self._whole, used, set(), earlier, None)
         names = frozenset(name for name, k in self._every.items() if self.passes % k == 0)
         rest, due = self._every.keys() - names, self._share(names) if names else None

@@ -59,9 +59,17 @@ class Calls:
             use.release()
         self._uses.clear()
 
-    def rows(self, slot: Slot) -> Factors:
-        """The rows of all uses of a slot."""
-        return stack([factors() for factors in self._of_slot[slot]])
+    def rows(self, slot: Slot, announced: int = 0) -> Factors:
+        """The rows of all uses of a slot, of zeros where fewer came than were announced.
+
+        A graph of torch.compile says in forward what it taps, and has no delta of a product that
+        none of its outputs depends on.
+        """
+        parts = [factors() for factors in self._of_slot.get(slot, ())]
+        missing = announced - sum(part.d_GRO.shape[1] for part in parts)
+        if not parts or (missing > 0 and not slot.lookup):
+            parts.append(_zeros(slot, missing, self._model.params[slot.weight]))
+        return stack(parts)
 
     def settle(self, name: str) -> None:
         """Adds what was captured for a parameter to its `grad`, as autograd would have."""
@@ -79,7 +87,9 @@ class Calls:
     def _compute_again(self, block: Block, use: Use) -> None:
         gradients = self._blocks[block].replayer.gradients([SentRun([use.as_sent], use.deltas)])
         use.release()
-        accumulate(self._model, {n: g for n, g in gradients.items() if n in self._used})
+        params = self._model.params
+        wanted = {n: g.to(params[n].dtype) for n, g in gradients.items() if n in self._used}
+        accumulate(self._model, wanted)  # under autocast they are of another dtype
 
     def _write(self, slot: Slot, factors: Factors) -> None:
         gradients: dict[str, Tensor] = {}
@@ -90,6 +100,15 @@ class Calls:
         accumulate(self._model, wanted)
         if self._accumulated is not None:
             self._accumulated.after_write(slot, factors)
+
+
+def _zeros(slot: Slot, rows: int, weight: Tensor) -> Factors:
+    """Rows without any effect; of a lookup one is enough."""
+    if slot.lookup:
+        ids_R = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        return Factors(torch.zeros_like(weight[:1]).unsqueeze(0).detach(), ids_R)
+    zeros = weight.new_zeros(slot.groups, rows, slot.outputs + slot.inputs, requires_grad=False)
+    return Factors(*zeros.split([slot.outputs, slot.inputs], dim=2))
 
 
 @torch.no_grad()

@@ -6,7 +6,10 @@ import copyreg
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+from outergrad._untraced import untraced
 
 
 class ClassSwap:
@@ -18,11 +21,18 @@ class ClassSwap:
     Args:
         module: the module.
         forward: what to call in place of its own forward.
+        in_graphs: what torch.compile traces instead, where there will be a backward; without it,
+            forward is called outside of its graphs.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        in_graphs: Callable[..., Any] | None = None,
+    ) -> None:
         self._module, self._plain = module, type(module)
-        module.__class__ = _subclass(self._plain, module, forward)
+        module.__class__ = _subclass(self._plain, module, untraced(forward), in_graphs)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -34,18 +44,32 @@ class ClassSwap:
 
 
 def _subclass(
-    plain: type[nn.Module], module: nn.Module, instead: Callable[..., Any]
+    plain: type[nn.Module],
+    module: nn.Module,
+    instead: Callable[..., Any],
+    in_graphs: Callable[..., Any] | None,
 ) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is module:
+        if self is not module:
+            return plain.forward(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if not torch.is_grad_enabled():
+                return plain.forward(self, *args, **kwargs)
+            if in_graphs is not None:
+                return in_graphs(*args, **kwargs)
+        else:
             return instead(*args, **kwargs)
-        return plain.forward(self, *args, **kwargs)
+        from outergrad._tracing import outside_graphs
+
+        return outside_graphs(instead, args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> Any:  # noqa: N807
         _, _, *state = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
-        return copyreg._reconstructor, (plain, object, None), *state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (first, object, None), *state  # type: ignore[attr-defined]
 
+    first = vars(plain).get("_before_swaps", plain)  # a module may be swapped twice
     body = {
+        "_before_swaps": first,
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,

@@ -8,15 +8,17 @@ from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender, copy_scaled
 from outergrad._protocols import Work
+from outergrad.comm.checksum import checksum
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import State
+from outergrad.linalg.finite import is_finite
 
 
 class DenseBucket:
     """Parameters of one dtype whose gradients travel in one all-reduce.
 
     The buffer is kept between steps. Its last two elements count the sites that are surprised and
-    those that failed.
+    those whose step is void.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -29,13 +31,15 @@ class DenseBucket:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         buffer, views = self._scratch()
         sites = sender.comm.world_size
-        scale = 1.0 / sites if sender.state == State.GOOD else 0.0
-        buffer[-2] = float(sender.state == State.SURPRISED)
-        buffer[-1] = float(sender.state == State.FAILED)
+        scale = sender.share if sender.state == State.GOOD else 0.0
         for name, view in views.items():
             copy_scaled(name, self._params[name], view, scale)
             nbytes = ring_bytes(view.nbytes, sites)
             sender.add(name, "dense", sent=nbytes, received=nbytes)
+        if sender.skips_bad and not is_finite(buffer[:-2]):
+            sender.check({name: [view] for name, view in views.items()})
+        buffer[-2] = float(sender.state == State.SURPRISED)
+        buffer[-1] = float(sender.state.is_void)
         work = sender.comm.all_reduce(buffer)
         return _DensePending(work, views)
 
@@ -58,6 +62,5 @@ class _DensePending:
         """A single round."""
 
     def wait(self) -> Result:
-        surprised, failed = self._work.wait()[-2:].tolist()
-        state = State.FAILED if failed else State.SURPRISED if surprised else State.GOOD
-        return Result(self._views, state=state)
+        buffer = self._work.wait()
+        return Result(self._views, state=State.of(*buffer[-2:].tolist()), digest=checksum(buffer))

@@ -16,10 +16,14 @@ class Foresight:
 
     A surprise costs a step that is sent twice, so after each it takes twice as many equal steps
     to be sure again: batches that differ now and then soon cost no more than their headers.
+
+    Args:
+        facts: of a step.
+        ways: how everything travels: the most important of these.
     """
 
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
+    def __init__(self, facts: Facts, ways: Facts) -> None:
+        self._facts, self._ways = facts, ways
         self._headers: list[Header] = []
         self._equal, self._enough = 0, 1
 
@@ -30,11 +34,21 @@ class Foresight:
         return [replace(header, step=step) for header in self._headers]
 
     def surprises(self, ours: Header, foreseen: Sequence[Header]) -> bool:
-        """Whether this site's header would make for another plan than what was foreseen."""
+        """Whether this site's header would make for another plan than what was foreseen.
+
+        Also if the plan changed only were all sites' batches like this one's: where it goes by the
+        largest, all may have become smaller, and none by itself would change it.
+        """
         if foreseen[ours.rank].facts == ours.facts:
             return False
         truly = [ours if header.rank == ours.rank else header for header in foreseen]
-        return self._facts(truly) != self._facts(foreseen)
+        if self._facts(truly) != self._facts(foreseen):
+            return True
+        before, now = (
+            self._ways([replace(header, uses=own.uses, blocks=own.blocks) for header in foreseen])
+            for own in (foreseen[ours.rank], ours)
+        )
+        return before != now
 
     def exchanged(self, headers: Sequence[Header]) -> None:
         """Takes note of the headers of a step."""

@@ -22,7 +22,7 @@ from outergrad.comm.wire import DTYPES
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 _PLAIN = "a plain parameter"
 
 
@@ -55,6 +55,7 @@ class View:
         local_buffers: names of buffers that it does, too.
         joint_parts: modules whose outputs' deltas are averaged over the sites, by name.
         every: of each trained one, at every how many-th synchronised backward it travels.
+        norms_over_sites: names of `SyncBatchNorm`s, of which every forward is a meeting.
     """
 
     model: Model
@@ -66,6 +67,7 @@ class View:
     local_buffers: frozenset[str]
     joint_parts: dict[str, nn.Module]
     every: dict[str, int]
+    norms_over_sites: tuple[str, ...] = ()
 
 
 def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
@@ -102,7 +104,9 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
     every = {name: assignment.every(name) for name in trained}
     joint = isinstance(method, PerLayer) and method.joint
     parts = joint_parts(model, list(local)) if joint else {}
-    return View(shared_model, exchanges, layers, blocks, frozen, local, buffers, parts, every)
+    norms = tuple(n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm))
+    found = (shared_model, exchanges, layers, blocks, frozen, local, buffers, parts, every)
+    return View(*found, norms)
 
 
 def _finder(
@@ -145,6 +149,12 @@ def _local_buffers(model: nn.Module, method: Any) -> frozenset[str]:
 def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         bases = {base.__name__ for base in type(module).__mro__}
+        if "FSDPModule" in bases:
+            raise ValueError(
+                f"{name or 'the model'!r} is sharded by FSDP2 (fully_shard), whose ranks have "
+                f"no whole gradient to share: pass mesh= with the dimensions 'site' and 'local' "
+                f"(docs/two-levels.md)"
+            )
         if bases & set(_WRAPPERS):
             raise ValueError(
                 f"{name or 'the model'!r} is wrapped in {type(module).__name__}, which shares its "
@@ -168,7 +178,10 @@ def _check_parameters(params: dict[str, nn.Parameter]) -> None:
         if is_claimed(p):
             raise ValueError(f"{name!r} is distributed already: call session.detach() first")
         if type(p).__name__ == "DTensor":  # by name: its import costs half a second
-            raise ValueError(f"{name!r} is a DTensor: sharded models are not supported")
+            raise ValueError(
+                f"{name!r} is a DTensor, but its module is not one of fully_shard(): of sharded "
+                f"models only those of FSDP2 are supported (docs/two-levels.md)"
+            )
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} has no shape yet: run one forward of the lazy module first")
         if p.device != home.device:

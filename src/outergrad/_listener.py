@@ -7,19 +7,23 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from outergrad._accumulated import Accumulated
-from outergrad._announcing import Announcer
+from outergrad._announcing import Announcer, Loop
 from outergrad._block_message import Blocks
 from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
 from outergrad._blocks import Block
 from outergrad._cadence import Cadence, KeepingStep, Share
 from outergrad._calls import LocalStep
-from outergrad._groups import end_unfinished, on_group
+from outergrad._commit import Decision
+from outergrad._groups import end_unfinished, on_group, refuse_lost
 from outergrad._inspect import View
 from outergrad._joint import JointParts, JointStep, Point, described
+from outergrad._lost import SiteLostError, find_out, lost_error, standing_of
+from outergrad._mishaps import Mishaps
 from outergrad._plan import Planner
-from outergrad._protocols import Comm, Recorder
+from outergrad._protocols import Comm
 from outergrad._reporting import Reporter
+from outergrad._settings import Settings
 from outergrad._state import Owner
 from outergrad._step import SharedStep
 from outergrad._tap import (
@@ -28,8 +32,9 @@ from outergrad._tap import (
     current_task,
     refuse_nested_backward,
 )
-from outergrad._tapped_layer import TappedLayer
+from outergrad._tapped_layer import GraphTaps, TappedLayer
 from outergrad._types import ExchangeError, Factors, Slot, Unit
+from outergrad.comm.wire import Join
 from outergrad.record.stats import Stats
 
 _Step = LocalStep | SharedStep | KeepingStep
@@ -42,8 +47,7 @@ class Listener:
         view: of the model.
         comm: the transport.
         fingerprint: what the sites have agreed on.
-        recorders: are told of steps.
-        method: and its settings, as text.
+        settings: of the user's.
     """
 
     def __init__(
@@ -51,14 +55,16 @@ class Listener:
         view: View,
         comm: Comm,
         fingerprint: int,
-        recorders: Sequence[Recorder],
-        method: str,
+        settings: Settings,
     ) -> None:
         model, exchanges = view.model, view.exchanges
         self._model, self._comm, self._exchanges = model, comm, exchanges
         self._frozen, self._local = view.frozen, view.local
+        method = settings.method
+        self._local_buffers = view.local_buffers
+        self._norms_over_sites = view.norms_over_sites
         told = (method, model, exchanges, view.every)
-        self._reporter = Reporter(recorders, comm.rank, comm.world_size, *told)
+        self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
         self._planner = Planner(model, exchanges, comm.world_size)
         self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
@@ -66,6 +72,7 @@ class Listener:
             part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
         }
         self._layers: list[TappedLayer] = []
+        self._graphs = GraphTaps()
         self._blocks = Blocks()
         self._announcer = Announcer(model, fingerprint, comm, self._blocks)
         parts = view.joint_parts
@@ -75,11 +82,15 @@ class Listener:
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
         self._step: _Step | None = None
         self._synchronise, self._attached = True, True
+        self._several = comm.world_size > 1
         self._unshared: set[str] = set()
         self._accumulated = Accumulated(model, self._planner.pays)
-        self._lost: Exception | None = None
+        self._weighting, self._join = settings.weighting, Join.NONE
+        self._buffers = settings.buffers
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: dict[Unit, str] = {}
+        tell = self._reporter.mishap
+        self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
         on_group(comm.group).attached.add(self)
 
     # -- what distribute() calls ----------------------------------------------------------------
@@ -176,7 +187,7 @@ class Listener:
         at_end_of_backward(lambda: self._finish(step))
 
     def _unsynchronised(self, task: int, used: set[str]) -> LocalStep:
-        several, self._turn = self._comm.world_size > 1, None
+        several, self._turn = self._several, None
         self._unshared |= used if several else set()
         kept = self._accumulated if several else None
         return LocalStep(task, self._model, used, self._blocks, kept)
@@ -196,10 +207,12 @@ class Listener:
         announced = turn.used | turn.earlier.params
         points = self._joint.points() if self._joint else []
         agreed = turn.earlier, described(points) if self._joint else None
-        header = announcer.header(self._stats.step, announced, waiting, *agreed)
+        loop = Loop(self._weighting.weight, self._join, self._buffers.written())
+        header = announcer.header(self._stats.step, announced, waiting, *agreed, loop)
         parts = turn.earlier, self._blocks, JointStep(points, self._comm)
         reading = self._reporter.reading(self._stats.step)
-        step = SharedStep(task, model, planner, self._comm, header, turn.used, *parts, reading)
+        own = (model, planner, self._comm, header, turn.used, *parts, reading, self._buffers)
+        step = SharedStep(task, *own, skips_bad=self._mishaps.skips_bad)
         on_group(self._comm.group).running.append(self)
         return step
 
@@ -207,17 +220,30 @@ class Listener:
         if step is not self._step:  # left over from a backward that raised
             return
         try:
-            if isinstance(step, SharedStep):
-                step.finish()
+            self._complete(step)
             if self._turn is not None:
                 shares = isinstance(step, SharedStep)
                 own = step.sender.used if shares else self._turn.used | self._turn.released
                 self._cadence.finish(self._turn, own)
                 self._unshared.clear()
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
         finally:
             self._close(step)
+            self._take_note(step)
+
+    def _complete(self, step: _Step) -> None:
+        if isinstance(step, SharedStep):
+            try:
+                step.finish()
+            except ExchangeError as error:
+                if not self._counts_elsewhere(step, error):
+                    raise self._lost_error() from error
+        elif self._turn is not None and self._mishaps.skips_bad:
+            self._mishaps.alone(self._stats.step)
+
+    def _take_note(self, step: _Step) -> None:
+        """Of what all sites decided."""
+        if isinstance(step, SharedStep) and step.decision is not None:
+            self._mishaps.decided(step.decision, list(step.params))
 
     def _close(self, step: _Step) -> None:
         self._step, turn, self._turn = None, self._turn, None
@@ -225,13 +251,15 @@ class Listener:
             on_group(self._comm.group).running.remove(self)
         for layer in self._layers:
             layer.forget_awaited()
-        if isinstance(step, SharedStep) or self._comm.world_size == 1:  # else they add up
+        if isinstance(step, SharedStep) or not self._several:  # else they add up
+            self._weighting.settle()
             self._blocks.forget()
             for layer in self._layers:
                 if turn is None or turn.shares(layer.slots):
                     layer.forget_untapped()
         if isinstance(step, SharedStep) and step.choice is not None:
             self._wanted.update(zip(step.units, step.choice.wanted, strict=True))
+            self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
             self._chosen.update(zip(step.units, step.choice.words, strict=True))
             self._stats = step.stats(self._stats.step + 1)
             if step.applied:
@@ -251,28 +279,50 @@ class Listener:
         try:
             step.abandon()
         except ExchangeError as error:
-            self._lost = error
+            self._lost_by(error)
         self._close(step)
+        self._take_note(step)
 
-    def _lost_by(self, error: ExchangeError) -> RuntimeError:
-        """Remembers that the transport failed: its group must not be used again."""
-        self._lost = error
+    def _lost_by(self, error: ExchangeError) -> SiteLostError:
+        """Gives up: the transport failed, and its group must not be used again."""
+        self._give_up(error)
         return self._lost_error()
 
     def _refuse_detached(self) -> None:
         if not self._attached:
             raise RuntimeError("this forward ran before session.detach(): run it again")
 
-    def _refuse_lost(self) -> None:
-        if self._lost is not None:
-            raise self._lost_error() from self._lost
+    def _counts_elsewhere(self, step: _Step, error: ExchangeError) -> bool:
+        """Whether the step counts although a site was lost: then some site has all votes.
 
-    def _lost_error(self) -> RuntimeError:
-        return RuntimeError(
-            f"site {self._comm.rank} lost the other sites in step {self._stats.step}: "
-            f"{self._lost}. What is in param.grad must not be applied. The process group cannot "
-            f"be used any more: start the processes again from the last checkpoint"
-        )
+        The next step raises.
+        """
+        counted = self._give_up(error)
+        if counted and isinstance(step, SharedStep):
+            step.settle(Decision.all_good(step.sender.header))
+        return counted
+
+    def _give_up(self, error: ExchangeError) -> bool:
+        step, number = self._step, self._stats.step
+        shared = step if isinstance(step, SharedStep) else None
+        voted = shared is not None and shared.voted
+        found = find_out(self._comm, standing_of(error, number, voted=voted))
+        place = shared.place if shared else "the headers"
+        number += found.counted
+        lost = lost_error(self._comm.rank, number, place, error, found)
+        on_group(self._comm.group).lost = lost
+        self._mishaps.lost(lost)
+        for p in () if found.counted else self._model.params.values():
+            p.grad = None  # so that nobody applies it by mistake
+        return found.counted
+
+    def _refuse_lost(self) -> None:
+        refuse_lost(self._comm.group)
+
+    def _lost_error(self) -> SiteLostError:
+        lost = on_group(self._comm.group).lost
+        assert lost is not None
+        return lost.again()
 
     def _refuse_unfrozen(self) -> None:
         for name, p in self._frozen.items():

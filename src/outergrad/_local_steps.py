@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from outergrad._accumulated import Earlier
+from outergrad._announcing import Loop
 from outergrad._claims import Claim
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointStep
 from outergrad._optimizer_steps import StepCounter, ignore, listen
-from outergrad._protocols import Comm, Recorder
+from outergrad._protocols import Comm
 from outergrad._session import Session
+from outergrad._settings import Settings
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
 from outergrad._types import ExchangeError, StateDict
@@ -40,14 +44,14 @@ class LocalStepsSession(Session):
         view: View,
         comm: Comm,
         fingerprint: int,
-        recorders: Sequence[Recorder],
+        settings: Settings,
         method: LocalSteps,
     ) -> None:
         self._trained, self._k = dict(view.model.params), method.k
         self._start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
         self._outer = method.optimizer(list(self._start.values()))
         shared = replace(view, model=replace(view.model, params=self._start))
-        super().__init__(shared, comm, fingerprint, recorders, repr(method))
+        super().__init__(shared, comm, fingerprint, settings)
         self._counter = StepCounter({id(p): name for name, p in self._trained.items()}, method.k)
         self._begun = False
         self._claims = [Claim(p, self) for p in self._trained.values()]
@@ -65,6 +69,20 @@ class LocalStepsSession(Session):
         """
         if self._attached and self._counter.any_made:
             self._exchange()
+
+    @contextmanager
+    def join(self, *, step: Callable[[], Any] | None = None) -> Iterator[None]:
+        """Refused: sites meet after k steps of their optimizers, which one that is out lacks.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "session.join(): LocalSteps goes by the steps of each site's own optimizer, and a site "
+            "that has run out makes none: let every site make the same number of steps, as by "
+            "starting a shorter loader again"
+        )
+        yield
 
     def coverage(self) -> Coverage:
         """How the change of each parameter travels and why."""
@@ -154,11 +172,16 @@ class LocalStepsSession(Session):
         """Makes the changes their mean over the sites, in a step without a backward."""
         used, sessions = set(self._start), on_group(self._comm.group)
         no_joint = JointStep([], self._comm)
-        header = self._announcer.header(self._stats.step, used, set(), _NOTHING_EARLIER, None)
+        loop = Loop(self._weighting.weight, self._join, self._buffers.written())
+        about = (self._stats.step, used, set[str](), _NOTHING_EARLIER, None, loop)
+        header = self._announcer.header(*about)
         own, parts = (self._model, self._planner, self._comm), (self._blocks, no_joint)
         try:
-            reading = self._reporter.reading(self._stats.step)
-            step = SharedStep(NO_TASK, *own, header, set(), _NOTHING_EARLIER, *parts, reading)
+            last = (self._reporter.reading(self._stats.step), self._buffers)
+            skips = self._mishaps.skips_bad
+            step = SharedStep(
+                NO_TASK, *own, header, set(), _NOTHING_EARLIER, *parts, *last, skips_bad=skips
+            )
         except ExchangeError as error:
             raise self._lost_by(error) from error
         self._step = step

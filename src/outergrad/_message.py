@@ -12,7 +12,7 @@ from outergrad._blocks import Block
 from outergrad._bucket import Carried, Load, Sender, copy_scaled
 from outergrad._layout import Layout
 from outergrad._protocols import Exchange
-from outergrad._types import Factors, Part, Slot
+from outergrad._types import Factors, Part, Slot, tensors_of
 from outergrad.comm.wire import Header, Piece, Preamble, State
 from outergrad.record.gauge import Reading
 
@@ -90,7 +90,7 @@ class Cargo(Carried):
     def pack(
         self, sender: Sender, layout: Layout, message: Tensor, travels: str, receivers: int
     ) -> None:
-        """Fills a message with what this site has, and books it.
+        """Fills a message with what this site has, and books it; stops if that is not finite.
 
         Args:
             sender: this site.
@@ -100,12 +100,16 @@ class Cargo(Carried):
             receivers: how many other sites the message is sent to.
         """
         for name, view in layout.by_name(layout.flats(message)).items():
-            copy_scaled(name, layout.riders[name], view, 1.0 / sender.comm.world_size)
+            copy_scaled(name, layout.riders[name], view, sender.share)
             sender.add(name, "dense", sent=view.nbytes * receivers)
+            sender.check({name: [view]})
         began = time.perf_counter()
         pairs = zip(layout.pieces, layout.rows(message), strict=True)
         filled = [(piece, rows) for piece, rows in pairs if rows is not None]
         parts = [self._part(sender, piece) for piece, _ in filled]
+        sender.check({part.slot.weight: tensors_of(part.gradient) for part in parts})
+        if sender.state != State.GOOD:
+            return
         compressed = self._exchange.compress(parts)
         for (_, rows), factors in zip(filled, compressed, strict=True):
             rows.fill(factors)
@@ -126,7 +130,8 @@ class Cargo(Carried):
         """Fills in what is sent of blocks, and books it."""
         for block, view in zip(self.blocks, layout.blobs(message), strict=True):
             if view is not None:
-                sender.blocks.message(block).write(view)
+                sender.check({block.params[0]: sender.blocks.message(block).tensors})
+                sender.blocks.message(block).write(view, sender.scale)
                 sender.add(block.name, "replayed", sent=view.nbytes * receivers)
 
     def blobs(self, sender: Sender, site: Header) -> list[int]:

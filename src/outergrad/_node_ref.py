@@ -27,7 +27,8 @@ class NodeRef:
     __slots__ = ("_node", "_token")
 
     def __init__(self, node: Any) -> None:
-        token = np.empty(0)
+        held = getattr(node, _TOKEN, None)  # a compiled graph is one node with several taps
+        token = np.empty(0) if held is None else held[0]
         setattr(node, _TOKEN, [token])
         self._node, self._token = ref(node), ref(token)
 

@@ -52,7 +52,7 @@ class Planner:
         self._mixed: set[Unit] = set() if mixed is None else mixed
         self._last: tuple[list[Hashable], Choice] | None = None
         self.packer = Packer(model, exchanges, sites)
-        self.foresight = Foresight(self.facts)
+        self.foresight = Foresight(self.facts, self._ways)
 
     def of(self, model: Model) -> Planner:
         """The planner of a part of the model, which learns what this one does of mixed units."""
@@ -91,7 +91,11 @@ class Planner:
         pieces = tuple(self._piece(*pair, header) for pair in slots for header in headers)
         indices = [self._block_index[x.unit.block] for x in of_rows if x.unit.block is not None]
         nbytes = tuple(header.blocks[k].nbytes for k in indices for header in headers)
-        return choice, pieces, nbytes, tuple((header.used, header.alone) for header in headers)
+        return choice, pieces, nbytes, tuple(header.about_loop for header in headers)
+
+    def _ways(self, headers: Sequence[Header]) -> Hashable:
+        choice = self.choose(headers)
+        return choice.routes, choice.wanted
 
     def _piece(self, unit: Unit, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
         use = header.uses[self._slot_index[slot]]

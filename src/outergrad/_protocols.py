@@ -245,6 +245,8 @@ class Comm(Protocol):
     device: torch.device
     group: Any
     """What the sites share: sessions on one group must take turns in the same order."""
+    patience_s: float
+    """How long a message may take."""
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it."""
@@ -277,6 +279,21 @@ class Comm(Protocol):
         """An int64 tensor for a collective that should not disturb the device."""
         ...
 
+    def give_up(
+        self, text: str, enough: Callable[[Sequence[str | None]], bool], patience_s: float
+    ) -> list[str | None] | None:
+        """Leaves a text for the other sites and closes the connections, for good.
+
+        Args:
+            text: what this site has to say of its end.
+            enough: whether what is known of all sites is; None of those that have left nothing.
+            patience_s: how long to wait for it to be.
+
+        Returns:
+            What every site has left; None if the place where they leave it is gone.
+        """
+        ...
+
 
 class Recorder(Protocol):
     """Anything that wants to know what happens.
@@ -292,4 +309,4 @@ class Recorder(Protocol):
         ...
 
 
-FactorsOf = Callable[[Slot], Factors]
+FactorsOf = Callable[[Slot, int], Factors]

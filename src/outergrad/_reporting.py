@@ -16,7 +16,7 @@ from outergrad._protocols import Recorder
 from outergrad._recorders import Client
 from outergrad._version import __version__
 from outergrad.comm.torch import ring_bytes
-from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.linalg.inner import inner
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
@@ -121,6 +121,12 @@ class Reporter:
         own = {"rank": self._rank, "step": step, "time": time.time()}
         for client in list(self._clients):
             self._tell(client, Scalars(**own, values=numbers))
+
+    def mishap(self, event: Mishap) -> None:
+        """Tells of a step that came to nothing, at once and whatever `every` is."""
+        self._begin(event.step)
+        for client in list(self._clients):
+            self._tell(client, event)
 
     def resumed(self) -> None:
         """Other steps follow than those that were told of."""

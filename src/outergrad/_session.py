@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from outergrad._groups import end_unfinished, on_group
-from outergrad._listener import Listener
+from outergrad._groups import end_unfinished, lost_sites_told, on_group
+from outergrad._join import Joining
 from outergrad._state import Progress, resumed, saved
 from outergrad._tap import NO_TASK, current_task
 from outergrad._types import StateDict
@@ -14,7 +14,7 @@ from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 
 
-class Session(Listener):
+class Session(Joining):
     """What `distribute` returns: the model's gradients are shared as long as it is attached."""
 
     @contextmanager
@@ -32,6 +32,19 @@ class Session(Listener):
 
     def flush(self) -> None:
         """Shares what the last steps of `og.LocalSteps` changed; does nothing for gradients."""
+
+    def samples(self, n: int) -> None:
+        """Says how many samples the next backward is about, with `weighting="samples"`.
+
+        For a loss that is a mean over something else than the first dimension of what the model
+        is called with: tokens, positions that are not masked. Call it on every site before each
+        backward; what is said for several backward passes in `no_sync` adds up.
+
+        Raises:
+            RuntimeError: the model was distributed with another weighting.
+            ValueError: it is no whole number, 0 or more.
+        """
+        self._weighting.say(n)
 
     def coverage(self) -> Coverage:
         """How each parameter travels and why; `print(session.coverage())` shows a table."""
@@ -76,7 +89,7 @@ class Session(Listener):
         self._refuse_lost()
         progress = Progress(self._stats.step, self._wanted, self._planner.mixed)
         state = saved(self._owner, progress, self._exchanges)
-        return {**state, "cadence": self._cadence.state()}
+        return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """Goes on from what the sites saved. Call it on every site: they check it together.
@@ -98,13 +111,21 @@ class Session(Listener):
             raise RuntimeError("load a state into an attached session, and not during backward")
         end_unfinished(self._comm.group)
         self._refuse_lost()
-        progress, inheritances = resumed(state, self._owner, self._comm)
+        with lost_sites_told(self._comm, "load_state_dict on all sites", self._stats.step):
+            progress, inheritances = resumed(state, self._owner, self._comm)
         self._exchanges.load(inheritances)
         self._planner.resume(progress.mixed)
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
+        own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]
+        self._weighting.load(own.get("samples", {}))
         self._wanted = dict(progress.wanted)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
         self._reporter.resumed()
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """Names of the parameters and buffers that each site keeps to itself (`og.Local`)."""
+        return self._local_buffers.union(self._local)
 
     def detach(self) -> None:
         """Ends the session: the model is plain again and keeps its parameters and gradients.
@@ -116,6 +137,7 @@ class Session(Listener):
         self._attached = False
         on_group(self._comm.group).attached.discard(self)
         end_unfinished(self._comm.group)
+        self._weighting.remove()
         for layer in [*self._layers, *self._blocks]:
             layer.restore()
         for watched in [*self._watched.values(), *([self._joint] if self._joint else [])]:

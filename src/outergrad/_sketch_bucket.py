@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from outergrad._bucket import Carried, Load, Pending, Result, Sender, copy_scaled
 from outergrad._coding import sum_dtype
 from outergrad._protocols import Comm, Exchange, Work
-from outergrad._types import Factors, Gradient, Slot
+from outergrad._types import Factors, Gradient, Slot, tensors_of
+from outergrad.comm.checksum import checksum
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import State
 from outergrad.linalg.gradients import add_gradients, add_rows
@@ -55,6 +56,7 @@ class _SketchPending:
         self._b_GO: dict[Slot, Tensor] = {}
         self._measured: dict[Slot, tuple[Gradient, Gradient | None]] = {}
         self._state, self._flags = State.GOOD, torch.empty(0)
+        self._digest = torch.zeros((), dtype=torch.int64, device=sender.comm.device)
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
         self._first = _Sums(sender.comm, [*self._begun(), self._exact()])
@@ -63,15 +65,15 @@ class _SketchPending:
     # -- the first round ------------------------------------------------------------------------
 
     def _begun(self) -> list[Tensor]:
-        sketches = self._bucket.sketches
-        if self._sender.state == State.GOOD:
-            return [self._timed(slot, self._begin) for slot in self._slots]
-        shapes = ((s.groups, s.outputs, sketches.columns(s)) for s in self._slots)
-        device = self._sender.comm.device
-        return [torch.zeros(shape, dtype=self._bucket.wire, device=device) for shape in shapes]
+        return [self._timed(slot, self._begin) for slot in self._slots]
 
     def _begin(self, slot: Slot) -> Tensor:
+        if self._sender.state != State.GOOD:
+            return self._nothing(slot)
         gradient = self._sender.gradient_of(slot, tapped=self._bucket.tapped[slot])
+        self._sender.check({slot.weight: tensors_of(gradient)})
+        if self._sender.state != State.GOOD:
+            return self._nothing(slot)
         if slot in self._biases:
             assert isinstance(gradient, Factors)
             self._b_GO[slot] = row_sum(gradient.d_GRO)
@@ -79,20 +81,25 @@ class _SketchPending:
             self._measured[slot] = gradient, self._bucket.exchange.unsent(slot)
         return self._bucket.sketches.begin(slot, gradient)
 
+    def _nothing(self, slot: Slot) -> Tensor:
+        shape = slot.groups, slot.outputs, self._bucket.sketches.columns(slot)
+        return torch.zeros(shape, dtype=self._bucket.wire, device=self._sender.comm.device)
+
     def _exact(self) -> Tensor:
         """Vectors, then one number per tapped parameter and per state: how many sites say so."""
         sender, bucket = self._sender, self._bucket
-        scale = 1.0 / sender.comm.world_size if sender.state == State.GOOD else 0.0
+        share = sender.share if sender.state == State.GOOD else 0.0
         exact = torch.zeros(sum(self._sizes()), dtype=bucket.dtype, device=sender.comm.device)
         biases, riders, flags = self._split(exact)
         for slot, b_GO in self._b_GO.items():
-            biases[slot].copy_(b_GO.flatten() * scale)
+            biases[slot].copy_(b_GO.flatten() / sender.comm.world_size)
         for name, view in riders.items():
             p = bucket.riders[name]
-            copy_scaled(name, p, view.view(p.shape), scale)
+            copy_scaled(name, p, view.view(p.shape), share)
             nbytes = ring_bytes(view.nbytes, sender.comm.world_size)
             sender.add(name, "dense", sent=nbytes, received=nbytes)
-        states = [sender.state == State.SURPRISED, sender.state == State.FAILED]
+        sender.check({name: [view] for name, view in riders.items()})
+        states = [sender.state == State.SURPRISED, sender.state.is_void]
         flags.copy_(torch.tensor([*(name in sender.mixed for name in bucket.flagged), *states]))
         return exact
 
@@ -118,15 +125,15 @@ class _SketchPending:
         for name, part in riders.items():
             p = self._bucket.riders[name]
             self._means[name] = part.view(p.shape).to(p.dtype)
-        surprised, failed = flags[-2:].tolist()
         self._flags = flags[:-2]
-        self._state = State.FAILED if failed else State.SURPRISED if surprised else State.GOOD
+        self._state = State.of(*flags[-2:].tolist())
 
     # -- the second round -----------------------------------------------------------------------
 
     def advance(self) -> None:
         """From the sums of the first sketches to this site's part of the second."""
         *sums, exact = self._first.wait()
+        self._digest = sum(map(checksum, [*sums, exact]), self._digest)
         self._take_exact(exact)
         if self._state != State.GOOD:
             return  # on all sites alike
@@ -147,7 +154,9 @@ class _SketchPending:
             return Result(state=self._state)
         assert self._second is not None
         sender, bucket = self._sender, self._bucket
-        for slot, z_GIK in zip(self._slots, self._second.wait(), strict=True):
+        second = self._second.wait()
+        self._digest = sum(map(checksum, second), self._digest)
+        for slot, z_GIK in zip(self._slots, second, strict=True):
             factors = bucket.sketches.end(slot, z_GIK, sender.comm.world_size)
             if sender.reading is not None:
                 sender.reading.came(slot, [factors], 1.0)
@@ -156,7 +165,7 @@ class _SketchPending:
             add_gradients(into, matrix, [factors], sender.params, 1.0)
         flags = zip(bucket.flagged, self._flags.tolist(), strict=True)
         mixed = [name for name, flag in flags if flag]
-        return Result(self._means, self._additions, self._state, mixed)
+        return Result(self._means, self._additions, self._state, mixed, self._digest)
 
     # -- both -----------------------------------------------------------------------------------
 

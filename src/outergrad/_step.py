@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._block_use import Use
 from outergrad._blocks import Block
 from outergrad._bucket import Bucket, Pending, Result, Sender
-from outergrad._calls import Calls, accumulate, overwrite
+from outergrad._buffers import BufferMessage, SharedBuffers
+from outergrad._calls import Calls
+from outergrad._commit import Ballot, Decision
 from outergrad._joint import JointStep, Point
 from outergrad._model import Choice, Model
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
-from outergrad._types import Factors, Slot, Unit
+from outergrad._types import ExchangeError, Factors, RefusedError, Slot, Unit
+from outergrad._writing import Writer
+from outergrad.comm.vote import Verdict
 from outergrad.comm.wire import Header, State
+from outergrad.linalg.gradients import scaled
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import Stats
-
-
-class StepDiscardedError(RuntimeError):
-    """The backward of another site raised: the step is void, on every site."""
 
 
 class SharedStep:
@@ -52,12 +53,20 @@ class SharedStep:
         blocks: Blocks,
         joint: JointStep,
         reading: Reading | None = None,
+        buffers: SharedBuffers | None = None,
+        *,
+        skips_bad: bool = False,
     ) -> None:
         self.task, self._joint = task, joint
+        self._shared_buffers = buffers or SharedBuffers()
+        self._sent_buffers: BufferMessage | None = None
         self._wait_s = 0.0
         self._sent_before, self._received_before = comm.sent_bytes, comm.received_bytes
         self.choice: Choice | None = None
-        self.applied = False
+        self.decision: Decision | None = None
+        self._error: Exception | None = None
+        self.place = "the headers"
+        """What this site waits for, in words."""
         self._model, self._planner, self._comm = model, planner, comm
         self._calls = Calls(model, used | earlier.params, blocks)
         for slot, parts in earlier.stacked.items():
@@ -69,7 +78,9 @@ class SharedStep:
         index = {slot: k for k, slot in enumerate(model.slots)}
         rows = self._calls.rows
         own = (comm, model.params, header, index, rows, set[str](), blocks)
-        self.sender = Sender(*own, reading=reading)
+        self.sender = Sender(*own, reading=reading, skips_bad=skips_bad)
+        self._writer = Writer(model, planner, self.sender)
+        self._ballot = Ballot(comm, header, list(model.params))
         foreseen = planner.foresight.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
@@ -83,6 +94,11 @@ class SharedStep:
         words = self._comm.control(header.words())
         self.sender.header = header
         self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
+
+    @property
+    def params(self) -> Mapping[str, nn.Parameter]:
+        """What it shares, in the order in which votes count them."""
+        return self._model.params
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -102,7 +118,7 @@ class SharedStep:
         if self.choice is None:
             self._adopt()
         began = time.perf_counter()
-        mean = self._joint.mean(point, delta)
+        mean = self._joint.mean(point, scaled(delta, self.sender.scale))
         self._wait_s += time.perf_counter() - began
         return mean
 
@@ -143,6 +159,12 @@ class SharedStep:
         self._joint.check([header.joint for header in headers])
         self._planner.foresight.exchanged(headers)
 
+    def agreed(self) -> Sequence[Header]:
+        """The headers of all sites, once they have come."""
+        if self.choice is None:
+            self._adopt()
+        return self.sender.headers
+
     def _plan(self, headers: list[Header]) -> None:
         self.sender.take(headers)
         self.choice = self._planner.choose(headers)
@@ -155,24 +177,45 @@ class SharedStep:
         with torch.no_grad():
             self._pending.append(bucket.start(self.sender))
 
+    @property
+    def applied(self) -> bool:
+        """Whether it counts: all sites say so."""
+        return self.decision is not None and self.decision.good
+
+    @property
+    def voted(self) -> bool:
+        """Whether this site has said that it may count, and the others may have heard it."""
+        return self._ballot.is_good
+
     def finish(self) -> None:
-        """Waits for all messages and writes the gradients, each as it comes.
+        """Waits for all messages, writes the gradients, each as it comes, and votes.
 
         Raises:
-            StepDiscardedError: the backward of some site raised; what is in `param.grad` is void.
+            StepDiscardedError: on all sites: what is in `param.grad` is void.
         """
-        state = self._outcome(write=True)
-        if state == State.SURPRISED:  # known from the first message on: nothing was written
-            self._start_again()
-            state = self._outcome(write=True)
-        self.applied = state == State.GOOD
-        self._planner.settle(applied=self.applied)
+        decision = self._pass()
+        if decision.verdict == Verdict.SURPRISED:
+            self._start_again()  # known from the first message on: nothing was written
+            decision = self._pass()
+        self.settle(decision)
+        if self._error is not None:
+            raise self._error
+        if decision.verdict in (Verdict.REFUSED, Verdict.FAILED):
+            raise decision.error(list(self._model.params))
+
+    def settle(self, decision: Decision) -> None:
+        """The step is over; where it does not count, there are no gradients that could be applied.
+
+        What was accumulated before is gone with them, on all sites.
+        """
+        self.decision = decision
+        if self._sent_buffers is not None:
+            self._sent_buffers.finish(write=decision.good)
+        self._planner.settle(applied=decision.good)
         self._calls.release()
-        if state == State.FAILED:
-            raise StepDiscardedError(
-                f"the backward of another site raised in step {self.sender.header.step}: it must "
-                f"not be applied; call optimizer.zero_grad() and go on with the next"
-            )
+        if not decision.good:
+            for name in self.sender.used:
+                self._model.params[name].grad = None
 
     def stats(self, step: int) -> Stats:
         """What this site did.
@@ -200,78 +243,104 @@ class SharedStep:
         if self.choice is None:
             self._adopt()
         self._joint.give_up()
-        self._outcome(write=False)
+        self.decision = self._pass()
         self._planner.settle(applied=False)
         self._calls.release()
 
-    def _outcome(self, *, write: bool) -> State:
-        """Starts what is left and takes in all messages; the worst state of any site."""
-        self._advance(block=True)
+    def _pass(self) -> Decision:
+        """Starts what is left, takes in all messages and votes; what is last is written meanwhile.
+
+        A site whose messages all were good votes so even if other sites say that they failed:
+        these vote, too.
+        """
+        self._start_all()
+        self._sent_buffers = self._shared_buffers.start(self.sender)
         self._start_second_rounds()
-        used, state = self.sender.used, State.GOOD
-        mixed: dict[str, Tensor] = {}
+        last = self._receive()
+        self.place = "the buffers"
+        self._sent_buffers.receive()
+        self._ballot.cast(self.sender.state, self.sender.bad)
+        if last is not None:
+            self._writer.write(*last)
+        self.place = "the other sites' word that they have everything"
+        began = time.perf_counter()
+        decision = self._ballot.count()
+        self._wait_s += time.perf_counter() - began
+        return decision
+
+    def _start_all(self) -> None:
+        """Starts what is left; if that raises here, the others must hear of it."""
+        try:
+            self._advance(block=True)
+        except ExchangeError:
+            raise
+        except Exception as error:
+            if self.choice is None:  # without a plan, which is the same on all sites
+                raise
+            self._error, self.sender.state = error, State.FAILED
+            self._advance(block=True)
+
+    def _receive(self) -> tuple[Bucket, Result] | None:
+        """Takes in all messages; writes what they bring, if all is good, but for the last one."""
+        state, last = self.sender.state, None
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
-            began, replay_s = time.perf_counter(), self.sender.replay_s
+            result = self._result(bucket, pending)
+            if last is not None and state == State.GOOD:
+                self._writer.write(*last)
+            state, last = max(state, result.state), (bucket, result)
+        if state != State.GOOD:
+            return None
+        if last is not None and self._writer.mixes(last[1]):
+            self._writer.write(*last)
+            self._writer.share_mixed()
+            return None
+        return last
+
+    def _result(self, bucket: Bucket, pending: Pending) -> Result:
+        """What a message brings; nothing that may be applied, if it is refused."""
+        first = self._wait_for(bucket)
+        began, replay_s = time.perf_counter(), self.sender.replay_s
+        try:
             with torch.no_grad():
                 result = pending.wait()
-            waited_s = time.perf_counter() - began - (self.sender.replay_s - replay_s)
-            self._wait_s += waited_s
-            self.sender.add_wait(bucket.params, waited_s)
-            state = max(state, result.state)
-            if write and state == State.GOOD:
-                self._write(bucket, result, used, mixed)
-        if write and state == State.GOOD:
-            self._share(mixed)
-        return state
+        except RefusedError as error:
+            self._ballot.refuse(error.site, first)
+            result = Result(state=State.FAILED)
+        except ExchangeError:
+            raise
+        except Exception as error:
+            self._error, self.sender.state = error, State.FAILED
+            result = Result(state=State.FAILED)
+        waited_s = time.perf_counter() - began - (self.sender.replay_s - replay_s)
+        self._wait_s += waited_s
+        self.sender.add_wait(bucket.params, waited_s)
+        if result.digest is not None:
+            self._ballot.note_sum(result.digest)
+        return result
+
+    def _wait_for(self, bucket: Bucket) -> str:
+        """Says that a message is what this site waits for; returns its first parameter."""
+        first = next(name for name in self._model.params if name in bucket.params)
+        others = len(bucket.params) - 1
+        self.place = f"the gradients of {first!r}" + f" and {others} others" * (others > 0)
+        return first
 
     def _start_second_rounds(self) -> None:
         """In the order of the messages; those of one round have none."""
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
             began, compress_s = time.perf_counter(), self.sender.compress_s
-            with torch.no_grad():
-                pending.advance()
+            self._wait_for(bucket)
+            try:
+                with torch.no_grad():
+                    pending.advance()
+            except ExchangeError:
+                raise
+            except Exception as error:  # the others wait for what can no more be made
+                raise ExchangeError(str(error)) from error
             compress_s = self.sender.compress_s - compress_s
             waited_s = time.perf_counter() - began - compress_s
             self._wait_s += waited_s
             self.sender.add_wait(bucket.params, waited_s)
-
-    def _write(
-        self, bucket: Bucket, result: Result, used: set[str], mixed: dict[str, Tensor]
-    ) -> None:
-        means = {name: g for name, g in result.means.items() if name in used}
-        self._measure(means)
-        overwrite(self._model, means)
-        missing = (bucket.params & used) - set(result.additions) - set(means)
-        additions = {name: g for name, g in result.additions.items() if name in used}
-        additions.update(self._zeros(missing))
-        not_yet = {n: additions.pop(n) for n in result.mixed if n in additions}
-        self._measure(additions, formed=False, not_yet=not_yet)
-        mixed.update(not_yet)
-        accumulate(self._model, additions)
-
-    @torch.no_grad()
-    def _measure(
-        self, means: Mapping[str, Tensor], *, formed: bool = True, not_yet: Collection[str] = ()
-    ) -> None:
-        """Before `param.grad` is overwritten: what is formed is this site's own gradient."""
-        reading = self.sender.reading
-        if reading is not None:
-            for name in not_yet:
-                reading.leave_out(name)
-            for name, mean in means.items():
-                own = self._model.params[name].grad if formed else None
-                reading.mean(name, own, mean)
-
-    def _share(self, mixed: dict[str, Tensor]) -> None:
-        """All-reduces what autograd had for parameters whose factors were also sent."""
-        if not mixed:
-            return
-        headers = self.sender.headers
-        self._planner.mark_mixed([n for n in mixed if self._planner.captures(n, headers)])
-        for name in mixed:
-            bucket = self._planner.packer.dense_bucket([name])
-            overwrite(self._model, bucket.start(self.sender).wait().means)
-        accumulate(self._model, mixed)
 
     def _start_again(self) -> None:
         """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
@@ -284,8 +353,5 @@ class SharedStep:
         blocks = tuple(replace(use, tapped=use.tapped and b not in settled) for b, use in members)
         self.choice, self._pending, self.sender.state = None, [], State.GOOD
         self.sender.forget()
+        self._ballot = Ballot(self._comm, header, list(self._model.params))
         self._announce(replace(header, uses=uses, blocks=blocks))
-
-    def _zeros(self, names: Collection[str]) -> dict[str, Tensor]:
-        params = self._model.params
-        return {name: torch.zeros_like(params[name], requires_grad=False) for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from outergrad._claims import Claim
+from outergrad._untraced import untraced
 
 NO_TASK = -1
 _REENTRANT = (
@@ -51,12 +53,16 @@ def will_run(node: Any) -> bool:
     Raises:
         RuntimeError: it is a parameter's, and `torch.autograd.grad` returns its gradient instead.
     """
-    return node is not None and torch._C._will_engine_execute_node(node)
+    if node is None:
+        return False
+    if torch._C._will_engine_execute_node(node):
+        return True
+    return node is torch._C._current_autograd_node()  # where a backward starts, torch forgets it
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs callback when the current backward has succeeded, before it returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))  # type: ignore[attr-defined]
 
 
 def refuse_nested_backward() -> None:
@@ -69,9 +75,14 @@ def refuse_nested_backward() -> None:
     inner, frame = None, sys._getframe()
     while frame is not None:
         runs_function = frame.f_code is BackwardCFunction.apply.__code__
-        if runs_function and inner not in _OURS:
+        if runs_function and inner not in OURS and not _is_compiled(inner):
             raise RuntimeError(_REENTRANT)
         inner, frame = frame.f_code, frame.f_back
+
+
+def _is_compiled(code: CodeType | None) -> bool:
+    """Whether it is the backward of a graph of torch.compile."""
+    return code is not None and code.co_filename.endswith("_aot_autograd/runtime_wrappers.py")
 
 
 class Tap(torch.autograd.Function):
@@ -89,6 +100,7 @@ class Tap(torch.autograd.Function):
         return y
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
         ctx.layer.capture(ctx, ctx.slot, deltas[0])
         return deltas[0], *(None for _ in ctx.needs_input_grad[1:])
@@ -115,6 +127,7 @@ class BlockTap(torch.autograd.Function):
         return tuple(t.clone() for t in tensors[:count])
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
         ctx.block.capture(ctx, ctx.use, deltas)
         parameters = len(ctx.needs_input_grad) - 4 - len(deltas)
@@ -130,11 +143,12 @@ class DeltaTap(torch.autograd.Function):
         return y.clone()
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
         return ctx.instead(ctx, deltas[0]), None
 
 
-_OURS = {Tap.backward.__code__, BlockTap.backward.__code__, DeltaTap.backward.__code__}
+OURS = {Tap.backward.__code__, BlockTap.backward.__code__, DeltaTap.backward.__code__}
 
 
 class WatchedParameter(Claim):
@@ -166,6 +180,7 @@ class WatchedParameter(Claim):
         hooks = self.parameter._backward_hooks
         return self.parameter.requires_grad and hooks is not None and len(hooks) == 1
 
+    @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
         self.accumulates()
@@ -174,6 +189,7 @@ class WatchedParameter(Claim):
         if gradient is not None:
             self._sink.on_gradient(self.name)
 
+    @untraced
     def _after(self, _: Tensor) -> None:
         self._sink.on_ready(self.name)
 
@@ -185,8 +201,12 @@ def _double_backward(name: str) -> str:
     )
 
 
-def is_shared(ctx: Any, watched: Sequence[WatchedParameter]) -> bool:
+def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:
     """Whether this backward leaves gradients in the parameters of what was tapped.
+
+    Args:
+        born_in: the backward in which it was tapped, or NO_TASK.
+        watched: the parameters.
 
     Raises:
         RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
@@ -194,6 +214,6 @@ def is_shared(ctx: Any, watched: Sequence[WatchedParameter]) -> bool:
     accumulates = [p.accumulates() for p in watched]
     if torch.is_grad_enabled():
         raise RuntimeError(_double_backward(watched[0].name))
-    if ctx.born_in != NO_TASK:
+    if born_in != NO_TASK:
         raise RuntimeError(_REENTRANT)
     return any(accumulates)  # or gradients of inputs alone were asked for

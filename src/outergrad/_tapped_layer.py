@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._class_swap import ClassSwap
+from outergrad._compiled import key_of
 from outergrad._live_uses import LiveUses
 from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Rule
@@ -48,7 +49,9 @@ class TappedLayer:
         self._awaited: list[int | None] = [None] * len(self.slots)
         self._decided = False
         self._own = OwnParameters([module], [p for params in watched for p in params])
-        self._swap = ClassSwap(module, self._forward)
+        self._key, self._taps_in_graphs = key_of(self), sink.taps(self)
+        traceable = getattr(rule, "traceable", False)
+        self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.active():
@@ -81,6 +84,60 @@ class TappedLayer:
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
             self._live[slot].add(tapped.grad_fn, rows, tapped.dtype)
         return tapped
+
+    # -- in graphs of torch.compile -------------------------------------------------------------
+
+    def tap_in_graphs(self, *, wanted: bool) -> None:
+        """Whether graphs tap the layer from now on; where that is new, they are compiled again."""
+        self._taps_in_graphs = wanted
+
+    def _in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward as it is traced; a graph is valid while what it reads here stays the same."""
+        watched = [p.parameter for params in self._watched for p in params]
+        taps = self._taps_in_graphs and all(p.requires_grad for p in watched)
+        if taps and self._own.are_there():
+            return self.rule.forward(self.module, self._tap_in_graph, *args, **kwargs)
+        torch.ops.outergrad.rows(args[0] if args else kwargs["input"], self._key)
+        return self._swap.plain_forward(*args, **kwargs)
+
+    def _tap_in_graph(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
+        """Implements `TapFn` for graphs; rows are counted when the graph runs."""
+        from outergrad._tracing import tap_in_graph
+
+        slot %= len(self.slots)
+        return tap_in_graph(y, a, self._key, slot, *(p.parameter for p in self._watched[slot]))
+
+    def on_graph_use(self, slot: int, node: Any, a: Tensor, dtype: torch.dtype) -> None:
+        """Takes note of a use in forward.
+
+        Raises:
+            RuntimeError: somebody wants to see a gradient that the graph does not compute.
+        """
+        if current_task() != NO_TASK or node is None:
+            return
+        for watched in self._watched[slot]:
+            if not watched.tappable():
+                raise RuntimeError(
+                    f"{watched.name!r} has a hook that wants its gradient, of which the compiled "
+                    f"graph knows nothing: add hooks before og.distribute()"
+                )
+        self._live[slot].add(node, self.rule.rows(self.module, (a,), {})[slot], dtype)
+
+    def on_graph_rows(self, x: Tensor) -> None:
+        """Counts rows of a forward without taps."""
+        if current_task() == NO_TASK:
+            self.note_untapped((x,), {})
+
+    def on_graph_delta(self, slot: int, a: Tensor, delta: Tensor) -> None:
+        """Takes the delta of one use, in copies: the graph uses the memory again.
+
+        Raises:
+            RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
+        """
+        if is_shared(NO_TASK, self._watched[slot]):
+            self._hand_on(slot, Call(a.clone(), delta.clone()), None)
+
+    # -------------------------------------------------------------------------------------------
 
     def note_untapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts rows of a forward without taps: the next plan may want them as factors."""
@@ -131,8 +188,32 @@ class TappedLayer:
         Raises:
             RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
         """
-        if not is_shared(ctx, self._watched[slot]):
-            return
-        call = Call(ctx.saved_tensors[0], delta)
+        if is_shared(ctx.born_in, self._watched[slot]):
+            self._hand_on(slot, Call(ctx.saved_tensors[0], delta), ctx)
+
+    def _hand_on(self, slot: int, call: Call, node: Any) -> None:
         self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))
-        self._count(slot, ctx)
+        self._count(slot, node)
+
+
+class GraphTaps:
+    """Which layers the graphs of torch.compile tap: changed twice at most, as a graph takes long.
+
+    What the first step does not want is not tapped; as soon as something of it is wanted again,
+    everything is, from then on: it costs little more than a gradient of autograd's.
+    """
+
+    def __init__(self) -> None:
+        self._settled, self._off = False, set[TappedLayer]()
+
+    def follow(self, wanted: Mapping[TappedLayer, bool]) -> None:
+        """Takes in what a step has chosen for the next one."""
+        if not self._settled:
+            self._settled = True
+            self._off = {layer for layer, taps in wanted.items() if not taps}
+        elif any(wanted[layer] for layer in self._off):
+            self._off = set()
+        else:
+            return
+        for layer in wanted:
+            layer.tap_in_graphs(wanted=layer not in self._off)

@@ -13,7 +13,7 @@ from outergrad._bucket import Pending, Result, Sender
 from outergrad._layout import Layout
 from outergrad._message import Cargo, book, book_received, read_all, sums_of_riders
 from outergrad._protocols import Merger, Work
-from outergrad._types import Factors, Slot
+from outergrad._types import ExchangeError, Factors, RefusedError, Slot
 from outergrad.comm.wire import Piece, State
 from outergrad.linalg.gradients import add_gradients
 
@@ -79,9 +79,9 @@ class _TwoWayPending:
             for owner, (layout, message) in enumerate(zip(self._ours, messages, strict=True)):
                 receivers = int(owner != self._rank)
                 self._bucket.cargo.pack(sender, layout, message, "low rank", receivers)
+        self._expected = replace(preamble, state=sender.state)
         for message in messages:
-            preamble.write(message)
-        self._expected = preamble
+            self._expected.write(message)
         return sender.comm.all_to_all(messages, [layout.nbytes for layout in self._theirs])
 
     def _empty(self, layout: Layout) -> Tensor:
@@ -90,9 +90,17 @@ class _TwoWayPending:
     # -- the second round -----------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Merges what this site owns and starts to send it to all."""
+        """Merges what this site owns and starts to send it to all.
+
+        Raises:
+            ExchangeError: a message is not as it was sent: whether there is a second round cannot
+                be known then.
+        """
         messages, cargo = self._first.wait(), self._bucket.cargo
-        preambles, self._state = read_all(messages, self._expected)
+        try:
+            preambles, self._state = read_all(messages, self._expected)
+        except RefusedError as error:
+            raise ExchangeError(str(error)) from error
         if self._state != State.GOOD:
             return  # on all sites alike
         cargo.agree(preambles)

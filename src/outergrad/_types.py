@@ -21,7 +21,28 @@ Place = tuple[str, Rows | None]
 
 
 class ExchangeError(RuntimeError):
-    """The other sites are out of reach, or sent what cannot belong to this step."""
+    """The other sites are out of reach, or sent what cannot belong to this step.
+
+    Attributes:
+        sites: those out of reach, as far as this site can tell by itself.
+        waited_s: how long it had waited for them.
+    """
+
+    def __init__(self, message: str, sites: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.sites, self.waited_s = tuple(sites), 0.0
+
+
+class RefusedError(RuntimeError):
+    """A message was not as it had been sent.
+
+    Attributes:
+        site: whose.
+    """
+
+    def __init__(self, message: str, site: int) -> None:
+        super().__init__(message)
+        self.site = site
 
 
 @dataclass(frozen=True)
@@ -132,6 +153,11 @@ class Factors(NamedTuple):
 
 Gradient = Factors | Tensor
 """A weight gradient as its factors or, where it was formed, itself: (G, O, I)."""
+
+
+def tensors_of(gradient: Gradient) -> list[Tensor]:
+    """What it consists of."""
+    return [gradient] if isinstance(gradient, Tensor) else [t for t in gradient if t is not None]
 
 
 class Part(NamedTuple):

@@ -1,7 +1,7 @@
 """What a session tells its recorders.
 
 First a `Run`; then, at every recorded step, a `Layer` for each layer and a `Step` behind them;
-`Scalars` whenever the training loop says something.
+`Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing.
 """
 
 from __future__ import annotations
@@ -146,4 +146,26 @@ class Scalars:
     values: Mapping[str, float]
 
 
-Event = Run | Layer | Step | Scalars
+@dataclass(frozen=True, kw_only=True)
+class Mishap:
+    """A step that came to nothing. Told of whatever a recorder's `every`.
+
+    Attributes:
+        rank: this site.
+        step: synchronised steps before this one.
+        time: seconds since 1970.
+        what: "skipped" (a gradient was not finite), "discarded" (the backward of a site raised, or
+            a message was damaged) or "lost" (a site died, hangs or is cut off).
+        sites: where it arose.
+        layer: full name of a parameter that it is about, or what was waited for; "" if unknown.
+    """
+
+    rank: int
+    step: int
+    time: float
+    what: str
+    sites: tuple[int, ...]
+    layer: str
+
+
+Event = Run | Layer | Step | Scalars | Mishap

@@ -10,8 +10,9 @@ from torch import nn
 
 from outergrad import Slot
 from outergrad._layout import Layout
-from outergrad._types import ExchangeError
-from outergrad.comm.wire import DTYPES, Header, Piece, Preamble, State, Use
+from outergrad._types import ExchangeError, RefusedError
+from outergrad.comm.vote import WORDS, Vote
+from outergrad.comm.wire import DTYPES, Header, Join, Piece, Preamble, State, Use
 
 uses = st.builds(Use, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
 headers = st.builds(
@@ -22,6 +23,9 @@ headers = st.builds(
     st.lists(st.booleans(), max_size=200).map(tuple),
     st.lists(uses, max_size=90).map(tuple),
     st.booleans(),
+    weight=st.integers(0, 2**50),
+    join=st.sampled_from(Join),
+    buffers=st.lists(st.booleans(), max_size=130).map(tuple),
 )
 
 
@@ -47,6 +51,26 @@ def test_headers_of_another_step_session_or_rank_are_refused(header):
         Header.parse([0] * len(words), header, header.rank)
 
 
+@given(headers, st.data())
+def test_a_flipped_bit_of_a_header_is_seen(header, data):
+    """It would be another plan, and messages of other lengths end gloo's process."""
+    words = header.words()
+    at, bit = data.draw(st.integers(4, len(words) - 1)), data.draw(st.integers(0, 62))
+    words[at] ^= 1 << bit
+    with pytest.raises(ExchangeError, match="checksum of the header of site"):
+        Header.parse(words, header, header.rank)
+
+
+@given(st.integers(4, WORDS - 1), st.integers(0, 62))
+def test_a_flipped_bit_of_a_vote_is_seen(at, bit):
+    vote = Vote(5, 6, 7, digest=8)
+    words = vote.words()
+    assert Vote.parse(words, vote, 7) == vote
+    words[at] ^= 1 << bit
+    with pytest.raises(ExchangeError, match="checksum of the vote of site 7"):
+        Vote.parse(words, vote, 7)
+
+
 def test_headers_of_small_models_have_one_length():
     """So that a mix-up of models is read and refused instead of aborting the process."""
     use = Use(3, True, torch.float32)
@@ -64,8 +88,18 @@ def test_preambles_come_back(flags, wanted_rows, state):
     message = torch.zeros(size + 16, dtype=torch.uint8)
     preamble.write(message)
     assert Preamble.read(message, preamble, 1) == preamble
-    with pytest.raises(ExchangeError, match="not bucket"):
+    with pytest.raises(RefusedError, match="not bucket"):
         Preamble.read(message, Preamble(12345, 7, 3, 1, state, flags), 1)
+
+
+@given(st.integers(0, 40), st.integers(0, 2**30), st.integers(0, 7), st.sampled_from(State))
+def test_a_message_with_another_bit_is_refused(blocks, place, bit, state):
+    preamble = Preamble(12345, 7, 2, 1, state, (True,) * 5, (3, 4))
+    message = torch.randint(0, 256, (128 + 16 * blocks,), dtype=torch.uint8)
+    preamble.write(message)
+    message[place % len(message)] ^= 1 << bit
+    with pytest.raises(RefusedError, match="site 1"):
+        Preamble.read(message, preamble, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -44,7 +44,7 @@ def test_mirrors_send_what_real_sites_send(make, method, sites):
 
     def body(rank, group):
         model = copy.deepcopy(original)
-        session = og.distribute(model, method, group=group)
+        session = og.distribute(model, method, group=group, buffers="local")
         found = trained(model, session, x)
         session.detach()
         return found
@@ -58,6 +58,24 @@ def test_mirrors_send_what_real_sites_send(make, method, sites):
         assert torch.allclose(gradients[name], expected[name], rtol=1e-4, atol=1e-6), name
     session.detach()
     assert type(planned_for) is type(original)
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "mean"])
+def test_mirrors_send_what_real_sites_send_of_buffers(buffers):
+    original, x = MODELS["convolutions"]()
+
+    def body(rank, group):
+        model = copy.deepcopy(original)
+        session = og.distribute(model, og.DAD(), group=group, buffers=buffers)
+        found, _ = trained(model, session, x)
+        session.detach()
+        return found
+
+    planned_for = copy.deepcopy(original)
+    comm = MirrorComm(3, Tracer())
+    session = attach(planned_for, og.DAD(), comm, LINK, buffers=buffers)
+    assert trained(planned_for, session, x)[0] == run_on_lasting_groups(3, body)[0]
+    session.detach()
 
 
 @by_sites

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from outergrad.recipes.errors import RecipeError, SiteError
-from outergrad.recipes.processes import run_processes
+from outergrad.recipes.processes import Failure, lost_of, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -49,9 +49,18 @@ def test_a_failure_is_told_and_ends_the_others(tmp_path, error, kind, said):
         partial(sleep_long, pid_file),
         partial(fail_when_another_sleeps, pid_file, error),
     ]
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as raised:
         run_processes(works)
+    assert getattr(raised.value, "lost", set()) == ({1} if error is None else set())
     assert not psutil.pid_exists(int(pid_file.read_text()))
+
+
+def test_who_is_aborted_because_another_is_gone_is_not_lost():
+    told = Failure(1.0, SiteError("site 0: lost the others"))
+    killed, aborted = (Failure(0.0, SiteError(""), -n) for n in (signal.SIGKILL, signal.SIGABRT))
+    assert lost_of({0: told, 1: killed, 2: aborted}) == {1}
+    assert lost_of({0: told, 2: aborted}) == {2}
+    assert lost_of({0: told}) == set()
 
 
 def test_results_come_in_order():

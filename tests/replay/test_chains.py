@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -142,3 +143,30 @@ def test_a_sequential_that_is_iterated_travels_otherwise():
         assert line.why == "a parameter is also used outside the block"
         for name, gradient in gradients.items():
             assert relative_error(gradient, expected[name]) < 5e-6, name
+
+
+def test_passes_without_sync_under_autocast_add_to_gradients_of_their_own_dtype():
+    """What is computed again there is in bfloat16, the parameters are in float32."""
+    torch.manual_seed(1)
+    original, xs = deep(nn.ReLU()), rows(2, 10)
+
+    def train(model, x, no_sync):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with no_sync():
+                loss(model(*x)).backward()
+            loss(model(*x)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    def body(rank, group):
+        model = copy.deepcopy(original)
+        session = og.distribute(model, og.EDAD(always=True), group=group)
+        found = train(model, xs[rank], session.no_sync)
+        session.detach()
+        return found
+
+    alone = [train(copy.deepcopy(original), x, nullcontext) for x in xs]
+    for found in run_on_lasting_groups(2, body):
+        for name, gradient in found.items():
+            mean = sum(gradients[name].double() for gradients in alone) / 2
+            assert gradient.dtype == torch.float32
+            assert relative_error(gradient, mean) < 0.03, name

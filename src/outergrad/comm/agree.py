@@ -22,7 +22,11 @@ def fingerprint(lines: Sequence[str]) -> int:
 
 
 def agree(
-    comm: Comm, lines: Sequence[str], error: Exception | None = None, remedy: str = _SAME
+    comm: Comm,
+    lines: Sequence[str],
+    error: Exception | None = None,
+    remedy: str = _SAME,
+    who: str = "site",
 ) -> int:
     """Compares a description over the sites, line by line.
 
@@ -31,6 +35,7 @@ def agree(
         lines: this site's description, of the form "what: value".
         error: what went wrong on this site before it could describe itself, if anything.
         remedy: what the user should do if two sites differ.
+        who: what a rank of the transport is called.
 
     Returns:
         The common fingerprint.
@@ -48,7 +53,7 @@ def agree(
     texts = _exchange_texts(comm, mine, [size for _, size in theirs])
     if error is not None:
         raise error
-    raise ValueError(_first_difference(texts, remedy))
+    raise ValueError(_first_difference(texts, remedy, who))
 
 
 def _exchange_texts(comm: Comm, mine: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
@@ -57,18 +62,18 @@ def _exchange_texts(comm: Comm, mine: Sequence[str], sizes: Sequence[int]) -> li
     return [bytes(part.tolist()).decode().split("\n") for part in parts]
 
 
-def _first_difference(texts: Sequence[Sequence[str]], remedy: str) -> str:
+def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> str:
     """Where the first site that is unlike most of them departs from those."""
     for rank, text in enumerate(texts):
         if text[0].startswith("error: "):
-            return f"site {rank} could not take part: {text[0].removeprefix('error: ')}"
+            return f"{who} {rank} could not take part: {text[0].removeprefix('error: ')}"
     usual = Counter(tuple(text) for text in texts).most_common(1)[0][0]
     normal = next(rank for rank, text in enumerate(texts) if tuple(text) == usual)
     odd = next(rank for rank, text in enumerate(texts) if tuple(text) != usual)
     for expected, found in zip_longest(usual, texts[odd], fillvalue="nothing"):
         if expected != found:
             return (
-                f"the sites do not agree: site {odd} has {found!r} where site {normal} has "
+                f"the sites do not agree: {who} {odd} has {found!r} where {who} {normal} has "
                 f"{expected!r}; {remedy}"
             )
     raise AssertionError("equal descriptions with different fingerprints")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,18 +13,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad._types import ExchangeError
+from outergrad.comm.last_words import Enough, LastWords
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
+_PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
+_AN_INSTANT = timedelta(milliseconds=1)
+_PATIENCE = timedelta(seconds=30)
 
 
 @contextmanager
-def _transport() -> Iterator[None]:
+def _transport(sites: Sequence[int] = ()) -> Iterator[None]:
     """Gives the errors of a transport a type of their own."""
     try:
         yield
     except RuntimeError as error:
-        raise ExchangeError(str(error)) from error
+        raise ExchangeError(_told(str(error)), sites) from error
+
+
+def _told(error: str) -> str:
+    """In few words, what gloo says in many."""
+    if "imed out" in error:
+        return "no answer in time"
+    if any(words in error for words in ("closed by peer", "reset by peer", "pair closure")):
+        return "the connection was closed"
+    return error
 
 
 class Ready:
@@ -37,17 +52,46 @@ class Ready:
 
 
 class TorchWork:
-    """Transfers of torch.distributed under way."""
+    """Transfers of torch.distributed under way.
 
-    def __init__(self, works: Sequence[dist.Work], result: Callable[[], Any]) -> None:
-        self._works, self._result = works, result
+    Args:
+        works: each with the sites that it depends on, as far as one can tell.
+        result: what `wait` returns.
+        timeout: for all of them together, from when somebody waits; None for the group's.
+        sends: what this site sends besides. If it does not arrive, whoever waits for it will say
+            so: what this site has received is there all the same.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[tuple[dist.Work, Sequence[int]]],
+        result: Callable[[], Any],
+        timeout: timedelta | None = None,
+        sends: Sequence[dist.Work] = (),
+    ) -> None:
+        self._works, self._result, self._timeout = works, result, timeout
+        self._sends = sends
 
     def wait(self) -> Any:
         """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
-        with _transport():
-            for work in self._works:
-                work.wait()
+        began = time.monotonic()
+        for work, sites in self._works:
+            try:
+                with _transport(sites):
+                    self._wait(work, time.monotonic() - began)
+            except ExchangeError as error:
+                error.waited_s = time.monotonic() - began
+                raise
+        for work in self._sends:
+            with suppress(RuntimeError):
+                self._wait(work, time.monotonic() - began)
         return self._result()
+
+    def _wait(self, work: dist.Work, waited_s: float) -> None:
+        if self._timeout is None:
+            work.wait()
+        else:
+            work.wait(max(self._timeout - timedelta(seconds=waited_s), _AN_INSTANT))
 
 
 class TorchComm:
@@ -55,9 +99,16 @@ class TorchComm:
 
     A gloo group moves CUDA tensors through host memory; so do headers, so that reading them does
     not stop the device.
+
+    Args:
+        group: the sites.
+        device: of the tensors.
+        timeout: of a message, once this site waits for it; None for the group's own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
+    ) -> None:
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.sent_bytes = self.received_bytes = 0
@@ -65,6 +116,9 @@ class TorchComm:
         self._kept: Tensor | None = None
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
+        # NCCL would stop the host to watch the clock, and has a watchdog of its own.
+        self._timeout = timeout if self._wire.type == "cpu" else None
+        self.patience_s = (timeout or _PATIENCE).total_seconds()
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
@@ -76,10 +130,12 @@ class TorchComm:
         self.sent_bytes += ring_bytes(t.nbytes, self.world_size)
         self.received_bytes += ring_bytes(t.nbytes, self.world_size)
         staged = self._staged(t)
-        with _transport():
+        sites = (1 - self.rank,) if self.world_size == 2 else ()
+        with _transport(sites):
             work = dist.all_reduce(staged, group=self.group, async_op=True)
         assert work is not None
-        return TorchWork([work], lambda: t if staged is t else t.copy_(staged))
+        result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
+        return TorchWork([(work, sites)], result, self._timeout)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -123,18 +179,17 @@ class TorchComm:
         self.sent_bytes += sum(t.nbytes for t in outgoing) - own.nbytes
         parts = [own.new_empty(size) for size in sizes]
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
-        with _transport():
-            works = self._exchange(outgoing, parts, _TAG + lane)
+        receives, sends = self._exchange(outgoing, parts, _TAG + lane)
 
         def result() -> list[Tensor]:
             parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
             return [part.to(device) for part in parts]
 
-        return TorchWork(works, result)
+        return TorchWork(receives, result, self._timeout, sends)
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
-    ) -> list[dist.Work]:
+    ) -> tuple[list[tuple[dist.Work, Sequence[int]]], list[dist.Work]]:
         """Starts to send every other site its tensor and to receive the other parts."""
         others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         if parts[0].device.type == "cuda":
@@ -145,21 +200,59 @@ class TorchComm:
             receives = [
                 dist.P2POp(dist.irecv, part, group=self.group, group_peer=o) for part, o in receive
             ]
-            return list(dist.batch_isend_irecv([*receives, *sends]))
+            with _transport(others):
+                return [(w, others) for w in dist.batch_isend_irecv([*receives, *sends])], []
         # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
-        group = self.group
-        works = [dist.irecv(parts[o], group=group, group_src=o, tag=tag) for o in reversed(others)]
-        works += [dist.isend(outgoing[o], group=group, group_dst=o, tag=tag) for o in others]
-        return [work for work in works if work is not None]
+        receiving: list[tuple[dist.Work, Sequence[int]]] = [
+            (self._started(dist.irecv, parts[o], o, tag), (o,)) for o in reversed(others)
+        ]
+        return receiving, [self._started(dist.isend, outgoing[o], o, tag) for o in others]
+
+    def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> dist.Work:
+        with _transport((other,)):
+            return call(t, group=self.group, tag=tag, **{_PEER[call]: other})
+
+    def give_up(self, text: str, enough: Enough, patience_s: float) -> list[str | None] | None:
+        """Leaves a text for the other sites, closes the connections, and gathers the others'.
+
+        None if the store of the group is gone.
+
+        Args:
+            text: what this site has to say of its end.
+            enough: whether what is known is enough; None of sites that have left nothing yet.
+            patience_s: how long to wait for it to be.
+        """
+        store = self.group.get_group_store()
+        words = LastWords(store, self.rank, self.world_size)
+        words.leave(text)  # first: who finds a connection closed may look for it
+        self._close()
+        return words.gather(enough, patience_s)
+
+    def _close(self) -> None:
+        """Closes all connections, so that the other sites hear at once of the end.
+
+        gloo has no call for it, but closes them when a receive is not answered in time.
+        """
+        if self._host.type != "cpu" or not _has_backend(self.group, "cpu"):
+            with suppress(RuntimeError):
+                self.group.abort()
+            return
+        for other in (r for r in range(self.world_size) if r != self.rank):
+            with suppress(ExchangeError), _transport():
+                work = self._started(dist.irecv, torch.empty(1), other, _TAG - 1)
+                work.wait(_AN_INSTANT)
 
     def broadcast(self, t: Tensor) -> None:
         """Overwrites t with rank 0's."""
         if self.world_size == 1:
             return
         staged = t.to(self._wire).contiguous()
-        with _transport():
-            dist.broadcast(staged, group=self.group, group_src=0)
+        sites = (1 - self.rank,) if self.world_size == 2 else ()
+        with _transport(sites):
+            work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
+        assert work is not None
+        TorchWork([(work, sites)], lambda: None, self._timeout).wait()
         # A thread of gloo's may hold it a little longer; were it the last to do so while the
         # interpreter shuts down, the process would abort.
         self._kept = staged

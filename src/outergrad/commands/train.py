@@ -1,5 +1,7 @@
 """``outergrad train``."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -7,15 +9,17 @@ from typing import Annotated
 import typer
 
 from outergrad.commands.options import DATA_DIR, METHOD_HELP, DataDir
-from outergrad.recipes.console import errors_in_one_line
+from outergrad.recipes.console import errors_in_one_line, say
 from outergrad.recipes.data import SOURCES, require_files
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
-from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
+from outergrad.recipes.launch import number_of_sites, run_sites, start_sites, under_torchrun
 from outergrad.recipes.models import MODELS
 from outergrad.recipes.models.hidden import ACTIVATIONS
+from outergrad.recipes.saving import Saving
 from outergrad.recipes.simulate import simulate as run_simulated
 from outergrad.recipes.split import SPLITS
+from outergrad.recipes.supervise import Attempt, Restarts, supervise
 from outergrad.recipes.train import Files
 from outergrad.recipes.train import train as train_site
 
@@ -65,6 +69,26 @@ Budget = Annotated[
     float,
     typer.Option(help="Share of a step that measuring a recorded one may take; inf: no limit."),
 ]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder, of the sites together or each its own, to save the training in and to go "
+        "on from.",
+        file_okay=False,
+    ),
+]
+CheckpointEvery = Annotated[int, typer.Option(min=1, help="Save after every so many steps.")]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, help="Start the sites again so often when one fails.")
+]
+MinSites = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Go on without a site that is lost, with at least so many; it is taken back.",
+        show_default="all are needed",
+    ),
+]
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Let the sites be threads of one process.")
 ]
@@ -92,6 +116,10 @@ def train(
     record: Record = None,
     every: Every = 10,
     budget: Budget = 0.04,
+    checkpoint: Checkpoint = None,
+    checkpoint_every: CheckpointEvery = 100,
+    max_restarts: MaxRestarts = 0,
+    min_sites: MinSites = None,
     simulate: Simulate = False,
     verbose: Verbose = False,
 ) -> None:
@@ -114,15 +142,60 @@ def train(
             local=tuple(local or ()),
             joint=joint,
         )
+        restarts = Restarts(max_restarts=max_restarts, min_sites=min_sites)
+        saving = None
+        if checkpoint is not None:
+            lost = under_torchrun() or min_sites is not None
+            saving = Saving(folder=checkpoint, every=checkpoint_every, allow_lost=lost)
+        _check(job, saving, restarts, simulate=simulate)
         files = Files(log, record, every, budget)
-        work = partial(train_site, job, data_dir=data_dir, files=files, verbose=verbose)
-        processes = 1 if method == "pooled" else job.sites
+        work = partial(
+            train_site, job, data_dir=data_dir, files=files, verbose=verbose, saving=saving
+        )
         if not under_torchrun():
             require_files(data, data_dir)
+        sites = 1 if method == "pooled" else job.sites
         if simulate:
-            run_simulated(lambda group, stop: work(group=group, stop=stop), processes)
+            run_simulated(lambda group, stop: work(group=group, stop=stop), sites)
+        elif under_torchrun():
+            run_sites(work, sites, verbose=verbose)
         else:
-            run_sites(work, processes, verbose=verbose)
+            run = partial(_attempt, work, saving, verbose)
+            supervise(run, sites, restarts, say)
+
+
+def _check(job: Job, saving: Saving | None, restarts: Restarts, *, simulate: bool) -> None:
+    """Options that do not go together."""
+    if restarts.max_restarts or restarts.min_sites is not None:
+        if under_torchrun():
+            raise RecipeError(
+                "--max-restarts and --min-sites are torchrun's to do: torchrun --max-restarts N, "
+                "and --nnodes 2:3 to go on with fewer machines"
+            )
+        if saving is None or simulate:
+            raise RecipeError(
+                "--max-restarts and --min-sites need --checkpoint FOLDER, to go on from, and "
+                "processes, not --simulate"
+            )
+        restarts.check(job.sites)
+    if restarts.min_sites is not None and job.method in ("pooled", "alone"):
+        raise RecipeError(f"--min-sites does not go with --method {job.method}")
+    if saving is not None and job.method.startswith("powersgd"):
+        raise RecipeError(
+            f"--checkpoint does not go with --method {job.method}: PyTorch's hook does not save "
+            f"what it remembers; use og-powersgd, as og-powersgd:rank=2"
+        )
+
+
+def _attempt(
+    work: Callable[..., bool], saving: Saving | None, verbose: bool, attempt: Attempt
+) -> bool:
+    """Starts some of the sites; whether they have finished the job."""
+    if saving is not None:
+        saving = replace(saving, pause_after=attempt.pause_after)
+    present = None if attempt.pause_after is None else attempt.sites
+    site = partial(work, saving=saving, present=present)
+    return all(start_sites(site, attempt.sites, verbose=verbose))
 
 
 def parse_widths(text: str) -> tuple[int, ...]:

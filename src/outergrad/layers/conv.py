@@ -19,6 +19,7 @@ class ConvRule:
     """`nn.Conv1d/2d/3d` with any stride, padding and its modes, dilation and groups."""
 
     owns: tuple[str, ...] = ()
+    traceable: bool = True
     relies_on: tuple[str, ...] = ("forward", "_conv_forward")
 
     def objection(self, module: nn.Module) -> str | None:

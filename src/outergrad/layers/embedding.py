@@ -18,6 +18,7 @@ class EmbeddingRule:
     """`nn.Embedding`; distinct ids travel with the sum of their deltas."""
 
     owns: tuple[str, ...] = ()
+    traceable: bool = True
 
     def objection(self, module: nn.Embedding) -> str | None:
         """Frequencies of a batch would have to be those of all sites.
@@ -48,6 +49,8 @@ class EmbeddingRule:
     def forward(self, module: nn.Embedding, tap: TapFn, input: Tensor) -> Tensor:
         """As `nn.Embedding`."""
         y = F.embedding(input, module.weight.detach(), module.padding_idx)
+        if torch.compiler.is_dynamo_compiling():  # there are no values yet that could be counted
+            return tap(y, input)
         return tap(y, input, rows=_distinct(module, input))
 
     def rows(

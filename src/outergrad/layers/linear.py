@@ -16,6 +16,7 @@ class LinearRule:
     """`nn.Linear` on inputs of any number of dimensions."""
 
     owns: tuple[str, ...] = ()
+    traceable: bool = True
 
     def objection(self, module: nn.Linear) -> str | None:
         """Parametrised weights are no leaves; without inputs there is nothing to flatten."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Slot
+from outergrad._types import Factors, Gradient, Slot
 from outergrad.linalg.outer import bias_gradient, lookup_gradient, stack, weight_gradient
 
 
@@ -30,6 +31,20 @@ def add_gradients(
     if slot.bias is not None:
         value = bias_gradient(cast, scale)
         add_rows(gradients, slot.bias, slot.bias_rows, value, params[slot.bias])
+
+
+@overload
+def scaled(gradient: Tensor, scale: float) -> Tensor: ...
+@overload
+def scaled(gradient: Gradient, scale: float) -> Gradient: ...
+def scaled(gradient: Gradient, scale: float) -> Gradient:
+    """So many times a gradient; scale 0 gives zeros, also of the NaN of a mean over nothing."""
+    if scale == 1.0:
+        return gradient
+    if isinstance(gradient, Tensor):
+        return gradient * scale if scale else torch.zeros_like(gradient)
+    b_GO = None if gradient.b_GO is None else scaled(gradient.b_GO, scale)
+    return Factors(scaled(gradient.d_GRO, scale), gradient.a_GRI, b_GO)
 
 
 def _cast(factors: Factors, dtype: torch.dtype) -> Factors:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class MirrorComm:
     def __init__(self, sites: int, tracer: Tracer) -> None:
         self.rank, self.world_size = 0, sites
         self.sent_bytes = self.received_bytes = 0
-        self.device, self.group = torch.device("cpu"), Group()
+        self.device, self.group, self.patience_s = torch.device("cpu"), Group(), math.inf
         self._tracer = tracer
 
     def all_reduce(self, t: Tensor) -> Mirrored:
@@ -86,6 +87,12 @@ class MirrorComm:
 
     def broadcast(self, t: Tensor) -> None:
         """Nothing: this is site 0."""
+
+    def give_up(
+        self, text: str, enough: Callable[[Sequence[str | None]], bool], patience_s: float
+    ) -> list[str | None]:
+        """Nobody is lost here."""
+        return [text] * self.world_size
 
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor."""

@@ -95,6 +95,11 @@ def leave_at_once(code: int) -> None:
     os._exit(code)
 
 
+def say(message: str) -> None:
+    """Tells of something in one line on the error stream, after a bar that nobody finished."""
+    _tell(message, below_a_bar=True)
+
+
 def _tell(message: str, *, below_a_bar: bool = False) -> None:
     """Writes one line, after a bar that nobody could finish."""
     console = Console(stderr=True)

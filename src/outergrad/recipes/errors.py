@@ -6,7 +6,13 @@ class RecipeError(ValueError):
 
 
 class SiteError(RuntimeError):
-    """A site ended before its work was done."""
+    """A site ended before its work was done.
+
+    Attributes:
+        lost: Numbers of sites whose processes ended without a word, as a killed one does.
+    """
+
+    lost: frozenset[int] = frozenset()
 
 
 class CheckError(RuntimeError):

@@ -2,11 +2,11 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from outergrad.recipes.errors import RecipeError, SiteError
 from outergrad.recipes.loopback import loopback_name
 from outergrad.recipes.processes import run_processes, tell
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=2)
 
@@ -44,7 +46,7 @@ def number_of_sites(wanted: int | None, default: int = 2) -> int:
     return started
 
 
-def run_sites(work: Callable[[], None], sites: int, *, verbose: bool = False) -> None:
+def run_sites(work: Callable[[], object], sites: int, *, verbose: bool = False) -> None:
     """Does some work at every site, as a member of one process group.
 
     Args:
@@ -59,10 +61,10 @@ def run_sites(work: Callable[[], None], sites: int, *, verbose: bool = False) ->
     if under_torchrun():
         _join_torchrun(work, verbose=verbose)
     else:
-        _start_sites(work, sites, verbose=verbose)
+        start_sites(work, range(sites), verbose=verbose)
 
 
-def _join_torchrun(work: Callable[[], None], *, verbose: bool) -> None:
+def _join_torchrun(work: Callable[[], object], *, verbose: bool) -> None:
     try:
         _in_group(work)
     except RecipeError:
@@ -71,23 +73,35 @@ def _join_torchrun(work: Callable[[], None], *, verbose: bool) -> None:
         raise SiteError(f"site {os.environ['RANK']}: {tell(error, verbose)}") from error
 
 
-def _start_sites(work: Callable[[], None], sites: int, *, verbose: bool) -> None:
+def start_sites(work: Callable[[], T], numbers: Sequence[int], *, verbose: bool = False) -> list[T]:
+    """Does some work at local sites: new processes, which meet in a store of their own.
+
+    Args:
+        work: What a site does; picklable.
+        numbers: Of the sites, in the order of their ranks.
+        verbose: Whether a failure tells its traceback.
+
+    Raises:
+        RecipeError: The user must mend something.
+        SiteError: A site failed; the others have been ended.
+    """
     with tempfile.TemporaryDirectory(prefix="outergrad-") as folder:
-        store = (Path(folder) / "store").as_uri()
-        works = [partial(_local_site, work, store, site, sites) for site in range(sites)]
-        run_processes(works, verbose=verbose)
+        store, sites = (Path(folder) / "store").as_uri(), len(numbers)
+        works = [partial(_local_site, work, store, rank, sites) for rank in range(sites)]
+        return run_processes(works, verbose=verbose, numbers=numbers)
 
 
-def _local_site(work: Callable[[], None], store: str, site: int, sites: int) -> None:
+def _local_site(work: Callable[[], T], store: str, site: int, sites: int) -> T:
     stay_on_loopback()
     torch.set_num_threads(max(1, torch.get_num_threads() // sites))
-    _in_group(work, init_method=store, rank=site, world_size=sites)
+    return _in_group(work, init_method=store, rank=site, world_size=sites)
 
 
-def _in_group(work: Callable[[], None], **group: Any) -> None:
+def _in_group(work: Callable[[], T], **group: Any) -> T:
     dist.init_process_group("gloo", timeout=TIMEOUT, **group)
-    work()
+    result = work()
     dist.destroy_process_group()
+    return result
 
 
 def stay_on_loopback() -> None:

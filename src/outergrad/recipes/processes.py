@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -29,10 +29,12 @@ class Failure:
     Attributes:
         at_s: When, on the monotonic clock that all processes share.
         error: What to raise.
+        code: With what the process ended, if without a word; negative: by a signal.
     """
 
     at_s: float
     error: RecipeError | SiteError
+    code: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,24 @@ class Child:
             outcome = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            return Failure(0.0, SiteError(f"site {self.site} {_end_of(self.process)}"))
+            error = SiteError(f"site {self.site} {_end_of(self.process)}")
+            return Failure(0.0, error, self.process.exitcode)
         self.process.join(GRACE_S)  # it may still be writing its last lines
         return outcome
 
 
-def run_processes(works: Sequence[Callable[[], T]], *, verbose: bool = False) -> list[T]:
+def run_processes(
+    works: Sequence[Callable[[], T]],
+    *,
+    verbose: bool = False,
+    numbers: Sequence[int] | None = None,
+) -> list[T]:
     """Runs each function in a process of its own.
 
     Args:
         works: Picklable functions whose results can be pickled.
         verbose: Whether a failure tells its traceback.
+        numbers: Of the sites, if not 0, 1 and so on.
 
     Returns:
         Their results, in order.
@@ -79,18 +88,29 @@ def run_processes(works: Sequence[Callable[[], T]], *, verbose: bool = False) ->
         SiteError: A process failed otherwise, the first one in time.
     """
     children: list[Child] = []
+    sites = range(len(works)) if numbers is None else numbers
     try:
         with _interrupts_ignored():
-            for site, work in enumerate(works):
+            for site, work in zip(sites, works, strict=True):
                 children.append(_start(site, work, verbose))
         outcomes = _watch(children)
     finally:
         _end(children)
-    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+    failures = {site: o for site, o in outcomes.items() if isinstance(o, Failure)}
     if failures:
-        raise min(failures, key=lambda failure: failure.at_s).error
-    ordered = (outcomes[site] for site in range(len(works)))
+        error = min(failures.values(), key=lambda failure: failure.at_s).error
+        if isinstance(error, SiteError):
+            error.lost = lost_of(failures)
+        raise error
+    ordered = (outcomes[site] for site in sites)
     return [outcome.value for outcome in ordered if isinstance(outcome, Success)]
+
+
+def lost_of(failures: Mapping[int, Failure]) -> frozenset[int]:
+    """Sites that ended without a word; gloo may abort a healthy one because another is gone."""
+    silent = {site: failure.code for site, failure in failures.items() if failure.code is not None}
+    killed = {site for site, code in silent.items() if code != -signal.SIGABRT}
+    return frozenset(killed or silent)
 
 
 def tell(error: BaseException, verbose: bool) -> str:

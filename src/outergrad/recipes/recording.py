@@ -1,7 +1,8 @@
 """What a training of a recipe writes down for reports, whatever its method."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,23 +11,49 @@ import outergrad as og
 from outergrad.events import Event, Run, Scalars, Step
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import Replica, all_reduce_bytes
-from outergrad.recipes.sites import Group, rank_in, sites_of
+from outergrad.recipes.sites import Group, number_in, rank_in, sites_of
 from outergrad.record.jsonl import JSONL
 from outergrad.record.quietly import warn
 
 
+class SiteJSONL(JSONL):
+    """Writes under the number of the site, which is not its rank where sites are left out."""
+
+    site = 0
+
+    def record(self, event: Event) -> None:
+        """As `JSONL.record`."""
+        super().record(replace(event, rank=self.site))
+
+
 def recorder_into(
-    folder: Path, every: int = 10, budget: float = 0.04, group: Group = None
+    folder: Path,
+    every: int = 10,
+    budget: float = 0.04,
+    group: Group = None,
+    *,
+    present: Sequence[int] | None = None,
+    again: bool = False,
 ) -> JSONL:
     """Makes the folder of a run, with what an earlier run of this site has left there removed.
+
+    Args:
+        folder: of the run.
+        every: record every so many-th step.
+        budget: share of a step that measuring may take.
+        group: the sites.
+        present: their numbers, where some are left out.
+        again: whether the run goes on: then what is there stays.
 
     Raises:
         RecipeError: it cannot be written to.
     """
     try:
-        recorder = JSONL(folder, every=every, budget=budget)
+        recorder = SiteJSONL(folder, every=every, budget=budget)
+        recorder.site = number_in(group, present)
         recorder.path.mkdir(parents=True, exist_ok=True)
-        (recorder.path / f"site-{rank_in(group)}.jsonl").write_text("")
+        if not again:
+            (recorder.path / f"site-{recorder.site}.jsonl").write_text("")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(f"--record {folder}: {reason}") from error
@@ -64,6 +91,12 @@ class Recording:
                 self._tell(self._step())
             self._steps += 1
         self.log(loss=loss)
+
+    def resume(self, steps: int) -> None:
+        """So many steps are done already."""
+        self._steps = steps
+        if self._recorder is not None and self._session is None and steps:
+            self._tell(self._run())
 
     def log(self, **values: float) -> None:
         """The loop knows something."""
@@ -110,7 +143,7 @@ class Recording:
             rank=rank_in(self._group),
             sites=sites_of(self._group),
             method=self._method,
-            step=0,
+            step=self._steps,
             time=time.time(),
             shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
             dense_bytes=all_reduce_bytes(model, self._group),

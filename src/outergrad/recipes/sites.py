@@ -21,6 +21,12 @@ def rank_in(group: Group) -> int:
     return dist.get_rank() if group is None else group.rank()
 
 
+def number_in(group: Group, present: Sequence[int] | None = None) -> int:
+    """The number of this site, by which it has its rows; its rank, if all are present."""
+    rank = rank_in(group)
+    return rank if present is None else present[rank]
+
+
 def sites_of(group: Group) -> int:
     """How many there are."""
     return dist.get_world_size() if group is None else group.size()

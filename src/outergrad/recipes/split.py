@@ -106,6 +106,7 @@ class Batches:
         batch_sizes: Rows per step of every site.
         steps: Batches per epoch.
         seed: Of the order.
+        present: The sites whose batches make a step, if not all.
     """
 
     x: Tensor
@@ -115,17 +116,21 @@ class Batches:
     batch_sizes: Sequence[int]
     steps: int
     seed: int
+    present: Sequence[int] | None = None
 
     @property
     def weight(self) -> float:
         """What a loss counts, for the mean over sites to be that of the union of their batches."""
-        wanted = [self.batch_sizes[site] for site in self.sites]
-        return mean(wanted) / mean(self.batch_sizes)
+        present = range(len(self.batch_sizes)) if self.present is None else self.present
+        wanted, all_of_them = (
+            [self.batch_sizes[site] for site in sites] for sites in (self.sites, present)
+        )
+        return mean(wanted) / mean(all_of_them)
 
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the batches of an epoch; each row comes at most once."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the batches of an epoch, from one on; each row comes at most once."""
         rows = torch.cat([self._order(site, number) for site in self.sites], dim=1)
-        for batch in rows:
+        for batch in rows[start:]:
             yield self.x[batch], self.y[batch]
 
     def forever(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,7 +15,9 @@ from outergrad.recipes.console import amount, count, step_bars
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
+from outergrad.recipes.position import Position
 from outergrad.recipes.recording import recorder_into
+from outergrad.recipes.saving import Saver, Saving
 from outergrad.recipes.simulate import Stop
 from outergrad.recipes.sites import Group, mean_over_sites, prepare_together, rank_in
 from outergrad.recipes.split import Rows
@@ -71,7 +71,9 @@ def train(
     verbose: bool = False,
     group: Group = None,
     stop: Stop | None = None,
-) -> None:
+    saving: Saving | None = None,
+    present: tuple[int, ...] | None = None,
+) -> bool:
     """Does this site's part of a job; site 0 shows the progress and the result.
 
     Args:
@@ -81,6 +83,11 @@ def train(
         verbose: Whether to show how each parameter travels.
         group: The sites.
         stop: Ends it early, if sites are threads.
+        saving: Where to save it, and to go on from.
+        present: The numbers of the sites, where some of the job's are left out.
+
+    Returns:
+        Whether the job is done, and not only paused.
 
     Raises:
         RecipeError: The same at every site, if one of them cannot start.
@@ -88,61 +95,118 @@ def train(
     first = rank_in(group) == 0
     files = files or Files()
     files = files if first else files._replace(log=None)
-    prepare = partial(_prepare, job, data_dir, files, group)
+    prepare = partial(_prepare, job, data_dir, files, group, saving, present)
     data, rows_by_site, file, recorder = prepare_together(job, prepare, group)
-    with closing(start(job, data, rows_by_site, recorder, group)) as training:
-        with file, step_bars(shown=first) as bars:
-            report = _run(job, training, file, bars, stop or Stop())
-        if first and verbose and training.replica.session:
+    with file, closing(start(job, data, rows_by_site, recorder, group, present)) as training:
+        position = Position(training.batches.steps, training.replica)
+        saver = Saver(saving, training, position, job, present)
+        again = saver.restore()
+        with step_bars(shown=first) as bars:
+            _begin_log(file, job, position.epoch if again else 0)
+            steps = _Steps(training, position, saver, bars, stop or Stop())
+            report = _run(job, steps, file)
+        if first and verbose and report and training.replica.session:
             print(training.replica.session.coverage())
-    if first:
+    if first and report:
         print(_summary(job, report))
+    return report is not None
 
 
 def _prepare(
-    job: Job, data_dir: Path, files: Files, group: Group
+    job: Job,
+    data_dir: Path,
+    files: Files,
+    group: Group,
+    saving: Saving | None,
+    present: tuple[int, ...] | None,
 ) -> tuple[Dataset, Rows, IO[str], JSONL | None]:
     data = load(job.data, data_dir)
+    again = saving is not None and saving.begun
+    if saving is not None:
+        saving.claim(job)
     recorder = None
     if files.record is not None:
-        recorder = recorder_into(files.record, files.every, files.budget, group)
-    return data, deal(job, data), _open(files.log or Path(os.devnull)), recorder
+        pace = files.every, files.budget
+        recorder = recorder_into(files.record, *pace, group, present=present, again=again)
+    return data, deal(job, data), _open(files.log, again=again), recorder
 
 
-def _open(log: Path) -> IO[str]:
+def _open(log: Path | None, *, again: bool) -> IO[str]:
+    if log is None:
+        return Path(os.devnull).open("w")
     try:
-        return log.open("w", buffering=1)
+        return log.open("r+" if again and log.exists() else "w", buffering=1)
     except OSError as error:
         raise RecipeError(f"--log {log}: {error.strerror}") from error
 
 
-def _run(job: Job, training: Training, file: IO[str], bars: Progress, stop: Stop) -> Report:
-    """Trains, logs the job and every epoch, and returns the last report."""
-    reports: list[Report] = []
-    print(json.dumps(asdict(job)), file=file)
-    for report in _epochs(job, training, bars, stop):
+def _begin_log(file: IO[str], job: Job, epochs: int) -> None:
+    """The job, and the lines of the epochs that are done."""
+    kept = file.readlines()[1 : 1 + epochs] if "+" in file.mode else []
+    if "+" in file.mode:
+        file.seek(0)
+        file.truncate()
+    file.writelines([json.dumps(asdict(job)) + "\n", *kept])
+
+
+class _Steps:
+    """The steps of a training, each saved if it is time to."""
+
+    def __init__(
+        self,
+        training: Training,
+        position: Position,
+        saver: Saver,
+        bars: Progress,
+        stop: Stop,
+    ) -> None:
+        self.training, self.position = training, position
+        self._saver, self._bars, self._stop = saver, bars, stop
+
+    def show(self, job: Job) -> None:
+        """A bar of all steps, with those that are done."""
+        steps = self.training.batches.steps
+        done = self.position.epoch * steps + self.position.batch
+        label = f"{job.method} on {job.data}"
+        self._task = self._bars.add_task(label, total=job.epochs * steps, completed=done)
+
+    def epoch(self) -> bool:
+        """The rest of an epoch; whether it came to its end."""
+        self.position.start()
+        losses = self.training.epoch(self.position.epoch, self.position.batch)
+        for loss in self._stop.checked(count(self._bars, self._task, losses)):
+            self.position.step(loss)
+            if self._saver.step():
+                return False
+        return True
+
+
+def _run(job: Job, steps: _Steps, file: IO[str]) -> Report | None:
+    """Trains, logs every epoch, and returns the last report; None for a pause."""
+    report, position = None, steps.position
+    steps.show(job)
+    while position.epoch < job.epochs:
+        if not steps.epoch():
+            return None
+        report = _report(job, steps.training, position)
         print(json.dumps(asdict(report)), file=file)
-        reports.append(report)
-    return reports[-1]
+        position.next_epoch()
+    return report
 
 
-def _epochs(job: Job, training: Training, bars: Progress, stop: Stop) -> Iterator[Report]:
-    steps, seconds = training.batches.steps, 0.0
-    task = bars.add_task(f"{job.method} on {job.data}", total=job.epochs * steps)
-    for epoch in range(job.epochs):
-        started = time.perf_counter()
-        losses = list(stop.checked(count(bars, task, training.epoch(epoch))))
-        if epoch + 1 == job.epochs:
-            training.replica.finish()
-        seconds += time.perf_counter() - started
-        yield Report(
-            epoch=epoch + 1,
-            step=(epoch + 1) * steps,
-            loss=mean_over_sites(torch.tensor(losses).mean(), training.group).item(),
-            test_accuracy=training.accuracy(),
-            sent_bytes=training.replica.sent_bytes,
-            seconds=round(seconds, 3),
-        )
+def _report(job: Job, training: Training, position: Position) -> Report:
+    """The epoch is done."""
+    if position.epoch + 1 == job.epochs:
+        training.replica.finish()
+    position.stop()
+    return Report(
+        epoch=position.epoch + 1,
+        step=position.done,
+        loss=mean_over_sites(torch.tensor(position.losses).mean(), training.group).item(),
+        test_accuracy=training.accuracy(),
+        sent_bytes=position.replica.sent_bytes,
+        seconds=round(position.seconds, 3),
+    )
 
 
 def _summary(job: Job, report: Report) -> str:

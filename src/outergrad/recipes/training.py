@@ -1,7 +1,7 @@
 """The training loop that every recipe shares."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from outergrad.recipes.job import Job
 from outergrad.recipes.methods import Distributed, Replica, attach_of
 from outergrad.recipes.models import build_model
 from outergrad.recipes.recording import Recording
-from outergrad.recipes.sites import Group, mean_over_sites, rank_in, smallest_over_sites
+from outergrad.recipes.sites import Group, mean_over_sites, number_in, smallest_over_sites
 from outergrad.recipes.split import SPLITS, Batches, Rows, batch_sizes, full_batches
 from outergrad.record.jsonl import JSONL
 
@@ -51,10 +51,15 @@ class Training:
     recording: Recording
     group: Group = None
 
-    def epoch(self, number: int) -> Iterator[float]:
-        """Trains for an epoch; yields this site's loss, as the mean counts it, after each step."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[float]:
+        """Trains for an epoch; yields this site's loss, as the mean counts it, after each step.
+
+        Args:
+            number: Of the epoch.
+            start: How many of its steps are done already.
+        """
         self.replica.model.train()
-        for x, y in self.batches.epoch(number):
+        for x, y in self.batches.epoch(number, start):
             self.optimizer.zero_grad()
             loss = self.batches.weight * cross_entropy(self.replica.model(x), y)
             loss.backward()
@@ -81,6 +86,7 @@ def start(
     rows_by_site: Rows,
     recorder: JSONL | None = None,
     group: Group = None,
+    present: Sequence[int] | None = None,
 ) -> Training:
     """Makes the model and the batches of a job; all sites must call it.
 
@@ -90,6 +96,7 @@ def start(
         rows_by_site: The rows of ``data`` that each site holds.
         recorder: What is told of the training.
         group: The sites.
+        present: Their numbers, where some of the job's sites are left out.
     """
     with _SEEDING:
         torch.manual_seed(job.seed)
@@ -100,7 +107,7 @@ def start(
     replica = attach(model, group)
     return Training(
         data=data,
-        batches=site_batches(job, data, rows_by_site, group),
+        batches=site_batches(job, data, rows_by_site, group, present),
         replica=replica,
         optimizer=Adam(model.parameters(), lr=job.lr, eps=ADAM_EPS),
         recording=Recording(recorder, job.method, replica, group),
@@ -119,7 +126,13 @@ def deal(job: Job, data: Dataset) -> Rows:
     return rows_by_site
 
 
-def site_batches(job: Job, data: Dataset, rows_by_site: Rows, group: Group = None) -> Batches:
+def site_batches(
+    job: Job,
+    data: Dataset,
+    rows_by_site: Rows,
+    group: Group = None,
+    present: Sequence[int] | None = None,
+) -> Batches:
     """The batches of this site, as many as every site has; all sites' if pooled."""
     pooled = job.method == "pooled"
     sizes = batch_sizes(job.split, rows_by_site, job.batch_size)
@@ -127,10 +140,11 @@ def site_batches(job: Job, data: Dataset, rows_by_site: Rows, group: Group = Non
         x=data.x_train,
         y=data.y_train,
         rows_by_site=rows_by_site,
-        sites=range(job.sites) if pooled else (rank_in(group),),
+        sites=range(job.sites) if pooled else (number_in(group, present),),
         batch_sizes=sizes,
         steps=smallest_over_sites(full_batches(rows_by_site, sizes), group),
         seed=job.seed,
+        present=present,
     )
 
 

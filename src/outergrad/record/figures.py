@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
 
 STEP = (
     "seconds",
@@ -27,7 +27,7 @@ LAYER = (
     "cosine",
 )
 ROWS = ("rows", "kept_rows", "compress_s")
-GROUPS = ("step", *LAYER, *ROWS, "replay_s", "spectral_norm", "travels")
+GROUPS = ("step", "mishap", *LAYER, *ROWS, "replay_s", "spectral_norm", "travels")
 """What stands before the slash of a tag."""
 
 
@@ -36,13 +36,16 @@ def figures(event: Event) -> dict[str, float]:
 
     A layer's are `<figure>/<layer>`, so that a board shows the layers of one figure beside each
     other; `spectral_norm` is the largest singular value of the mean gradient. Those of a step are
-    `step/<figure>`, those of the training loop have its own names. What was not measured, or
-    means nothing for the way in which a layer travelled, is left out.
+    `step/<figure>`, a step that came to nothing is a 1 at `mishap/<what>`, those of the training
+    loop have its own names. What was not measured, or means nothing for the way in which a layer
+    travelled, is left out.
     """
     if isinstance(event, Scalars):
         return dict(event.values)
     if isinstance(event, Run):
         return {}
+    if isinstance(event, Mishap):
+        return {f"mishap/{event.what}": 1.0}
     if isinstance(event, Step):
         return {f"step/{name}": v for name in STEP if (v := getattr(event, name)) is not None}
     return _of_layer(event)

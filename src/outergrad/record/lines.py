@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
 
 
 def line_of(event: Event) -> dict[str, object]:
-    """The fields of an event behind its kind: "run", "layer", "step" or "scalars"."""
+    """The fields of an event behind its kind: "run", "layer", "step", "scalars" or "mishap"."""
     return {"event": type(event).__name__.lower(), **vars(event)}
 
 
@@ -69,12 +69,13 @@ def _str(value: object) -> str:
 
 
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars)
+    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap)
 }
 _READERS: dict[str, Callable[[Any], object]] = {
     "int": _int,
     "float": _float,
     "str": _str,
+    "tuple[int, ...]": lambda value: tuple(map(_int, value)),
     "tuple[float, ...]": lambda value: tuple(map(_float, value)),
     "Mapping[str, float]": lambda value: {k: _float(v) for k, v in value.items()},
     "Mapping[str, tuple[int, ...]]": lambda value: {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outergrad.events import Event, Layer, Run
+from outergrad.events import Event, Layer, Mishap, Run
 from outergrad.record.figures import about, figures
 from outergrad.record.pace import checked
 
@@ -58,6 +58,9 @@ class TensorBoard:
             writer.add_text("run", _table(event), event.step)
         elif isinstance(event, Layer):
             self._record_layer(writer, event)
+        elif isinstance(event, Mishap):
+            about = f"site {', '.join(map(str, event.sites))}: {event.layer or 'no layer known'}"
+            writer.add_text(f"mishap/{event.what}", about, event.step)
 
     def close(self) -> None:
         """Writes what is left and closes the file; a later event opens another."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.record.figures import GROUPS, about, figures
 from outergrad.record.pace import checked
 
@@ -63,12 +63,12 @@ class WandB:
             self.run.define_metric(AXIS, hidden=True)
         self._define(*(f"{group}/*" for group in GROUPS))
 
-    def _log(self, event: Step | Scalars) -> None:
+    def _log(self, event: Step | Scalars | Mishap) -> None:
         values = {AXIS: event.step, **figures(event)}
         if isinstance(event, Step):
             values = {**self._layers, **values}
             self._layers = {}
-        else:
+        elif isinstance(event, Scalars):
             self._define(*event.values)
         self.run.log(values)
 

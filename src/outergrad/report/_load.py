@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outergrad.events import Layer, Run, Step
+from outergrad.events import Layer, Mishap, Run, Step
 from outergrad.report._going_on import of_last_run
 from outergrad.report._lines import Entry, File, thin
 
@@ -36,6 +36,7 @@ class Recording:
         layers: one row per recorded step, layer and site; `singular_values` as lists, and
             `discarded_energy`, the share of the squared Frobenius norm that was not sent.
         scalars: what the training loop logged, one row per name: site, step, time, name, value.
+        mishaps: steps that came to nothing, one row per site that told of it.
         problems: what could not be read or looks wrong, a line of text each.
     """
 
@@ -43,6 +44,7 @@ class Recording:
     steps: DataFrame
     layers: DataFrame
     scalars: DataFrame
+    mishaps: DataFrame
     problems: tuple[str, ...]
 
 
@@ -85,7 +87,21 @@ def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
     if not by_site:
         raise UnreadableRunError(f"{run}: {problems[0] if problems else 'its files are empty'}")
     tables = _tables(by_site)
-    return Recording(**tables, problems=(*problems, *_doubts(tables["runs"], tables["steps"])))
+    doubts = [*_doubts(tables["runs"], tables["steps"]), *_told_mishaps(tables["mishaps"])]
+    return Recording(**tables, problems=(*problems, *doubts))
+
+
+def _told_mishaps(mishaps: DataFrame) -> list[str]:
+    """Of each kind how often, and the last."""
+    one_site = mishaps[mishaps["site"] == mishaps["site"].min()]
+    return [_told(what, rows) for what, rows in one_site.groupby("what", sort=False)]
+
+
+def _told(what: str, mishaps: DataFrame) -> str:
+    last = mishaps.iloc[-1]
+    who = ", ".join(map(str, last["sites"])) or "unknown"
+    layer = f", {last['layer']}" * bool(last["layer"])
+    return f"{len(mishaps)} x {what}, last in step {last['step']}: site {who}{layer}"
 
 
 def _files(run: Path) -> list[Path]:
@@ -132,10 +148,13 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
         "steps": _table(Step, events),
         "layers": layers,
         "scalars": _scalars(events),
+        "mishaps": _table(Mishap, events),
     }
 
 
-def _table(kind: type[Run | Layer | Step], events: Iterable[Entry], **more: str) -> DataFrame:
+def _table(
+    kind: type[Run | Layer | Step | Mishap], events: Iterable[Entry], **more: str
+) -> DataFrame:
     from pandas import DataFrame
 
     chosen = [event for event in events if event["event"] == kind.__name__.lower()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from rich.text import Text
 
@@ -51,7 +52,8 @@ def traffic(watched: Watched, view: View) -> list[Text]:
     """Bytes, seconds and sites."""
     told = speed(watched)
     lines = [labelled("sent", _sent(told)), labelled("time", _times(told, view.width))]
-    return [*lines, labelled("sites", _sites(watched, view)), *_silent_ones(watched, view)]
+    lines.append(labelled("sites", _sites(watched, view)))
+    return [*lines, *_silent_ones(watched, view), *_mishaps(watched)]
 
 
 def _sent(told: Speed) -> Text:
@@ -113,6 +115,18 @@ def _site_dot(site: Site | None, now: float) -> Text:
     if site is None:
         return Text("·", DIM)
     return Text("●", "green") if site.silence_s(now) is None else Text("○", "yellow")
+
+
+def _mishaps(watched: Watched) -> list[Text]:
+    """Steps that came to nothing: all sites tell of the same ones, most of them at least."""
+    mishaps = max((site.mishaps for site in watched.sites), key=len)
+    if not mishaps:
+        return []
+    last, counts = mishaps[-1], Counter(mishap.what for mishap in mishaps)
+    who = f"site {', '.join(map(str, last.sites))}" if last.sites else "a site"
+    told = ", ".join(f"{count} {what}" for what, count in counts.items())
+    about = f"; step {last.step:,} {last.what}: {who}" + f", {last.layer}" * bool(last.layer)
+    return [labelled("mishaps", Text(told + about, "bold yellow"))]
 
 
 def _silent_ones(watched: Watched, view: View) -> list[Text]:

@@ -6,12 +6,13 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.watch.series import RECENT, Series
 
 PATIENCE_S = 10.0
 UNUSUAL = 3
 _SMOOTHED_STEPS = 8
+_MISHAPS = 100
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Site:
         run: how its steps began; None if that was never written.
         layers: by name.
         steps: the last ones.
+        mishaps: the last steps that came to nothing.
         scalars: by name, in the order in which they came.
         agreement: cosine between its own gradient and the mean one, over all layers.
         step: the last one that it told of, in any event.
@@ -58,6 +60,7 @@ class Site:
         self.run = run
         self.layers: dict[str, SiteLayer] = {}
         self.steps: deque[Step] = deque(maxlen=_SMOOTHED_STEPS)
+        self.mishaps: deque[Mishap] = deque(maxlen=_MISHAPS)
         self.scalars: dict[str, Series] = defaultdict(Series)
         self.agreement = Series()
         self.step, self.time = 0, 0.0
@@ -85,13 +88,16 @@ class Site:
         self._gaps_s.clear()
         self.run, self.step, self.time = run, run.step, run.time
 
-    def _go_on(self, event: Step | Scalars) -> None:
+    def _go_on(self, event: Step | Scalars | Mishap) -> None:
         if self.time and event.time > self.time:
             self._gaps_s.append(event.time - self.time)
         self.step, self.time = max(self.step, event.step), max(self.time, event.time)
         if isinstance(event, Scalars):
             for name, value in event.values.items():
                 self.scalars[name].add(event.step, value)
+            return
+        if isinstance(event, Mishap):
+            self.mishaps.append(event)
             return
         self.steps.append(event)
         layers = [layer.last for layer in self.layers.values() if layer.last.step == event.step]

@@ -1,0 +1,216 @@
+"""Buffers that forwards write to, as running statistics: what becomes of them in a shared step.
+
+Constant tables and masks cost nothing: every site says in its header which buffers were written to
+since the last step, and those that some site wrote to travel, as bytes, in one message that goes
+with the last gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from outergrad._bucket import Sender
+from outergrad._protocols import Work
+from outergrad.comm.wire import Header, Join
+
+Kind = Literal["broadcast", "mean", "local"]
+KINDS: tuple[Kind, ...] = ("broadcast", "mean", "local")
+_STATISTICS = ("running_mean", "running_var")
+_COUNTER = "num_batches_tracked"
+
+
+_Seen = tuple[Tensor | None, int]
+"""A buffer and its version."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a buffer is registered, and what it was when the sites agreed on it."""
+
+    module: nn.Module
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What is there now, if it is as it was."""
+        t = self.module._buffers.get(self.key)
+        fits = t is not None and (t.shape, t.dtype) == (self.shape, self.dtype)
+        return t if fits else None
+
+    @property
+    def nbytes(self) -> int:
+        """On the wire."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class SharedBuffers:
+    """The buffers of a model that are no site's own.
+
+    One that is replaced by a tensor of another shape or dtype is each site's own from then on.
+
+    Args:
+        model: the whole model, or None if nothing is shared.
+        kind: what becomes of them.
+        local: names of those that each site keeps to itself.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, kind: Kind = "local", local: Collection[str] = ()
+    ) -> None:
+        self.kind: Kind = kind
+        shares = model is not None and kind != "local"
+        self._places = list(_places(model, local)) if shares and model is not None else []
+        self._statistics = _statistics(self._places)
+        self._seen: list[_Seen] = []
+        self.note()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are as they were, in the order of the model."""
+        return [t for place in self._places if (t := place.tensor) is not None]
+
+    def note(self) -> None:
+        """What is there now is the same on all sites."""
+        self._seen = [(place.tensor, _version(place.tensor)) for place in self._places]
+
+    def none_written(self) -> tuple[bool, ...]:
+        """Of a site that ran no forward."""
+        return (False,) * len(self._places)
+
+    def written(self) -> tuple[bool, ...]:
+        """Which of them have been written to since `note`, as far as one can see."""
+        changed = list(map(_changed, self._places, self._seen))
+        for k, counter in self._statistics.items():
+            trained = changed[counter] if counter is not None else self._places[k].module.training
+            changed[k] = changed[k] or (trained and self._places[k].tensor is not None)
+        return tuple(changed)
+
+    def start(self, sender: Sender) -> BufferMessage:
+        """Sends what has to be sent; the same on every site."""
+        masks = zip(*(header.buffers for header in sender.headers), strict=True)
+        pairs = zip(self._places, masks, strict=False)
+        return BufferMessage(self, [place for place, mask in pairs if any(mask)], sender)
+
+
+class BufferMessage:
+    """Buffers under way.
+
+    One site's, the lowest that has a batch, go to all; by "mean" each other site that has one
+    sends its floating ones, too. Before them stands a byte for each: whether it is there.
+    """
+
+    def __init__(self, buffers: SharedBuffers, places: Sequence[_Place], sender: Sender) -> None:
+        self._buffers, self._sender = buffers, sender
+        self._headers, self._rank = sender.headers, sender.comm.rank
+        active = [h.rank for h in self._headers if h.join in (Join.NONE, Join.INSIDE)]
+        self._source = min(active, default=0)
+        mean = buffers.kind == "mean"
+        self._means = [p for p in places if mean and p.dtype.is_floating_point]
+        self._taken = [p for p in places if p not in self._means]
+        self._work: Work | None = None
+        self._messages: Sequence[Tensor] = ()
+        if places:
+            sizes = [self._nbytes(header) for header in self._headers]
+            self._work = sender.comm.all_gather(self._packed(sizes[self._rank]), sizes)
+
+    def receive(self) -> None:
+        """Waits for those of all sites."""
+        if self._work is not None:
+            self._messages = self._work.wait()
+
+    def finish(self, *, write: bool) -> None:
+        """Writes what came unless the step is void."""
+        if write and self._messages:
+            with torch.no_grad():
+                self._write(self._messages)
+            self._buffers.note()
+
+    def _sent_by(self, site: Header) -> list[_Place]:
+        """What a site sends."""
+        counts = site.weight > 0 or site.rank == self._source
+        means = self._means if counts else []
+        return [*means, *(self._taken if site.rank == self._source else [])]
+
+    def _nbytes(self, site: Header) -> int:
+        return sum(1 + place.nbytes for place in self._sent_by(site)) or 1
+
+    def _packed(self, nbytes: int) -> Tensor:
+        device, places = self._sender.comm.device, self._sent_by(self._headers[self._rank])
+        message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        for k, (place, part) in enumerate(zip(places, _parts(message, places), strict=True)):
+            if (t := place.tensor) is not None:
+                message[k] = 1
+                part.copy_(t.detach().contiguous().view(-1).view(torch.uint8))
+        return message
+
+    def _write(self, messages: Sequence[Tensor]) -> None:
+        pairs = zip(messages, self._headers, strict=True)
+        found = [_read(message, self._sent_by(site)) for message, site in pairs]
+        for place in self._taken:
+            _put(place, found[self._source].get(place))
+        for place in self._means:
+            _put(place, self._mean([part.get(place) for part in found]))
+
+    def _mean(self, values: Sequence[Tensor | None]) -> Tensor | None:
+        """By the weights of the gradients, in the order of sites; the source's if all are 0."""
+        weights = [h.weight for h in self._headers]
+        pairs = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None and w]
+        if not pairs:
+            return values[self._source]
+        whole = sum(weight for weight, _ in pairs)
+        parts = [value.double() * (weight / whole) for weight, value in pairs]
+        return sum(parts[1:], parts[0])
+
+
+def _places(model: nn.Module, local: Collection[str]) -> Iterator[_Place]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, t in model.named_buffers():
+        prefix, _, key = name.rpartition(".")
+        if name not in local and t.numel():
+            yield _Place(modules[prefix], key, t.shape, t.dtype)
+
+
+def _statistics(places: Sequence[_Place]) -> dict[int, int | None]:
+    """Of running statistics, which PyTorch writes past their version, what counts the batches."""
+    counters = {p.module: k for k, p in enumerate(places) if p.key == _COUNTER}
+    found = (k for k, place in enumerate(places) if place.key in _STATISTICS)
+    return {k: counters.get(places[k].module) for k in found}
+
+
+def _changed(place: _Place, seen: _Seen) -> bool:
+    t = place.tensor
+    return t is not None and (t is not seen[0] or _version(t) != seen[1])
+
+
+def _version(t: Tensor | None) -> int:
+    return 0 if t is None or t.is_inference() else t._version
+
+
+def _parts(message: Tensor, places: Sequence[_Place]) -> Sequence[Tensor]:
+    """The bytes of each, behind those that say whether they are there."""
+    sizes = [place.nbytes for place in places]
+    return message[len(places) : len(places) + sum(sizes)].split(sizes)
+
+
+def _read(message: Tensor, places: Sequence[_Place]) -> dict[_Place, Tensor]:
+    there = message[: len(places)].tolist() if places else []
+    parts = zip(places, there, _parts(message, places), strict=True) if places else ()
+    return {
+        place: part.clone().view(place.dtype).view(place.shape)  # a copy is aligned for any dtype
+        for place, is_there, part in parts
+        if is_there
+    }
+
+
+def _put(place: _Place, value: Tensor | None) -> None:
+    """Past the version, as PyTorch writes statistics: a graph may have saved them."""
+    t = place.tensor
+    if t is not None and value is not None:
+        t.data.copy_(value)

@@ -1,0 +1,142 @@
+"""What backward passes in two levels have in common, pooled or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from outergrad._block_message import Blocks
+from outergrad._calls import LocalStep
+from outergrad._commit import StepDiscardedError
+from outergrad._exchanges import Exchanges
+from outergrad._model import Model
+from outergrad._plan import Planner
+from outergrad._pooling import Fate
+from outergrad._step import SharedStep
+from outergrad._types import ExchangeError, Unit
+
+
+class SharePlanner(Planner):
+    """Of one rank's share: what methods remember counts when the step of all shares does."""
+
+    def __init__(self, share: Model, exchanges: Exchanges, sites: int) -> None:
+        super().__init__(share, exchanges, sites)
+        self._settled = True
+
+    def settle(self, *, applied: bool) -> None:
+        """The share has arrived, or is void."""
+        self._settled = not applied
+        if not applied:
+            super().settle(applied=False)
+
+    def conclude(self, *, applied: bool) -> None:
+        """So have the others, or not."""
+        if not self._settled:
+            self._settled = True
+            super().settle(applied=applied)
+
+
+class LevelStep(LocalStep):
+    """A backward whose gradients stay on this rank until its end, and then go to all ranks.
+
+    Once begun, all ranks go through all of its messages, even if the backward of one raised.
+
+    Args:
+        task: of the backward.
+        model: what it runs through.
+        used: parameters that it leaves a gradient in.
+        number: of the step.
+        planner: of what this rank shares with its counterparts.
+
+    Attributes:
+        shared: the step between the sites, if this rank has a share of it.
+        wanted: per unit, whether to tap it in the next forward.
+        words: per unit, how it travelled, where that is new.
+        ended: whether all ranks have been through it.
+        applied: whether it counts.
+        params: whose gradients they are.
+    """
+
+    def __init__(
+        self, task: int, model: Model, used: set[str], number: int, planner: SharePlanner
+    ) -> None:
+        super().__init__(task, model, used, Blocks(), None)
+        self._number, self._planner = number, planner
+        self._error: Exception | None = None
+        self.shared: SharedStep | None = None
+        self.wanted: Mapping[Unit, bool] = {}
+        self.words: Mapping[Unit, str] = {}
+        self.ended = self.applied = False
+        self.params: Mapping[str, Any] = model.params
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Makes the gradients the mean over all ranks.
+
+        Raises:
+            StepDiscardedError: some rank raised; what is in `param.grad` is void.
+            ExchangeError: some rank of the site is lost, or its counterparts are.
+        """
+        self._go_through_both(Fate.GOOD)
+        if not self.applied:
+            self.clear()
+        if self._error is not None:
+            raise self._error
+        if not self.applied:
+            raise StepDiscardedError(
+                f"another rank raised in step {self._number}: it must not be applied; call "
+                f"optimizer.zero_grad() and go on with the next"
+            )
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Ends a step whose backward raised on this rank, together with all others."""
+        self._go_through_both(Fate.FAILED)
+
+    def _go_through_both(self, fate: Fate) -> None:
+        """Ranks of a site are no sites: an error inside one names none."""
+        try:
+            self._go_through(fate)
+        except ExchangeError as error:
+            raise ExchangeError(str(error)) from error
+
+    def clear(self) -> None:
+        """The step does not count: there are to be no gradients that could be applied."""
+        for p in self.params.values():
+            p.grad = None
+
+    def _go_through(self, fate: Fate) -> None:
+        raise NotImplementedError
+
+    def _between(self, make: Callable[[], SharedStep], fate: Fate) -> Fate:
+        """Goes through a step with this rank's counterparts at the other sites."""
+        try:
+            self.shared = make()
+            if fate != Fate.GOOD:
+                self.shared.abandon()
+                return fate
+            self.shared.finish()
+        except StepDiscardedError:
+            return Fate.FAILED
+        except ExchangeError as error:
+            self._error = error
+            return Fate.LOST
+        except Exception as error:
+            self._error = error
+            return Fate.FAILED
+        return Fate.GOOD
+
+    def _conclude(self, fates: list[Fate]) -> None:
+        """The shares of all ranks of this site have ended so.
+
+        Raises:
+            ExchangeError: some rank is lost.
+        """
+        worst = max(fates)
+        self.ended, self.applied = True, worst == Fate.GOOD
+        self._planner.conclude(applied=self.applied)
+        if worst == Fate.LOST:
+            why = self._error or "lost its counterparts at the other sites"
+            raise ExchangeError(f"local rank {fates.index(worst)}: {why}")

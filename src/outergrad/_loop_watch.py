@@ -1,0 +1,68 @@
+"""Which optimizers a training loop steps after each shared step: seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from weakref import ref
+
+from torch.optim import Optimizer
+
+from outergrad._optimizer_steps import StepCounter, ignore, listen
+
+
+class LoopWatch:
+    """Notes the steps of the optimizers that hold parameters of a model.
+
+    What one loop has shown is remembered for the next, of which this site may have no batch.
+
+    Args:
+        names: of the parameters, by identity.
+        steps: how many steps have been shared until now.
+    """
+
+    def __init__(self, names: Mapping[int, str], steps: Callable[[], int]) -> None:
+        self._counter, self._steps = StepCounter(names, 1), steps
+        self._found: dict[str, ref[Optimizer]] = {}
+        self._stepped: dict[int, list[str]] = {}
+        self._first = 0
+        self._usual: tuple[str, ...] = ()
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """Those that were seen, by the first parameter that they hold."""
+        alive = {name: found() for name, found in self._found.items()}
+        return {name: alive[name] for name in sorted(alive) if alive[name] is not None}  # type: ignore[misc]
+
+    def begin(self) -> None:
+        """A loop begins."""
+        self._first = self._steps()
+        self._stepped.clear()
+        listen(self)
+
+    def end(self) -> None:
+        """It is over on all sites."""
+        ignore(self)
+
+    def learn(self) -> None:
+        """It is over here: learns what followed each step, if that was the same every time."""
+        made = range(self._first + 1, self._steps() + 1)
+        patterns = {tuple(self._stepped.get(step, ())) for step in made}
+        if patterns:
+            self._usual = patterns.pop() if len(patterns) == 1 else ()
+
+    def repeat(self) -> None:
+        """Does what the loop does after a shared step."""
+        optimizers = self.optimizers
+        for name in self._usual:
+            if name in optimizers:
+                optimizers[name].step()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Nothing: it may yet be skipped."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        holder = self._counter.holder(optimizer)
+        if holder is not None:
+            self._found[holder] = ref(optimizer)
+            self._stepped.setdefault(self._steps(), []).append(holder)

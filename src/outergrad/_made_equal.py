@@ -1,0 +1,164 @@
+"""Replicas that may differ are made equal: parameters, buffers, states of optimizers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from outergrad._protocols import Comm
+from outergrad.replay.run import DTYPES
+from outergrad.replay.structure import flattened, rebuilt
+
+_CHUNK_BYTES = 1 << 26
+
+
+class Replica:
+    """What must be the same on all sites.
+
+    Args:
+        parameters: those that are shared, in an order that all sites know.
+        buffers: the same; compared only if all sites have the same ones: some may be replaced.
+        optimizers: those that are known here, by the first parameter that they hold.
+        names: of the parameters that are shared, by identity; the state of others is left alone.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        optimizers: Mapping[str, Optimizer],
+        names: Mapping[int, str],
+    ) -> None:
+        self._parameters, self._buffers = parameters, buffers
+        self._optimizers, self._names = optimizers, names
+
+    @torch.no_grad()
+    def make_equal(self, comm: Comm, source: int) -> bool:
+        """Takes what one site has, if two sites differ; whether they did."""
+        structure, parts = flattened(self._states())
+        told = json.dumps({"states": structure, "tensors": [_described(t) for t in parts]})
+        layout = str([(t.dtype, t.shape) for t in self._buffers])
+        words = [_digest(self._parameters), _digest(parts, told), _digest(self._buffers, layout)]
+        words += [_digest([], layout), len(told.encode()) if self._optimizers else 0]
+        found = comm.all_gather(comm.control(words), [len(words)] * comm.world_size).wait()
+        words_S = [t.tolist() for t in found]
+        alike = all(theirs[3] == words_S[0][3] for theirs in words_S)
+        compared = 3 if alike else 2
+        if all(theirs[:compared] == words_S[0][:compared] for theirs in words_S):
+            return False
+        tensors = [*self._parameters, *(self._buffers if alike else ())]
+        for t, new in zip(tensors, _sent(comm, source, tensors), strict=True):
+            t.copy_(new)
+        if letters := words_S[source][4]:
+            self._take(comm, source, told, letters, parts)
+        return True
+
+    def _take(
+        self, comm: Comm, source: int, told: str, letters: int, parts: Sequence[Tensor]
+    ) -> None:
+        ours = torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8)
+        text = _from_source(comm, source, ours, letters)
+        said = json.loads(bytes(text.tolist()).decode())
+        shapes = [torch.empty(shape, dtype=DTYPES[code]) for code, shape in said["tensors"]]
+        mine = comm.rank == source
+        found = _sent(comm, source, parts if mine else [t.to(comm.device) for t in shapes])
+        if not mine:
+            self._load(rebuilt(said["states"], found))
+
+    def _states(self) -> dict[str, Any]:
+        return {name: self._state(optimizer) for name, optimizer in self._optimizers.items()}
+
+    def _state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Settings of its groups, and what it remembers of shared parameters."""
+        groups = [
+            {key: _plain(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        shared = {self._names[id(p)]: p for p in held if id(p) in self._names}
+        state = {n: dict(optimizer.state[p]) for n, p in shared.items() if p in optimizer.state}
+        return {"groups": groups, "state": state}
+
+    def _load(self, states: Mapping[str, Any]) -> None:
+        unknown = sorted(states.keys() - self._optimizers.keys())
+        if unknown:
+            warnings.warn(
+                f"session.join(): this site has not seen the optimizer of {unknown[0]!r} step, so "
+                f"its state is not that of the other sites: pass join(step=optimizer.step)",
+                stacklevel=2,
+            )
+        for name in states.keys() & self._optimizers.keys():
+            self._load_into(self._optimizers[name], states[name])
+
+    def _load_into(self, optimizer: Optimizer, found: Mapping[str, Any]) -> None:
+        own = optimizer.state_dict()
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for place, p in enumerate(held):
+            if id(p) in self._names:
+                own["state"].pop(place, None)
+                if self._names[id(p)] in found["state"]:
+                    own["state"][place] = found["state"][self._names[id(p)]]
+        for group, settings in zip(own["param_groups"], found["groups"], strict=True):
+            group.update(settings)
+        optimizer.load_state_dict(own)
+
+
+def _plain(value: Any) -> Any:
+    """What can be told to another site; of anything else, that it is there."""
+    try:
+        flattened(value)
+    except TypeError:
+        return None
+    return value
+
+
+def _described(t: Tensor) -> tuple[int, list[int]]:
+    return DTYPES.index(t.dtype), list(t.shape)
+
+
+def _digest(tensors: Sequence[Tensor], told: str = "") -> int:
+    """62 bits of the SHA-256 of all bytes."""
+    found = hashlib.sha256(told.encode())
+    for t in tensors:
+        found.update(_bytes(t).cpu().numpy().data)
+    return int.from_bytes(found.digest()[:8], "big") >> 2
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _sent(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that a site has, of the same shapes as these; many in one message."""
+    chunks: list[list[Tensor]] = [[]]
+    for t in tensors:
+        if sum(one.nbytes for one in chunks[-1]) >= _CHUNK_BYTES:
+            chunks.append([])
+        chunks[-1].append(t)
+    return [new for chunk in chunks for new in _sent_chunk(comm, source, chunk)]
+
+
+def _sent_chunk(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [t.nbytes for t in tensors]
+    if not sum(sizes):
+        return list(tensors)
+    ours = torch.cat([_bytes(t).to(comm.device) for t in tensors])
+    parts = _from_source(comm, source, ours, sum(sizes)).split(sizes)
+    return [
+        part.clone().view(t.dtype).view(t.shape)  # a copy is aligned for any dtype
+        for part, t in zip(parts, tensors, strict=True)
+    ]
+
+
+def _from_source(comm: Comm, source: int, ours: Tensor, nbytes: int) -> Tensor:
+    """Bytes of one site; the others send one byte, which nobody reads."""
+    sizes = [nbytes if rank == source else 1 for rank in range(comm.world_size)]
+    own = ours if comm.rank == source else ours.new_zeros(1)
+    return comm.all_gather(own.to(comm.device), sizes).wait()[source]

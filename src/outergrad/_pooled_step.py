@@ -1,0 +1,182 @@
+"""A backward whose gradients become the mean over the ranks of all sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from outergrad._accumulated import Earlier
+from outergrad._block_message import Blocks
+from outergrad._calls import Calls, overwrite
+from outergrad._joint import JointStep
+from outergrad._level_step import LevelStep, SharePlanner
+from outergrad._model import Model
+from outergrad._pooling import Conclusion, Fate, Pooling, Report, Verdict, pool
+from outergrad._step import SharedStep
+from outergrad._tap import NO_TASK
+from outergrad._types import ExchangeError, Factors, Slot
+from outergrad.comm.torch import TorchComm
+from outergrad.comm.wire import Header
+from outergrad.linalg.outer import stack
+from outergrad.record.gauge import Reading
+
+
+class Site:
+    """This rank among those of its site and among its counterparts at the others.
+
+    Args:
+        model: what is shared.
+        shares: what each rank of a site takes to the other sites.
+        planner: of this rank's share.
+        local: to the ranks of this site.
+        between: to this rank's counterparts.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        shares: Sequence[Model],
+        planner: SharePlanner,
+        local: TorchComm,
+        between: TorchComm,
+    ) -> None:
+        self.model, self.shares, self.planner = model, shares, planner
+        self.local, self.between = local, between
+        self._told: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> Model:
+        """This rank's."""
+        return self.shares[self.local.rank]
+
+    def told(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        """The words on how units travelled, if the other ranks have not been told them before."""
+        return () if words == self._told else words
+
+    def has_told(self, words: tuple[str, ...]) -> None:
+        """They have been now."""
+        self._told = words or self._told
+
+
+class PooledStep(LevelStep):
+    """Collects; at the end of backward pools inside the site, exchanges, and spreads the result.
+
+    Every rank takes a share of the model to its counterparts at the other sites, so that these see
+    one site with the rows, or the mean gradient, of all its ranks.
+
+    Args:
+        task: of the backward.
+        site: where it runs.
+        used: parameters that it leaves a gradient in.
+        earlier: rows of passes under `no_sync()`.
+        header: what this rank has, as told inside the site.
+        alone: whether no other session is on the same mesh.
+        reading: measures the share, if the step is recorded.
+    """
+
+    def __init__(
+        self,
+        task: int,
+        site: Site,
+        used: set[str],
+        earlier: Earlier,
+        header: Header,
+        *,
+        alone: bool,
+        reading: Reading | None,
+    ) -> None:
+        super().__init__(task, site.model, used, header.step, site.planner)
+        self._site, self._header, self._alone, self._reading = site, header, alone, reading
+        self._used = used | earlier.params
+        self._parts: dict[Slot, list[Callable[[], Factors]]] = {
+            slot: [lambda part=part: part for part in parts]
+            for slot, parts in earlier.stacked.items()
+        }
+        self._mixed: set[str] = set()
+
+    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
+        """Keeps a captured product until the end of backward."""
+        self._parts.setdefault(slot, []).append(factors)
+
+    def on_gradient(self, name: str) -> None:
+        """Notes that autograd has a gradient, besides what taps captured."""
+        self._mixed.add(name)
+
+    def on_ready(self, name: str) -> None:
+        """Nothing: all is pooled at the end."""
+
+    def _go_through(self, fate: Fate) -> None:
+        rows: dict[Slot, Factors] = {}
+        if fate == Fate.GOOD:
+            try:
+                self._refuse_sparse()
+                rows = {slot: stack([f() for f in parts]) for slot, parts in self._parts.items()}
+            except Exception as error:
+                fate, self._error = Fate.FAILED, error
+        self._parts.clear()
+        reports = self._reports(fate)
+        pooling = Pooling(self._site.model, self._site.shares, reports)
+        fate = max(report.fate for report in reports)
+        stacked = self._pooled(pooling, rows) if fate == Fate.GOOD else {}
+        if self._site.share.params:
+            fate = self._between(lambda: self._shared(pooling, stacked), fate)
+        self._spread(self._verdict(fate))
+
+    def _refuse_sparse(self) -> None:
+        for name, p in self._site.model.params.items():
+            if p.grad is not None and p.grad.is_sparse:
+                raise RuntimeError(
+                    f"{name!r} has a sparse gradient: build its layer with sparse=False"
+                )
+
+    def _reports(self, fate: Fate) -> list[Report]:
+        """What every rank of the site says of its backward."""
+        comm, ours = self._site.local, self._header
+        mixed = tuple(name in self._mixed for name in self._site.model.params)
+        words = comm.control(Report(ours, fate, mixed).words())
+        told = comm.all_gather(words, [len(words)] * comm.world_size).wait()
+        try:
+            return [Report.parse(t.tolist(), ours, rank) for rank, t in enumerate(told)]
+        except ExchangeError as error:
+            raise ExchangeError(f"among the ranks of one site, {error}") from error
+
+    def _pooled(self, pooling: Pooling, rows: Mapping[Slot, Factors]) -> dict[Slot, list[Factors]]:
+        """The rows of this rank's share; gradients that are formed go into `param.grad`."""
+        calls = Calls(self._site.model, self._used, Blocks())
+        for slot, factors in rows.items():
+            calls.add(slot, lambda factors=factors: factors)
+        for name in pooling.formed:
+            calls.settle(name)
+        means, stacked = pool(pooling, self._site.local, rows, self._site.model.params)
+        overwrite(self._site.share, means)
+        return stacked
+
+    def _verdict(self, fate: Fate) -> Verdict:
+        """What this rank has to say of its share."""
+        step = self.shared
+        if fate != Fate.GOOD or step is None or step.choice is None:
+            return Verdict(fate)
+        used = tuple(name in step.sender.used for name in self._site.share.params)
+        return Verdict(fate, used, step.choice.wanted, self._site.told(step.choice.words))
+
+    def _shared(self, pooling: Pooling, stacked: Mapping[Slot, list[Factors]]) -> SharedStep:
+        site, share = self._site, self._site.share
+        used = pooling.used & share.params.keys()
+        masks = tuple(name in used for name in share.params)
+        uses = tuple(pooling.use(slot) for slot in share.slots)
+        own = (self._header.fingerprint, self._header.step, site.between.rank)
+        header, blocks = Header(*own, masks, uses, self._alone), Blocks()
+        joint = JointStep([], site.between)
+        parts = (share, site.planner, site.between, header, used, Earlier(stacked, {}))
+        return SharedStep(NO_TASK, *parts, blocks, joint, self._reading)
+
+    def _spread(self, verdict: Verdict) -> None:
+        """Tells the others of the site, and hears of their shares."""
+        site = self._site
+        conclusion = Conclusion(site.shares, site.local, verdict)
+        self._conclude(conclusion.fates)
+        if self.applied:
+            means, self.words = conclusion.gradients()
+            self.wanted = conclusion.wanted()
+            site.has_told(verdict.words)
+            others = {n: g for n, g in means.items() if n not in site.share.params}
+            overwrite(site.model, others)

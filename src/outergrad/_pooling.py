@@ -1,0 +1,254 @@
+"""How the gradients of the ranks of one site come together, and go back to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from outergrad._bucket import copy_scaled
+from outergrad._layout import Layout
+from outergrad._message import sums_of_riders
+from outergrad._model import Model, part_of
+from outergrad._types import Factors, Slot, Unit
+from outergrad.comm.torch import TorchComm
+from outergrad.comm.wire import Header, Piece, Use
+from outergrad.exchange._owners import owners
+
+_LEAST_BYTES = 16
+"""Of a message: a transport may not like empty ones."""
+
+
+class Fate(IntEnum):
+    """What has become of a step on one rank; the worst one counts."""
+
+    GOOD = 0
+    FAILED = 1
+    """It raised: nothing of the step may be applied."""
+    LOST = 2
+    """It cannot reach its counterparts at the other sites any more."""
+
+
+def shares(model: Model, ranks: int) -> list[Model]:
+    """What each rank of a site takes to the other sites: parts of about the same size."""
+    sizes: dict[tuple[str, ...], float] = {u.params: u.dense_numel for u in model.units}
+    inside = {name for unit in model.units for name in unit.params}
+    sizes.update({(n,): p.numel() for n, p in model.params.items() if n not in inside})
+    owner = owners(sizes, ranks)
+    names = [{n for key, rank in owner.items() if rank == r for n in key} for r in range(ranks)]
+    return [part_of(model, names[rank]) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the others of its site at the end of backward.
+
+    Attributes:
+        header: what it has of every parameter and slot.
+        fate: of its backward.
+        mixed: per parameter, whether autograd has a gradient besides what taps captured.
+    """
+
+    header: Header
+    fate: Fate
+    mixed: tuple[bool, ...]
+
+    def words(self) -> list[int]:
+        """Its int64 words."""
+        return [*self.header.words(), self.fate, *map(int, self.mixed)]
+
+    @staticmethod
+    def parse(words: Sequence[int], expected: Header, rank: int) -> Report:
+        """Another rank's, checked as `Header.parse` does."""
+        start = len(expected.words())
+        header = Header.parse(words[:start], expected, rank)
+        return Report(header, Fate(words[start]), tuple(map(bool, words[start + 1 :])))
+
+
+class Pooling:
+    """What is pooled as rows and what as gradients: from all reports, so the same on all ranks.
+
+    Rows of all ranks stand behind each other, which costs nothing of what a method can do with
+    factors; where one rank has none, all form their gradients, and these are summed.
+
+    Args:
+        model: what is shared.
+        shares: which rank pools what.
+        reports: of the ranks of this site.
+
+    Attributes:
+        used: parameters that some rank has a gradient for.
+        formed: those of them that are pooled as gradients.
+    """
+
+    def __init__(self, model: Model, shares: Sequence[Model], reports: Sequence[Report]) -> None:
+        self._params, self._shares, self._reports = model.params, shares, reports
+        self._index = {slot: k for k, slot in enumerate(model.slots)}
+        self.used = self._some(report.header.used for report in reports)
+        mixed = self._some(report.mixed for report in reports)
+        rows = {u for u in model.units if u.slots and self._all_tapped(u)}
+        self._of_rows = {slot for u in rows if mixed.isdisjoint(u.params) for slot in u.slots}
+        inside = {name for slot in self._of_rows for name in slot.params}
+        self.formed = [name for name in model.params if name in self.used - inside]
+
+    def _some(self, masks: Iterable[Sequence[bool]]) -> set[str]:
+        flags = zip(*masks, strict=True)
+        return {name for name, mask in zip(self._params, flags, strict=True) if any(mask)}
+
+    def _all_tapped(self, unit: Unit) -> bool:
+        return all(use.tapped for slot in unit.slots for use in self._uses(slot))
+
+    def _uses(self, slot: Slot) -> list[Use]:
+        """Of each rank."""
+        return [report.header.uses[self._index[slot]] for report in self._reports]
+
+    def use(self, slot: Slot) -> Use:
+        """How the site as a whole uses a slot."""
+        uses = self._uses(slot)
+        return Use(sum(use.rows for use in uses), slot in self._of_rows, _dtype(uses))
+
+    def layout(self, rank: int, owner: int) -> Layout:
+        """What a rank has for the one that pools a share."""
+        share = self._shares[owner]
+        riders = {name: p for name, p in share.params.items() if name in set(self.formed)}
+        slots = [slot for slot in share.slots if slot in self._of_rows]
+        uses = [self._uses(slot) for slot in slots]
+        pairs = zip(slots, uses, strict=True)
+        return Layout(0, riders, [Piece(s, u[rank].rows, _dtype(u), None) for s, u in pairs])
+
+
+def _dtype(uses: Sequence[Use]) -> torch.dtype:
+    dtypes = [use.dtype for use in uses if use.rows]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+def pool(
+    pooling: Pooling, comm: TorchComm, rows: Mapping[Slot, Factors], params: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[Slot, list[Factors]]]:
+    """Sends every rank what it pools of this one's; the mean gradients and rows of its own share.
+
+    Args:
+        pooling: what is sent how.
+        comm: to the ranks of this site.
+        rows: this rank's.
+        params: with its gradients.
+    """
+    ranks = range(comm.world_size)
+    outgoing = [_filled(pooling.layout(comm.rank, o), comm, rows, params) for o in ranks]
+    layouts = [pooling.layout(rank, comm.rank) for rank in ranks]
+    arrived = comm.all_to_all(outgoing, [_length(layout) for layout in layouts]).wait()
+    stacked: dict[Slot, list[Factors]] = {}
+    for layout, message in zip(layouts, arrived, strict=True):
+        for piece, factors in zip(layout.pieces, layout.factors(message), strict=True):
+            if factors is not None:
+                scaled = factors._replace(d_GRO=factors.d_GRO / comm.world_size)
+                stacked.setdefault(piece.slot, []).append(scaled)
+    return sums_of_riders(layouts, arrived), stacked
+
+
+def told_fates(comm: TorchComm, fate: Fate) -> list[Fate]:
+    """Of every rank of the site."""
+    words = comm.all_gather(comm.control([fate]), [1] * comm.world_size).wait()
+    return [Fate(int(word)) for word in words]
+
+
+def _length(layout: Layout) -> int:
+    return max(layout.nbytes, _LEAST_BYTES)
+
+
+def _filled(
+    layout: Layout, comm: TorchComm, rows: Mapping[Slot, Factors], params: Mapping[str, Tensor]
+) -> Tensor:
+    message = torch.zeros(_length(layout), dtype=torch.uint8, device=comm.device)
+    for name, view in layout.by_name(layout.flats(message)).items():
+        copy_scaled(name, layout.riders[name], view, 1.0 / comm.world_size)
+    for piece, views in zip(layout.pieces, layout.rows(message), strict=True):
+        if views is not None:
+            views.fill(rows[piece.slot])
+    return message
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What has become of a share between the sites.
+
+    Attributes:
+        fate: of it.
+        used: per parameter of the share, whether some site has a gradient for it.
+        wanted: per unit of the share, whether to tap it in the next forward.
+        words: per unit, how it travelled; empty if as in the last step.
+    """
+
+    fate: Fate
+    used: tuple[bool, ...] = ()
+    wanted: tuple[bool, ...] = ()
+    words: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> bytes:
+        """The words, as they are sent."""
+        return json.dumps(self.words).encode() if self.words else b""
+
+    def numbers(self, share: Model) -> list[int]:
+        """All but the words themselves, as many of a share as ever."""
+        used = self.used or (False,) * len(share.params)
+        wanted = self.wanted or (False,) * len(share.units)
+        return [self.fate, len(self.text), *map(int, (*used, *wanted))]
+
+
+class Conclusion:
+    """What all ranks of a site tell each other of their shares.
+
+    Args:
+        shares: which rank had what.
+        comm: to the ranks of this site.
+        own: this rank's verdict.
+    """
+
+    def __init__(self, shares: Sequence[Model], comm: TorchComm, own: Verdict) -> None:
+        self._shares, self._comm, self._own = shares, comm, own
+        told = comm.control(own.numbers(shares[comm.rank]))
+        sizes = [2 + len(share.params) + len(share.units) for share in shares]
+        self._numbers = [part.tolist() for part in comm.all_gather(told, sizes).wait()]
+
+    @property
+    def fates(self) -> list[Fate]:
+        """Of each rank's share."""
+        return [Fate(numbers[0]) for numbers in self._numbers]
+
+    def wanted(self) -> dict[Unit, bool]:
+        """Of all units."""
+        pairs = zip(self._shares, self._numbers, strict=True)
+        marked = ((s.units, n[2 + len(s.params) :]) for s, n in pairs)
+        return {u: bool(w) for units, ws in marked for u, w in zip(units, ws, strict=True)}
+
+    def gradients(self) -> tuple[dict[str, Tensor], dict[Unit, str]]:
+        """The mean gradients of all ranks' shares, and how their units travelled if that is new."""
+        comm, layouts = self._comm, [self._layout(rank) for rank in range(len(self._shares))]
+        own = layouts[comm.rank]
+        message = torch.zeros(_length(own), dtype=torch.uint8, device=comm.device)
+        for name, view in own.by_name(own.flats(message)).items():
+            copy_scaled(name, own.riders[name], view, 1.0)
+        for view in own.blobs(message):
+            if view is not None:
+                view.copy_(torch.frombuffer(bytearray(self._own.text), dtype=torch.uint8))
+        arrived = comm.all_gather(message, [_length(layout) for layout in layouts]).wait()
+        means: dict[str, Tensor] = {}
+        words: dict[Unit, str] = {}
+        for share, layout, part in zip(self._shares, layouts, arrived, strict=True):
+            means.update(layout.by_name(layout.flats(part)))
+            text = layout.blobs(part)[0]
+            if text is not None:
+                told = json.loads(bytes(text.tolist()).decode())
+                words.update(zip(share.units, told, strict=True))
+        return means, words
+
+    def _layout(self, rank: int) -> Layout:
+        share, (_, length, *flags) = self._shares[rank], self._numbers[rank]
+        pairs = zip(share.params.items(), flags[: len(share.params)], strict=True)
+        return Layout(0, {name: p for (name, p), used in pairs if used}, [], [length])

@@ -1,0 +1,292 @@
+"""Sites whose ranks hold shards of the model (FSDP2): shards travel between counterparts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
+
+from outergrad._accumulated import Earlier
+from outergrad._block_message import Blocks
+from outergrad._calls import LocalStep
+from outergrad._claims import Claim, is_claimed
+from outergrad._groups import end_unfinished, on_group
+from outergrad._inspect import View, inspect
+from outergrad._joint import JointStep
+from outergrad._level_step import LevelStep, SharePlanner
+from outergrad._levels import Levels, Mesh
+from outergrad._model import Model
+from outergrad._pooling import Fate, told_fates
+from outergrad._settings import Settings
+from outergrad._step import SharedStep
+from outergrad._tap import NO_TASK, at_end_of_backward
+from outergrad._two_levels import LevelsSession
+from outergrad.comm.agree import broadcast_all
+from outergrad.comm.wire import Header
+from outergrad.exchange import PerLayer
+from outergrad.record.gauge import Reading
+
+_NOTHING_EARLIER = Earlier({}, {})
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `torch.distributed.fsdp.fully_shard` was applied to some part of the model."""
+    wrapped = (base.__name__ for m in model.modules() for base in type(m).__mro__)
+    return "FSDPModule" in wrapped
+
+
+class Shards:
+    """This rank's shards of a model's parameters, as plain parameters.
+
+    They share memory with the model's, so that what is written to one is in the other.
+
+    Args:
+        model: sharded.
+
+    Attributes:
+        params: the model's, `DTensor`s, by name.
+        module: holds the shards under the same names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params: dict[str, Any] = dict(model.named_parameters())
+        self.module = nn.Module()
+        for name, p in self.params.items():
+            *path, leaf = name.split(".")
+            parent = self.module
+            for part in path:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.register_parameter(leaf, nn.Parameter(shard_of(p), p.requires_grad))
+        self._own = dict(self.module.named_parameters())
+
+    def take(self) -> None:
+        """Lends the gradients of the model's parameters to the shards."""
+        for name, own in self._own.items():
+            grad = self.params[name].grad
+            own.grad = None if grad is None else shard_of(grad)
+
+    def give_back(self) -> None:
+        """Takes them back, with those that only other sites had."""
+        for name, own in self._own.items():
+            p, own_grad = self.params[name], own.grad
+            own.grad = None
+            if p.grad is None and own_grad is not None:
+                p.grad = _like(p, own_grad)
+
+
+def shard_of(t: Any) -> Tensor:
+    """This rank's part of a `DTensor`: the same memory."""
+    with torch.no_grad():
+        return t.to_local()
+
+
+def _like(p: Any, own: Tensor) -> Any:
+    """A `DTensor` of this rank's part, laid out as another one."""
+    from torch.distributed.tensor import DTensor  # its import costs half a second
+
+    return DTensor.from_local(
+        own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[View, Shards]:
+    """What is shared of a sharded model: its shards, of which only formed gradients are known.
+
+    Raises:
+        ValueError: it is not sharded over the ranks of a site, or the method needs factors.
+    """
+    _check_methods(method)
+    ranks = torch.distributed.get_process_group_ranks(mesh.get_group("local"))
+    for name, p in model.named_parameters():
+        _check_parameter(name, p, ranks)
+    shards = Shards(model)
+    return inspect(shards.module, method, {}), shards
+
+
+def _check_methods(method: Any) -> None:
+    for one in method.methods.values() if isinstance(method, PerLayer) else [method]:
+        exchange = one.exchange() if callable(getattr(one, "exchange", None)) else None
+        if exchange is not None and not exchange.takes_plain:
+            raise ValueError(
+                f"method={one!r} with a model of fully_shard(): the factors of a layer make up the "
+                f"gradient of the whole weight, while each rank has some of its rows, already "
+                f"summed over the site; use og.RankDAD(...), og.PowerSGD(...) or og.Dense()"
+            )
+
+
+def _check_parameter(name: str, p: Any, ranks: Sequence[int]) -> None:
+    if is_claimed(p):
+        raise ValueError(f"{name!r} is distributed already: call session.detach() first")
+    if type(p).__name__ != "DTensor":
+        raise ValueError(
+            f"{name!r} is not sharded, other parameters are: call fully_shard(model, "
+            f"mesh=mesh['local']) on the whole model, without ignored_params"
+        )
+    own = p.device_mesh
+    if own.ndim != 1 or torch.distributed.get_process_group_ranks(own.get_group()) != ranks:
+        raise ValueError(
+            f"{name!r} is sharded over {own}, so that FSDP2 itself would reduce its gradient "
+            f"between sites, or over other ranks than those of one site: call fully_shard(model, "
+            f"mesh=mesh['local'])"
+        )
+    if not p.placements[0].is_shard():
+        raise ValueError(f"{name!r} is placed as {p.placements}: it has to be sharded")
+
+
+class ShardStep(LevelStep):
+    """Once FSDP2 has reduced the gradients inside the site, each rank takes its shards onwards.
+
+    Args:
+        task: of the backward.
+        model: the shards.
+        header: without what is used.
+        planner: of the shards.
+        levels: the ranks.
+        shards: the same, with the model's parameters.
+        reading: measures the shards, if the step is recorded.
+
+    Attributes:
+        used: parameters that FSDP2 has had a gradient for until now.
+    """
+
+    def __init__(
+        self,
+        task: int,
+        model: Model,
+        header: Header,
+        planner: SharePlanner,
+        levels: Levels,
+        shards: Shards,
+        reading: Reading | None,
+    ) -> None:
+        super().__init__(task, model, set(), header.step, planner)
+        self._model, self._header, self._reading = model, header, reading
+        self._levels, self._shards = levels, shards
+        self.params = {name: shards.params[name] for name in model.params}
+        self.used: set[str] = set()
+
+    def on_ready(self, name: str) -> None:
+        """FSDP2 has the gradient of a shard."""
+        self.used.add(name)
+
+    def _go_through(self, fate: Fate) -> None:
+        self._shards.take()
+        fate = self._between(self._shared, fate)
+        self._shards.give_back()
+        self._conclude(told_fates(self._levels.local, fate))
+        if self.shared is not None and self.shared.choice is not None:
+            units = self._model.units
+            self.words = dict(zip(units, self.shared.choice.words, strict=True))
+
+    def _shared(self) -> SharedStep:
+        model, comm = self._model, self._levels.site
+        masks = tuple(name in self.used for name in model.params)
+        like, blocks, joint = self._header, Blocks(), JointStep([], comm)
+        header = Header(like.fingerprint, like.step, comm.rank, masks, (), like.alone)
+        own = (model, self._planner, comm, header, set(self.used), _NOTHING_EARLIER)
+        return SharedStep(NO_TASK, *own, blocks, joint, self._reading)
+
+
+class ShardedSession(LevelsSession):
+    """A session of which every rank shares its shards with its counterparts at the other sites.
+
+    FSDP2 calls the hooks of sharded parameters once it has reduced their gradients; at the end of
+    backward, behind FSDP2's own end, the mean over the sites is formed.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        levels: Levels,
+        fingerprint: int,
+        settings: Settings,
+        shards: Shards,
+    ) -> None:
+        super().__init__(view, levels, fingerprint, settings)
+        self._shards, self._fingerprint = shards, fingerprint
+        self._planner = SharePlanner(view.model, view.exchanges, levels.site.world_size)
+        trained = {name: shards.params[name] for name in view.model.params}
+        self._claims = [Claim(p, self) for p in trained.values()]
+        self._hooks: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(lambda _, name=name: self.on_ready(name))
+            for name, p in trained.items()
+        ]
+
+    def detach(self) -> None:
+        """As `Session.detach`; FSDP2 goes on inside the site."""
+        for handle in [*self._hooks, *self._claims]:
+            handle.remove()
+        super().detach()
+
+    def _begin(self, task: int) -> None:
+        _refuse_reentrant()
+        end_unfinished(self._comm.group)
+        self._refuse_lost()
+        self._refuse_unfrozen()
+        step = self._step = self._sharded(task) if self._synchronise else self._kept(task)
+        at_end_of_backward(lambda: self._finish(step))
+
+    def _kept(self, task: int) -> LocalStep:
+        return _KeptStep(task, self._model, self._unshared)
+
+    def _sharded(self, task: int) -> ShardStep:
+        sessions, number = on_group(self._comm.group), self._stats.step
+        alone, reading = len(sessions.attached) == 1, self._reporter.reading(number)
+        header = Header(self._fingerprint, number, self._comm.rank, (), (), alone)
+        parts = (header, self._planner, self._levels, self._shards, reading)
+        step = ShardStep(task, self._model, *parts)
+        step.used |= self._unshared
+        sessions.running.append(self)
+        return step
+
+    def _refuse_unfrozen(self) -> None:
+        for name in self._frozen:
+            if self._shards.params[name].requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the model was distributed and would not be shared: "
+                    f"call session.detach() and og.distribute(model, ...) again on every rank"
+                )
+
+
+def _refuse_reentrant() -> None:
+    """Checks that no checkpoint's own backward runs: it would be taken for the whole one.
+
+    FSDP2 calls hooks from within custom functions, so that `refuse_nested_backward` is of no use.
+
+    Raises:
+        RuntimeError: it is a reentrant checkpoint's.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise RuntimeError(
+                "a backward runs inside another one, as with checkpoint(use_reentrant=True); use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        frame = frame.f_back
+
+
+class _KeptStep(LocalStep):
+    """A backward under `no_sync()`: its gradients are the site's until the next shared one."""
+
+    def __init__(self, task: int, model: Model, unshared: set[str]) -> None:
+        super().__init__(task, model, set(), Blocks(), None)
+        self._unshared = unshared
+
+    def on_ready(self, name: str) -> None:
+        """FSDP2 has added to the gradient of a shard."""
+        self._unshared.add(name)
+
+
+def broadcast_shards(levels: Levels, view: View, model: nn.Module) -> None:
+    """Makes the shards equal to their counterparts of the first site, and buffers everywhere."""
+    own = [*view.model.params.values(), *view.frozen.values()]
+    broadcast_all(levels.site, own)
+    levels.broadcast_all(list(model.buffers()))

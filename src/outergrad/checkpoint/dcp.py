@@ -1,0 +1,138 @@
+"""A session in the checkpoints of torch.distributed.checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.storage import StorageReader
+
+from outergrad._local_steps import LocalStepsSession
+from outergrad._session import Session
+from outergrad._types import StateDict
+from outergrad.checkpoint.parts import Part, Parts, for_a_new_site
+from outergrad.checkpoint.random_state import random_state, set_random_state
+from outergrad.checkpoint.talk import packed, unpacked
+from outergrad.comm.agree import agree
+
+
+class DCPState:
+    """What to put beside the model into the dict that DCP saves, and into that which it loads.
+
+        dcp.save({"model": model, "session": og.DCPState(session)}, checkpoint_id=path)
+        dcp.load({"model": model, "session": og.DCPState(session, path)}, checkpoint_id=path)
+
+    DCP keeps of what has the same name on several sites one copy; a session is another one on each
+    site, so each has a name of its own here. What is loaded may have been saved by more or fewer
+    sites. Random streams (torch, NumPy, Python) are in it, too.
+
+    Args:
+        session: what `og.distribute` returned.
+        saved: to load: where that is, the `checkpoint_id` of `dcp.load`, or its storage reader.
+        name: of the session, where a checkpoint holds several.
+        **own: what differs between the sites and must not be in the dict itself: with
+            `og.Local` parameters or `og.LocalSteps` the model and the optimizer, as `model=` and
+            `optimizer=`; else, if wanted, samplers, a `torch.Generator`.
+
+    Raises:
+        ValueError: of the model DCP would keep one site's, though each has its own.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        saved: str | Path | StorageReader | None = None,
+        *,
+        name: str = "session",
+        **own: Part,
+    ) -> None:
+        differs = session.own_names or isinstance(session, LocalStepsSession)
+        if differs and "model" not in own:
+            raise ValueError(
+                "DCPState: every site has a model of its own, and DCP would keep one of them: "
+                "pass model= and optimizer= to og.DCPState, and leave them out of the dict"
+            )
+        self._session, self._comm, self._name = session, session._comm, name
+        self._saved, self._parts = saved, Parts(own, session.own_names)
+
+    # -- what DCP calls -------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """This site's state under its name; to load, room for what was saved."""
+        rank, sites = self._comm.rank, self._comm.world_size
+        if self._saved is None:
+            return {self._key(rank, sites): self._blob()}
+        sizes, before = self._sizes(self._saved)
+        wanted = [rank] if before == sites else range(before)
+        return {
+            self._key(site, before): torch.empty(sizes[site], dtype=torch.uint8) for site in wanted
+        }
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Goes on from what was read; all sites check it together.
+
+        Raises:
+            ValueError: on all sites: it does not fit one of them.
+        """
+        found = [unpacked(blob.numpy().tobytes()) for blob in _in_order(state_dict)]
+        sites = len(found) if len(found) > 1 else found[0]["session"]["sites"]
+        same, rank = sites == self._comm.world_size, self._comm.rank
+        mine = found[0] if same else found[min(rank, sites - 1)]
+        self._load_parts(mine if rank < sites else found[0], new=rank >= sites)
+        sessions = [one["session"] for one in found]
+        self._session.load_state_dict(sessions[0] if same else sessions)
+        if rank < sites:
+            set_random_state(mine["random"])
+
+    def _load_parts(self, state: StateDict, *, new: bool) -> None:
+        error = None
+        try:
+            parts = for_a_new_site(state["parts"], state["own"]) if new else state["parts"]
+            self._parts.load(parts, new=new)
+        except ValueError as raised:
+            error = raised
+        agree(self._comm, ["parts: loaded"], error, "build what was saved")
+
+    # -- names and sizes ------------------------------------------------------------------------
+
+    def _key(self, rank: int, sites: int) -> str:
+        return f"outergrad-{self._name}-site-{rank}-of-{sites}"
+
+    def _blob(self) -> Tensor:
+        state = {
+            "session": self._session.state_dict(),
+            "parts": self._parts.state(),
+            "own": self._parts.own(),
+            "random": random_state(),
+        }
+        return torch.frombuffer(bytearray(packed(state)), dtype=torch.uint8)
+
+    def _sizes(self, saved: str | Path | StorageReader) -> tuple[list[int], int]:
+        """Of the blobs of all sites that there were, and their number.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        reader = saved if isinstance(saved, StorageReader) else FileSystemReader(saved)
+        pattern = re.compile(rf"(?:.*\.)?outergrad-{re.escape(self._name)}-site-(\d+)-of-(\d+)")
+        sizes: dict[int, int] = {}
+        metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        for key, kept in metadata.items():
+            if match := pattern.fullmatch(key):
+                sizes[int(match[1])] = kept.size.numel()
+        if not sizes:
+            raise ValueError(
+                f"DCPState: the checkpoint holds no session of the name {self._name!r}: save "
+                f"og.DCPState(session) in it, and name it alike"
+            )
+        return [sizes[site] for site in sorted(sizes)], len(sizes)
+
+
+def _in_order(state_dict: StateDict) -> list[Tensor]:
+    """The blobs in the order of the sites that saved them."""
+    rank_of = {key: int(re.findall(r"\d+", key)[-2]) for key in state_dict}
+    return [state_dict[key] for key in sorted(state_dict, key=rank_of.__getitem__)]

@@ -1,0 +1,118 @@
+"""What is saved beside the session: model, optimizer and others, and what of it is a site's own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outergrad._types import StateDict
+
+
+class Stateful(Protocol):
+    """What can be saved: a scheduler, a scaler, a sampler."""
+
+    def state_dict(self) -> Any:
+        """What there is to save."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Goes on from it."""
+        ...
+
+
+Part = Stateful | torch.Generator
+
+
+class Parts:
+    """The things that are saved, by name.
+
+    Args:
+        parts: "model" and "optimizer" among them are looked at for what is a site's own.
+        local: names of parameters and buffers that each site keeps to itself.
+
+    Raises:
+        TypeError: a part has no state.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], local: Collection[str]) -> None:
+        self._parts, self._local = dict(parts), frozenset(local)
+        for name, part in parts.items():
+            if not isinstance(part, torch.Generator) and not hasattr(part, "load_state_dict"):
+                raise TypeError(
+                    f"{name}={part!r} cannot be saved: pass what has state_dict() and "
+                    f"load_state_dict(), or a torch.Generator"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parts."""
+        return sorted(self._parts)
+
+    def state(self) -> StateDict:
+        """Of every part."""
+        return {name: _state(part) for name, part in self._parts.items()}
+
+    def own(self) -> StateDict:
+        """What no other site may get: names in the model, numbers in the optimizer, generators."""
+        generators = [n for n, part in self._parts.items() if isinstance(part, torch.Generator)]
+        return {"model": sorted(self._local), "optimizer": self._slots(), "parts": generators}
+
+    def _slots(self) -> list[int]:
+        """Places of a site's own parameters in the optimizer's state."""
+        model, optimizer = self._parts.get("model"), self._parts.get("optimizer")
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            return []
+        own = {id(p) for name, p in model.named_parameters() if name in self._local}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return [index for index, p in enumerate(params) if id(p) in own]
+
+    def load(self, states: StateDict, *, new: bool) -> None:
+        """Goes on from saved states; what is a site's own is not among those for a new site.
+
+        Raises:
+            ValueError: other parts were saved, or they do not fit.
+        """
+        for name, part in self._parts.items():
+            generator = isinstance(part, torch.Generator)
+            if name in states:
+                self._load_one(name, part, states[name], new=new)
+            elif not (new and generator):
+                raise ValueError(
+                    f"the checkpoint holds {', '.join(sorted(states))}, but no {name!r}: save and "
+                    f"restore the same parts"
+                )
+
+    def _load_one(self, name: str, part: Part, state: Any, *, new: bool) -> None:
+        try:
+            if isinstance(part, torch.Generator):
+                part.set_state(state)
+            elif new and isinstance(part, nn.Module):
+                part.load_state_dict({**part.state_dict(), **state})
+            else:
+                part.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{name!r} does not fit what was saved: {error}") from error
+
+
+def for_a_new_site(states: StateDict, own: StateDict) -> StateDict:
+    """What a site may get that saved nothing: all but what is another's own.
+
+    Args:
+        states: of all parts.
+        own: what `Parts.own` said when they were saved.
+    """
+    found = {name: state for name, state in states.items() if name not in own["parts"]}
+    if own["model"]:
+        found["model"] = {k: v for k, v in found["model"].items() if k not in own["model"]}
+    if own["optimizer"]:
+        kept = {k: v for k, v in found["optimizer"]["state"].items() if k not in own["optimizer"]}
+        found["optimizer"] = {**found["optimizer"], "state": kept}
+    return found
+
+
+def _state(part: Part) -> Any:
+    return part.get_state() if isinstance(part, torch.Generator) else part.state_dict()

@@ -1,0 +1,51 @@
+"""What a training goes on from, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What `og.Checkpoints.restore` found.
+
+    Attributes:
+        step: that was saved: the number of the last step that is done.
+        saved_sites: how many sites saved it.
+        sites: how many there are now.
+        lost: of how many of those nothing is left.
+        new: numbers of the sites that it holds nothing of.
+        skipped: newer checkpoints and files that could not be used, and why.
+    """
+
+    step: int
+    saved_sites: int
+    sites: int
+    lost: int = 0
+    new: tuple[int, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether training goes on to the bit as if it had not been interrupted."""
+        return self.sites == self.saved_sites and not self.lost and not self.new
+
+    def __str__(self) -> str:
+        return "; ".join([self._what(), *self._changes()])
+
+    def _what(self) -> str:
+        what = f"going on after step {self.step}"
+        if self.sites != self.saved_sites:
+            what += f", saved by {self.saved_sites} sites, at {self.sites}"
+        return what
+
+    def _changes(self) -> list[str]:
+        lines: list[str] = []
+        if self.sites != self.saved_sites:
+            lines.append("what the sites had not sent yet is shared out among them")
+        if self.lost:
+            lines.append(f"what {self.lost} of them had not sent and kept to themselves is lost")
+        if self.new:
+            names = ", ".join(f"site {number}" for number in self.new)
+            lines.append(f"{names}: new, with the others' model and nothing that is a site's own")
+        return lines

@@ -1,0 +1,93 @@
+"""Bytes of any length from site to site, over the transport of a session."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outergrad._protocols import Comm
+from outergrad._session import Session
+from outergrad._types import ExchangeError
+from outergrad.comm.torch import TorchComm
+
+_END = b"\0"
+"""Behind every message: none may be empty."""
+
+
+def comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
+    """The transport of a session; without one, of the group, the default one if None.
+
+    Raises:
+        RuntimeError: there is neither.
+    """
+    if session is not None:
+        return session._comm
+    given = dist.group.WORLD if group is None else group
+    if given is None:
+        raise RuntimeError("Checkpoints: no process group: pass session= or group=")
+    return TorchComm(given, torch.device("cpu"))
+
+
+def gathered(comm: Comm, value: Any) -> list[Any]:
+    """What every site has to tell, as JSON has it, on every site."""
+    message = _message(json.dumps(value).encode())
+    lengths = comm.all_gather(torch.tensor([len(message)]), [1] * comm.world_size).wait()
+    parts = comm.all_gather(message, [int(length) for length in lengths]).wait()
+    return [json.loads(_content(part)) for part in parts]
+
+
+def swapped(comm: Comm, letters: Sequence[bytes]) -> list[bytes]:
+    """What every site has for this one.
+
+    Args:
+        comm: the transport.
+        letters: for each site what it gets; may be empty.
+    """
+    parts = [_message(letter) for letter in letters]
+    mine = torch.tensor([len(part) for part in parts])
+    lengths = comm.all_gather(mine, [comm.world_size] * comm.world_size).wait()
+    found = comm.all_to_all(parts, [int(of_site[comm.rank]) for of_site in lengths]).wait()
+    return [_content(part) for part in found]
+
+
+def packed(value: Any) -> bytes:
+    """Containers of tensors, numbers and text as bytes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpacked(content: bytes) -> Any:
+    """The same again."""
+    return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+
+
+@contextmanager
+def told_of_lost_sites(comm: Comm, doing: str) -> Iterator[None]:
+    """Says what to do where the transport fails.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    try:
+        yield
+    except ExchangeError as error:
+        raise RuntimeError(
+            f"site {comm.rank} lost the other sites while {doing}: {error}. The process group "
+            f"cannot be used any more: start the processes again from the last checkpoint"
+        ) from error
+
+
+def _message(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content + _END), dtype=torch.uint8)
+
+
+def _content(message: Tensor) -> bytes:
+    return message.cpu().numpy().tobytes()[: -len(_END)]

@@ -1,0 +1,1 @@
+"""outergrad within other training libraries: a file per library, which only that file imports."""

@@ -1,0 +1,123 @@
+"""What each site saves beside the checkpoint of a library, and how it goes on from that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outergrad._session import Session
+from outergrad._types import StateDict
+from outergrad.comm.agree import agree
+from outergrad.comm.torch import TorchComm
+
+
+class Stateful(Protocol):
+    """An optimizer, or what a library makes of one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        ...
+
+
+def site_state(session: Session, model: nn.Module, optimizers: Sequence[Stateful]) -> StateDict:
+    """What the checkpoint of rank 0 does not say of this site.
+
+    That is the session and the buffers; where parameters are the site's own (`og.Local()`,
+    `og.LocalSteps`), the whole model and the optimizers, too.
+    """
+    state, tensors = session.state_dict(), model.state_dict()
+    own_weights = bool(state["local"]) or "local_steps" in state
+    buffers = {name for name, _ in model.named_buffers()}
+    own = {n: t.detach().clone() for n, t in tensors.items() if own_weights or n in buffers}
+    steps = [optimizer.state_dict() for optimizer in optimizers] if own_weights else []
+    return {"session": state, "model": own, "optimizers": steps}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a site has read.
+
+    Attributes:
+        states: its own, or those of all sites if their number has changed; empty if there is none.
+        error: why it could not be read, if so.
+    """
+
+    states: Sequence[StateDict] = ()
+    error: Exception | None = None
+
+
+def find(read: Callable[[int], StateDict | None], rank: int, sites: int) -> Found:
+    """Reads what this site needs; never raises, because all sites must hear of an error.
+
+    Args:
+        read: what the site of a rank has saved, or None.
+        rank: this site.
+        sites: how many there are now.
+    """
+    try:
+        return Found(_needed(read, rank, sites))
+    except Exception as error:
+        return Found(error=error)
+
+
+def _needed(read: Callable[[int], StateDict | None], rank: int, sites: int) -> list[StateDict]:
+    own = read(rank) or read(0)
+    if own is None or own["session"]["sites"] == sites:
+        return [] if own is None else [own]
+    states = {k: read(k) for k in range(own["session"]["sites"])}
+    missing = [k for k, state in states.items() if state is None]
+    if missing:
+        raise FileNotFoundError(
+            f"the checkpoint is one of {len(states)} sites, now there are {sites}, and the states "
+            f"of sites {missing} are not in it: copy the files of all sites into it, on every site"
+        )
+    return [state for state in states.values() if state is not None]
+
+
+def resume(
+    found: Found, session: Session, model: nn.Module, optimizers: Sequence[Stateful]
+) -> None:
+    """Goes on from what was read, when the library has loaded model and optimizers. On all sites.
+
+    Raises:
+        ValueError: the sites do not have states of the same checkpoint; the same on all sites.
+    """
+    number = f"states of outergrad in the checkpoint: {len(found.states)}"
+    remedy = "copy into the checkpoint what each site saved there, and resume from it everywhere"
+    agree_on(model, [number], remedy, found.error)
+    if not found.states:
+        _warn_of_nothing()
+        return
+    sessions = [state["session"] for state in found.states]
+    session.load_state_dict(sessions[0] if len(sessions) == 1 else sessions)
+    own = found.states[dist.get_rank() % len(found.states)]
+    model.load_state_dict(own["model"], strict=False)
+    for optimizer, state in zip(optimizers, own["optimizers"], strict=False):
+        optimizer.load_state_dict(state)
+
+
+def _warn_of_nothing() -> None:
+    warnings.warn(
+        "the checkpoint has no state of outergrad on any site: what methods remember starts anew",
+        stacklevel=3,
+    )
+
+
+def agree_on(
+    model: nn.Module, lines: Sequence[str], remedy: str, error: Exception | None = None
+) -> None:
+    """Raises the same ValueError on all sites of the default group if they differ."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    agree(TorchComm(group, device), lines, error, remedy)

@@ -1,0 +1,177 @@
+"""Hugging Face Accelerate: a model that outergrad shares, in a loop around an `Accelerator`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from outergrad._attach import distribute as distribute_model
+from outergrad._protocols import Method, Rules
+from outergrad._recorders import Recorders
+from outergrad._session import Session
+from outergrad._types import StateDict
+from outergrad.exchange import LocalSteps, PerLayer
+from outergrad.integrations._sites import Found, find, resume, site_state
+from outergrad.layers import RULES
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils import DistributedType, DynamoBackend
+except ImportError as error:
+    _needs = "outergrad.integrations.accelerate needs accelerate: "
+    raise ImportError(_needs + "pip install 'outergrad[huggingface]'") from error
+
+_SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+
+
+def distribute(
+    accelerator: Accelerator,
+    model: nn.Module,
+    method: Method | PerLayer | LocalSteps | None = None,
+    *,
+    recorder: Recorders = None,
+    rules: Rules = RULES,
+) -> Session:
+    """Shares the gradients of a model in place of the DDP that Accelerate would wrap it in.
+
+    Call it before `accelerator.prepare`, which then leaves the model as it is and prepares the
+    rest as always. `accumulate`, `no_sync`, `backward` and `clip_grad_norm_` do what they do with
+    DDP; `save_state` and `load_state` include the session, of every site in a file of its own.
+    Call `session.detach()` at the end.
+
+    Args:
+        accelerator: of this process; its processes are the sites.
+        model: not prepared yet; moved to the accelerator's device.
+        method: as for `og.distribute`.
+        recorder: as for `og.distribute`.
+        rules: as for `og.distribute`.
+
+    Raises:
+        ValueError: as `og.distribute`, or Accelerate is to shard or compile the model.
+        RuntimeError: there is one process, and no process group.
+    """
+    _refuse(accelerator)
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping in DDP
+    session = distribute_model(prepared, method, recorder=recorder, rules=rules)
+    _link(accelerator).add(prepared, session)
+    return session
+
+
+def own_loader(accelerator: Accelerator, loader: DataLoader) -> DataLoader:
+    """Prepares a loader of this site's own data: nothing of it is for other processes.
+
+    Args:
+        accelerator: of this process.
+        loader: not prepared yet; give it as many batches per epoch on every site.
+    """
+    config = accelerator.dataloader_config
+    prepared: Any = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        dispatch_batches=False,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+    )
+    prepared._is_accelerate_prepared = True
+    return Accelerator.prepare_data_loader(accelerator, prepared)
+
+
+@contextmanager
+def own_loaders(accelerator: Accelerator) -> Iterator[None]:
+    """Every loader that is prepared inside is this site's own, as with `own_loader`."""
+    accelerator.prepare_data_loader = lambda loader, *_, **__: own_loader(accelerator, loader)
+    try:
+        yield
+    finally:
+        del accelerator.prepare_data_loader
+
+
+def _refuse(accelerator: Accelerator) -> None:
+    parallel = accelerator.parallelism_config
+    if accelerator.distributed_type in _SHARDED or (parallel and parallel.total_size > 1):
+        raise ValueError(
+            f"Accelerate is to shard the model ({accelerator.distributed_type}): outergrad shares "
+            f"replicas; leave out FSDP, DeepSpeed, Megatron-LM and parallelism_config"
+        )
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError("a compiled model has no layers to tap: leave out torch.compile (dynamo)")
+
+
+def _link(accelerator: Accelerator) -> _Link:
+    """The one of the accelerator: its `no_sync` knows."""
+    known = getattr(accelerator.no_sync, "__self__", None)
+    return known if isinstance(known, _Link) else _Link(accelerator)
+
+
+class _Link:
+    """What an accelerator knows of sessions."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._no_sync = accelerator.no_sync
+        self._sessions: list[tuple[nn.Module, Session]] = []
+        self._folder = Path()
+        accelerator.no_sync = self.no_sync
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._note)
+        accelerator.register_for_checkpointing(self)
+
+    def add(self, model: nn.Module, session: Session) -> None:
+        """Knows a model's session; forgets models that Accelerate has forgotten."""
+        present = [(m, s) for m, s in self._sessions if m in self._accelerator._models]
+        self._sessions = [*((m, s) for m, s in present if m is not model), (model, session)]
+
+    def no_sync(self, model: nn.Module) -> Any:
+        """In place of `Accelerator.no_sync`, which `accumulate` calls."""
+        mine = [session for known, session in self._sessions if known is model]
+        return mine[0].no_sync() if mine else self._no_sync(model)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _save(self, models: list[nn.Module], weights: list[StateDict], folder: str) -> None:
+        """Each process saves its own, before the main process saves the rest."""
+        rank, optimizers = self._accelerator.process_index, self._accelerator._optimizers
+        for index, (model, session) in enumerate(self._sessions):
+            path = site_path(Path(folder), rank, index)
+            torch.save(site_state(session, model, optimizers), path)
+
+    def _note(self, models: list[nn.Module], folder: str) -> None:
+        """Nothing of the folder is loaded yet."""
+        self._folder = Path(folder)
+
+    def state_dict(self) -> StateDict:
+        """What the main process saves."""
+        return {"sites": self._accelerator.num_processes}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Everything else is loaded: the turn of the sessions."""
+        for index, (model, session) in enumerate(self._sessions):
+            found = read_site(self._folder, index)
+            resume(found, session, model, self._accelerator._optimizers)
+
+
+def site_path(folder: Path, rank: int, index: int = 0) -> Path:
+    """The file of a site within a checkpoint; there may be several models."""
+    return folder / (f"outergrad_{rank}.pt" if index == 0 else f"outergrad_{index}_{rank}.pt")
+
+
+def read_site(folder: Path, index: int = 0) -> Found:
+    """What this site needs of a checkpoint's files."""
+
+    def read(rank: int) -> StateDict | None:
+        path = site_path(folder, rank, index)
+        return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+
+    return find(read, torch.distributed.get_rank(), torch.distributed.get_world_size())

@@ -1,0 +1,133 @@
+"""Lightning: a strategy whose processes are sites."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from outergrad._attach import distribute
+from outergrad._protocols import Method, Rules
+from outergrad._recorders import Recorders
+from outergrad._session import Session
+from outergrad._types import StateDict
+from outergrad.exchange import LocalSteps, PerLayer
+from outergrad.integrations._sites import Found, agree_on, find, resume, site_state
+from outergrad.layers import RULES
+
+try:
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError as error:
+    _needs = "outergrad.integrations.lightning needs lightning: "
+    raise ImportError(_needs + "pip install 'outergrad[lightning]'") from error
+
+
+class OutergradStrategy(DDPStrategy):
+    """Lightning's DDP strategy without DDP: `Trainer(strategy=OutergradStrategy(og.DAD()))`.
+
+    Processes are started, data is divided and metrics are reduced as with DDP. Each `fit()` has a
+    session of its own, `trainer.strategy.session`, that ends with it, however it ends. What a site
+    must remember stands beside a checkpoint, in the folder `outergrad`, in a file of its own.
+
+    Args:
+        method: as for `og.distribute`.
+        recorder: as for `og.distribute`.
+        rules: as for `og.distribute`.
+        **settings: of `DDPStrategy`, as `timeout` or `process_group_backend`; none of DDP itself.
+
+    Raises:
+        TypeError: a setting is one of DDP.
+    """
+
+    def __init__(
+        self,
+        method: Method | PerLayer | LocalSteps | None = None,
+        *,
+        recorder: Recorders = None,
+        rules: Rules = RULES,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        of_ddp = [*self._ddp_kwargs, *(k for k in settings if k.startswith(("ddp_", "model_av")))]
+        if of_ddp:
+            raise TypeError(f"there is no DDP to be told {', '.join(of_ddp)}: leave them out")
+        self._method, self._recorder, self._rules = method, recorder, rules
+        self._found: Found | None = None
+        self.session: Session | None = None
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def configure_ddp(self) -> None:
+        """The model is on its device: where DDPStrategy would wrap it."""
+        options = {"recorder": self._recorder, "rules": self._rules}
+        self.session = distribute(self._own_module(), self._method, **options)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all but the last backward of `accumulate_grad_batches`."""
+        assert self.session is not None
+        with self.session.no_sync():
+            yield
+
+    def on_train_start(self) -> None:
+        """Model, optimizers and loops are restored."""
+        module, trainer = self._own_module(), self._own_module().trainer
+        lines = [f"batches per epoch: {trainer.num_training_batches}"]
+        lines += [f"max_epochs: {trainer.max_epochs}", f"max_steps: {trainer.max_steps}"]
+        agree_on(module, lines, "set limit_train_batches, max_epochs and max_steps alike")
+        if self._found is not None and self.session is not None:
+            resume(self._found, self.session, module, self.optimizers)
+        self._found = None
+
+    def on_train_end(self) -> None:
+        """What `og.LocalSteps` has left to share."""
+        if self.session is not None:
+            self.session.flush()
+
+    def teardown(self) -> None:
+        """The end of a run, also of one that raised."""
+        self._found = None
+        if self.session is not None:
+            self.session.detach()
+        super().teardown()
+
+    def _own_module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Each site saves its own beside what rank 0 saves; not where weights alone are saved."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.session is not None and "optimizer_states" in checkpoint:
+            saved = site_state(self.session, self._own_module(), self.optimizers)
+            path = _site_path(filepath, self.global_rank)
+            self.checkpoint_io.save_checkpoint(saved, path, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads what is this site's, too; the session goes on from it when training starts."""
+        target = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else None
+        path = target or checkpoint_path
+        self._found = find(lambda k: self._read(path, k), self.global_rank, self.world_size)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Each site removes its own."""
+        super().remove_checkpoint(filepath)
+        self.checkpoint_io.remove_checkpoint(_site_path(filepath, self.global_rank))
+
+    def _read(self, filepath: Any, rank: int) -> StateDict | None:
+        try:
+            return self.checkpoint_io.load_checkpoint(_site_path(filepath, rank), weights_only=True)
+        except FileNotFoundError:
+            return None
+
+
+def _site_path(filepath: Any, rank: int) -> str:
+    """In a folder of its own, where Lightning does not look for checkpoints."""
+    folder, name = os.path.split(str(filepath))
+    return os.path.join(folder, "outergrad", f"{name}.{rank}")

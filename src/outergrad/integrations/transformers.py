@@ -1,0 +1,185 @@
+"""Hugging Face transformers: a `Trainer` whose processes are sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from outergrad._protocols import Method, Rule, Rules, TapFn
+from outergrad._recorders import Recorders
+from outergrad._session import Session
+from outergrad._types import Call, Factors, Slot
+from outergrad.exchange import LocalSteps, PerLayer
+from outergrad.integrations._sites import agree_on, resume, site_state
+from outergrad.layers import RULES as TORCH_RULES
+from outergrad.layers._common import is_plain, join, rows_of
+
+try:
+    import transformers
+    from transformers.pytorch_utils import Conv1D
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from outergrad.integrations.accelerate import distribute, own_loaders, read_site, site_path
+except ImportError as error:
+    _needs = "outergrad.integrations.transformers needs transformers and accelerate: "
+    raise ImportError(_needs + "pip install 'outergrad[huggingface]'") from error
+
+_Base = transformers.Trainer if TYPE_CHECKING else object
+
+
+class Conv1DRule:
+    """GPT-2's linear layer, `y = x W + b` with W of shape (I, O): `dW = xᵀ delta`."""
+
+    owns: tuple[str, ...] = ()
+
+    def objection(self, module: Conv1D) -> str | None:
+        """Parametrised weights are no leaves."""
+        return None if is_plain(module, "weight") else "its weight is computed from others"
+
+    def slots(self, module: Conv1D, name: str) -> list[Slot]:
+        """The weight, whose rows are inputs: activations and deltas change places."""
+        inputs, outputs = module.weight.shape
+        return [Slot(name, join(name, "weight"), inputs, outputs)]
+
+    def forward(self, module: Conv1D, tap: TapFn, x: Tensor) -> Tensor:
+        """As `Conv1D`; the bias, added behind the tap, travels as itself."""
+        flat_NI = x.reshape(-1, x.shape[-1])
+        y_NO = tap(flat_NI @ module.weight.detach(), flat_NI, rows=len(flat_NI))
+        return (y_NO + module.bias).view(*x.shape[:-1], module.nf)
+
+    def rows(self, module: Conv1D, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """All positions of the input."""
+        return [(args[0] if args else kwargs["x"]).numel() // max(module.nx, 1)]
+
+    def factors(self, module: Conv1D, slot: int, call: Call) -> Factors:
+        """Input and delta, in each other's place."""
+        a_1NI = rows_of(call.a, call.a.shape[-1]).to(call.d.dtype)
+        return Factors(d_GRO=a_1NI, a_GRI=rows_of(call.d, call.d.shape[-1]))
+
+
+_RULES: dict[type[nn.Module], Rule] = {**TORCH_RULES, Conv1D: Conv1DRule()}
+RULES: Rules = _RULES
+"""Those of outergrad, and of transformers' own layers."""
+
+
+class TrainerMixin(_Base):
+    """Makes any Trainer share gradients by outergrad: `class Mine(TrainerMixin, SFTTrainer)`.
+
+    Each `train()` has a session of its own, `trainer.session`, that ends with it, however it ends.
+    Checkpoints include it, of every site in a file of its own.
+
+    Args:
+        *args: of the Trainer.
+        method: as for `og.distribute`.
+        recorder: as for `og.distribute`; it hears what the Trainer logs, too.
+        rules: as for `og.distribute`.
+        own_data: whether `train_dataset` is this site's own. By default all sites give the same
+            one, which the Trainer divides between them. With data of their own the sites need the
+            same `max_steps`.
+        **kwargs: of the Trainer.
+    """
+
+    session: Session | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        method: Method | PerLayer | LocalSteps | None = None,
+        recorder: Recorders = None,
+        rules: Rules = RULES,
+        own_data: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._method, self._recorder, self._rules = method, recorder, rules
+        self._own_data, self._resumed = own_data, None
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Events(self))
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, by a session that ends with it.
+
+        Raises:
+            ValueError: as `og.distribute`; or the sites would not make the same steps.
+        """
+        if resume_from_checkpoint is True:  # else the Trainer itself looks, and does not tell
+            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir)) or True
+        self._resumed = resume_from_checkpoint or None
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._detach()
+
+    def get_train_dataloader(self) -> Any:
+        """As the Trainer's; not divided between the processes if the data is the site's own."""
+        if not self._own_data:
+            return super().get_train_dataloader()
+        with own_loaders(self.accelerator):
+            return super().get_train_dataloader()
+
+    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's last step before Accelerate prepares the model, which then leaves it."""
+        model = super()._wrap_model(model, training, *args, **kwargs)
+        if training:
+            self._detach()  # the one of an attempt with a larger batch, by auto_find_batch_size
+            options = {"recorder": self._recorder, "rules": self._rules}
+            self.session = distribute(self.accelerator, model, self._method, **options)
+        return model
+
+    def _detach(self) -> None:
+        if self.session is not None:
+            self.session.detach()
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer`, sharing gradients by outergrad: `Trainer(..., method=og.DAD())`."""
+
+
+class _Events(transformers.TrainerCallback):
+    """What the Trainer tells of the course of training."""
+
+    def __init__(self, trainer: TrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model, optimizer and scheduler are loaded."""
+        trainer = self._trainer
+        lines = list(_course(args, state, kwargs.get("train_dataloader")))
+        agree_on(kwargs["model"], lines, "set max_steps, and strategies 'steps', alike everywhere")
+        if trainer._resumed is not None and trainer.session is not None:
+            found = read_site(Path(trainer._resumed))
+            resume(found, trainer.session, kwargs["model"], [kwargs["optimizer"]])
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer has written its part of a checkpoint."""
+        if args.save_only_model or self._trainer.session is None:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)  # the machine may have none of rank 0's files
+        saved = site_state(self._trainer.session, kwargs["model"], [kwargs["optimizer"]])
+        torch.save(saved, site_path(folder, args.process_index))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last step is followed by what `og.LocalSteps` has left to share."""
+        if control.should_training_stop and self._trainer.session is not None:
+            self._trainer.session.flush()
+
+    on_epoch_end = on_step_end
+    """Where an evaluation has stopped the training."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What the Trainer logs is told to the recorders of the session, too."""
+        trainer, logs = self._trainer, kwargs.get("logs") or {}
+        if trainer.is_in_train and trainer.session is not None:
+            trainer.session.log(**{k: v for k, v in logs.items() if isinstance(v, int | float)})
+
+
+def _course(args: Any, state: Any, loader: Any) -> Iterator[str]:
+    """What must be alike, or a site would wait for others that do something else."""
+    yield f"max_steps: {state.max_steps}"
+    strategies = [args.logging_strategy, args.eval_strategy, args.save_strategy]
+    if any(strategy == "epoch" for strategy in strategies) and hasattr(loader, "__len__"):
+        yield f"batches per epoch: {len(loader)}"

@@ -1,0 +1,324 @@
+"""What one site of a trial does, in a process of its own, and how it meets with its fault."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Adam
+from trials import METHODS, Fault, Trial, batch, build
+
+import outergrad as og
+import outergrad._attach
+from outergrad._types import ExchangeError
+from outergrad.comm.torch import TorchComm
+from outergrad.comm.vote import WORDS
+
+Tell = Callable[..., None]
+"""Writes a line of what happened, with its time."""
+VOTE_LANE = 2
+NEWCOMER_S = 1.0
+"""The timeout of a process group that a site makes alone; PyTorch tries five times as long."""
+
+
+class InjectedError(Exception):
+    """The backward of the user's model fails."""
+
+
+class Injector:
+    """Brings a fault about on the site whose turn it is."""
+
+    def __init__(self, fault: Fault, rank: int, timeout_s: float, tell: Tell) -> None:
+        self.fault, self.mine = fault, fault.victim == rank
+        self._timeout_s, self._tell = timeout_s, tell
+        self.fired, self._sent, self._received = False, 0, 0
+        self.armed = self.mine and fault.moment == "distribute"
+        self.is_bad = False
+        """Whether the next loss is not finite."""
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self.armed = self.mine and not self.fired and step == self.fault.step
+        self._sent = self._received = 0
+        if self.armed and self.fault.moment == "any":
+            threading.Timer(self.fault.after_s, self.fire).start()
+        self.at("forward")
+
+    def at(self, moment: str) -> None:
+        """The site has come to some place of its step."""
+        if self.armed and self.fault.moment == moment:
+            self.fire()
+
+    def message(self) -> None:
+        """It is about to send one."""
+        index, self._sent = self._sent, self._sent + 1
+        if index == self.fault.index:
+            self.at("message")
+            self.at("distribute")
+
+    def corrupts(self, kind: str) -> bool:
+        """Whether what arrives now is to be changed."""
+        if not (self.armed and self.fault.kind == "corrupt" and self.fault.moment == kind):
+            return False
+        index, self._received = self._received, self._received + 1
+        return kind != "payload" or index == self.fault.index
+
+    def fire(self) -> None:
+        """Now."""
+        if self.fired or not hasattr(self, f"_{self.fault.kind.replace(' ', '_')}"):
+            return
+        self._note()
+        getattr(self, f"_{self.fault.kind.replace(' ', '_')}")()
+
+    def _note(self) -> None:
+        self.fired, self.armed = True, False
+        self._tell("injected")
+
+    note = _note
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _restart = _kill
+
+    def _stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _interrupt(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _raise(self) -> None:
+        raise InjectedError
+
+    def _delay(self) -> None:
+        time.sleep(self.fault.delay_s * self._timeout_s)
+
+    _long_delay = _brief_delay = _twin = _delay
+
+    def _nan(self) -> None:
+        self.is_bad = True
+
+    def _leave(self) -> None:
+        raise SystemExit(0)
+
+    def _cut(self) -> None:
+        subprocess.run(["ip", "link", "set", "link0", "down"], check=True)
+
+
+class _Changed:
+    def __init__(self, work: Any, change: Callable[[Tensor], None], sender: int) -> None:
+        self._work, self._change, self._sender = work, change, sender
+
+    def wait(self) -> Any:
+        found = self._work.wait()
+        self._change(found[self._sender] if isinstance(found, list) else found)
+        return found
+
+
+class HarnessComm(TorchComm):
+    """Says where a step is, changes what arrives, and stops in the middle of a vote."""
+
+    injector: Injector
+
+    def all_reduce(self, t: Tensor) -> Any:
+        self.injector.message()
+        return self._perhaps_changed("payload", super().all_reduce(t))
+
+    def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Any:
+        self.injector.message()
+        vote = t.dtype == torch.int64 and len(t) == WORDS
+        kind = "vote" if vote else "header" if t.dtype == torch.int64 else "payload"
+        return self._perhaps_changed(kind, super().all_gather(t, sizes, lane))
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+        self.injector.message()
+        return self._perhaps_changed("payload", super().all_to_all(parts, sizes))
+
+    def _perhaps_changed(self, kind: str, work: Any) -> Any:
+        if not self.injector.corrupts(kind):
+            return work
+        return _Changed(work, self._flip, (self.rank + 1) % 2)
+
+    def _flip(self, part: Tensor) -> None:
+        """One bit, anywhere."""
+        self.injector.note()
+        place = self.injector.fault.place * part.nbytes
+        part.view(-1).view(torch.uint8)[int(place)] ^= 1 << int(8 * place) % 8
+
+    def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> Any:
+        if call is dist.isend and tag & 0xFF == 0x67 + VOTE_LANE:
+            self._vote(call, t, tag)
+        return super()._started(call, t, other, tag)
+
+    def _vote(self, call: Callable[..., Any], t: Tensor, tag: int) -> None:
+        """All receives are posted, and no vote is sent yet."""
+        injector = self.injector
+        if not injector.armed or injector.fault.moment != "voting":
+            return
+        if injector.fault.kind in ("kill", "restart"):
+            for other in injector.fault.heard_by:
+                with suppress(ExchangeError):
+                    super()._started(call, t, other, tag).wait()
+        injector.at("voting")
+
+
+def run(
+    trial: Trial, rank: int, folder: Path, address: str, listening: int | None, tell: Tell
+) -> None:
+    """Trains until all steps are applied, or a site is lost.
+
+    Args:
+        trial: what happens.
+        rank: this site.
+        folder: of stores that are files.
+        address: of stores that are not.
+        listening: the file descriptor that site 0 is to listen at, if it is not to open one.
+        tell: writes a line.
+    """
+    torch.set_num_threads(1)
+    fault = trial.fault
+    HarnessComm.injector = injector = Injector(fault, rank, trial.timeout_s, tell)
+    outergrad._attach.TorchComm = HarnessComm
+    store = _store(trial, rank, folder, address, listening)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.sites)
+    odd = fault.kind == "settings" and injector.mine
+    model = build(trial.model, 20 if odd and fault.moment == "width" else 24)
+    model = model.double() if odd and fault.moment == "dtype" else model
+    if odd and fault.moment == "parameter":
+        model.register_parameter("more", nn.Parameter(torch.zeros(3)))
+    method = METHODS[trial.method]
+    method = og.DAD(bucket_bytes=12345) if odd and fault.moment == "method" else method
+    if odd:
+        injector.note()
+        if fault.moment == "crash":
+            sys.exit(0)
+    try:
+        _train(trial, rank, model, method, injector, tell)
+    except og.SiteLostError as error:
+        grads = any(p.grad is not None for p in model.parameters())
+        tell("lost", sites=error.sites, step=error.step, why=str(error), grads=grads)
+        raise
+
+
+def _train(
+    trial: Trial, rank: int, model: nn.Sequential, method: Any, injector: Injector, tell: Tell
+) -> None:
+    fault = trial.fault
+    bad = 1 if fault.kind == "nan" else None
+    session = og.distribute(model, method, timeout=trial.timeout_s, max_bad_steps=bad)
+    tell("ready")
+    Site(trial, rank, model, session, injector, tell).train()
+    session.detach()
+
+
+def come_again(
+    trial: Trial, rank: int, folder: Path, address: str, listening: None, tell: Tell
+) -> None:
+    """A site that starts alone, while the others go on or have ended."""
+    torch.set_num_threads(1)
+    store = _store(trial, rank, folder, address, None, newcomer=True)
+    options = {"world_size": trial.sites, "timeout": timedelta(seconds=NEWCOMER_S)}
+    dist.init_process_group("gloo", store=store, rank=rank, **options)
+    tell("joined")
+    og.distribute(build(trial.model), METHODS[trial.method], timeout=trial.timeout_s)
+
+
+def _store(
+    trial: Trial,
+    rank: int,
+    folder: Path,
+    address: str,
+    listening: int | None,
+    *,
+    newcomer: bool = False,
+) -> dist.Store:
+    limit = timedelta(seconds=NEWCOMER_S if newcomer else 60.0)
+    if trial.store == "file":
+        store = dist.FileStore(str(folder / f"store{trial.number}"), trial.sites)
+        store.set_timeout(limit)
+        return store
+    host, port = address.rsplit(":", 1)
+    serves = rank == 0 and not (newcomer and trial.fault.kind == "twin")
+    options = {"wait_for_workers": False, "master_listen_fd": listening}
+    return dist.TCPStore(host, int(port), None, serves, limit, **options)
+
+
+class Site:
+    """The loop of a user, who goes on after a step that was discarded."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        rank: int,
+        model: nn.Sequential,
+        session: og.Session,
+        injector: Injector,
+        tell: Tell,
+    ) -> None:
+        self._trial, self._rank, self._model, self._session = trial, rank, model, session
+        self._injector, self._tell = injector, tell
+        self._optimizer = Adam(model.parameters(), lr=0.01)
+        self._outer = trial.method == "local steps"
+
+    def train(self) -> None:
+        """Tells of every step that counts what has come of it."""
+        applied = 0
+        self._tell("applied", step=0, **self._state())
+        while applied < self._trial.steps:
+            self._injector.begin(applied)
+            try:
+                counts = self._step(applied)
+            except (og.StepDiscardedError, InjectedError) as error:
+                self._tell("discarded", why=str(error), error=type(error).__name__)
+                continue
+            if counts:
+                applied += 1
+                self._tell("applied", step=applied, **self._state())
+        self._tell("done")
+
+    def _step(self, applied: int) -> bool:
+        """Whether it counts."""
+        injector = self._injector
+        self._optimizer.zero_grad()
+        factor, injector.is_bad = math.nan if injector.is_bad else 1.0, False
+        h = self._model[0](batch(self._trial.model, self._rank, applied))
+        h.register_hook(lambda grad: injector.at("backward"))
+        loss = (self._model[1](h) ** 2).mean() * factor
+        loss.backward()
+        if not self._outer and all(p.grad is None for p in self._model.parameters()):
+            self._tell("skipped")
+            return False
+        injector.at("optimizer")
+        self._optimizer.step()
+        return not self._outer or not self._session._counter.any_made
+
+    def _state(self) -> dict[str, Any]:
+        """Of all that must be the same on all sites: a digest, and a number that rounds little."""
+        params, optimizer = list(self._model.parameters()), self._optimizer
+        if self._outer:
+            params, optimizer = list(self._session._start.values()), self._session._outer
+        mark = math.sqrt(sum(p.detach().double().square().sum().item() for p in params))
+        return {"state": _digest(params, optimizer), "mark": mark}
+
+
+def _digest(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> str:
+    states = [optimizer.state.get(p, {}) for p in params]
+    kept = [s[name] for s in states for name in sorted(s) if isinstance(s[name], Tensor)]
+    found = hashlib.sha256()
+    for t in [*params, *kept]:
+        found.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]

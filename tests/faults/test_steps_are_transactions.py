@@ -1,0 +1,318 @@
+"""A step counts on every site that is left, or on none; what is damaged is never applied."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+from faulty import Died, FaultyComm, own_comm
+from torch import nn
+from torch.optim import Adam
+
+import outergrad as og
+from cases import METHODS, Boom, mlp, relative_error
+from ranks import run_on_lasting_groups, run_ranks
+
+TABLE = METHODS | {
+    "rank-dad, two ways": og.RankDAD(rank=1000, reduce="two_way"),
+    "rank-dad, all_reduce": og.RankDAD(rank=1000, reduce="all_reduce"),
+    "rank-dad, rank 2": og.RankDAD(rank=2),
+    "edad blocks": og.EDAD(blocks=["0"], inputs="raw", always=True),
+}
+BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(s)) for s in range(4)]
+torch.manual_seed(3)
+MODEL = nn.Sequential(mlp(6, 24, 24), nn.LayerNorm(24), nn.Linear(24, 5))
+FEW = ["dense", "dad", "rank-dad, two ways", "rank-dad, all_reduce", "edad blocks"]
+EXACT = [name for name in TABLE if name != "rank-dad, rank 2"]
+
+
+@pytest.fixture(params=TABLE)
+def method(request):
+    return TABLE[request.param]
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """`distribute` uses a faulty transport."""
+
+    class Comm(FaultyComm):
+        pass
+
+    monkeypatch.setattr("outergrad._attach.TorchComm", Comm)
+    return Comm
+
+
+def backward(model: nn.Module, rank: int, step: int = 0, factor: float = 1.0) -> None:
+    model.zero_grad()
+    (factor * (model(BATCHES[rank] + 0.1 * step) ** 2).mean()).backward()
+
+
+def pooled(sites: int, step: int = 0) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(MODEL).double()
+    for x in BATCHES[:sites]:
+        ((model(x.double() + 0.1 * step) ** 2).mean() / sites).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_right(model: nn.Module, sites: int, step: int) -> None:
+    expected = pooled(sites, step)
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, expected[name]) < 5e-6, name
+
+
+def flip(parts: list[torch.Tensor], sender: int) -> None:
+    """One bit of a message or of a sum."""
+    part = parts[min(sender, len(parts) - 1)]
+    part.view(-1).view(torch.uint8)[part.nbytes * 2 // 3] ^= 4
+
+
+# -- damaged messages -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("sites", [2, 3])
+def test_a_damaged_message_is_refused_by_all_sites(faulty, name, sites):
+    """The last site receives one message of site 0 with another bit.
+
+    Where triplets go two ways, a damaged one of the first round ends the group: see
+    `TwoWayBucket`.
+    """
+    two_way = "two ways" in name
+
+    def change(rank, index, parts):
+        if rank == sites - 1 and index == 0:
+            flip(parts, 0)
+
+    faulty.change = staticmethod(change)
+
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        session = og.distribute(model, TABLE[name], group=group)
+        for step in range(3):
+            backward(model, rank, step)
+        own_comm().armed = True
+        with pytest.raises((og.StepDiscardedError, og.SiteLostError)) as caught:
+            backward(model, rank, 3)
+        assert all(p.grad is None for p in model.parameters())
+        own_comm().armed = False
+        if caught.type is og.StepDiscardedError:
+            assert f"site {sites - 1} re" in str(caught.value)
+            backward(model, rank, 4)
+            assert_right(model, sites, 4)
+            session.detach()
+        return caught.type
+
+    kinds = set((run_ranks if two_way else run_on_lasting_groups)(sites, body))
+    assert len(kinds) == 1
+    assert two_way or kinds == {og.StepDiscardedError}
+
+
+def another_step(rank, index, parts):
+    """Site 1 reads of another step in what site 0 sent."""
+    if rank == 1:
+        parts[0][2] += 1
+
+
+def test_a_damaged_header_ends_the_group(faulty):
+    faulty.change, faulty.kind = staticmethod(another_step), "header"
+
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        og.distribute(model, group=group)
+        own_comm().armed = True
+        with pytest.raises(og.SiteLostError):
+            backward(model, rank)
+        assert all(p.grad is None for p in model.parameters())
+        with pytest.raises(og.SiteLostError):
+            backward(model, rank)
+        with pytest.raises(og.SiteLostError):
+            og.distribute(copy.deepcopy(MODEL), group=group)
+
+    run_ranks(2, body)
+
+
+def test_a_damaged_vote_ends_the_group_behind_the_step(faulty):
+    """The site that cannot read it learns from the other's end that the step counts."""
+    faulty.change, faulty.kind = staticmethod(another_step), "vote"
+
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        og.distribute(model, group=group)
+        own_comm().armed = True
+        backward(model, rank)
+        assert_right(model, 2, 0)
+        with pytest.raises(og.SiteLostError) as caught:
+            backward(model, rank)
+        return caught.value.step
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+# -- lost sites -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heard_by", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("foreseen", [True, False])
+@pytest.mark.parametrize("name", FEW)
+def test_all_sites_that_are_left_have_made_the_same_steps(faulty, name, heard_by, foreseen):
+    """The third site dies while it votes; its last vote reaches none, one or both of the others.
+
+    Where one has heard it, the other one learns from that whether the step counts.
+    """
+    last = 4 if foreseen else 1
+
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        optimizer = Adam(model.parameters(), lr=0.01)
+        og.distribute(model, TABLE[name], group=group)
+        for step in range(8):
+            if rank == 2 and step == last:
+                own_comm().dies_after_vote_to = heard_by
+            try:
+                backward(model, rank, step)
+            except (og.SiteLostError, Died) as raised:
+                return raised, list(model.parameters())
+            optimizer.step()
+        raise AssertionError("nobody noticed")
+
+    (error, params), (other_error, other_params), _ = run_ranks(3, body)
+    assert error.sites == other_error.sites == (2,)
+    assert error.step == other_error.step
+    assert error.step in ((last, last + 1) if heard_by else (last,))
+    for p, q in zip(params, other_params, strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is q.grad is None
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("name", FEW)
+def test_a_site_that_hangs_is_named_within_the_timeout(name, sites):
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        og.distribute(model, TABLE[name], group=group, timeout=0.5)
+        backward(model, rank)
+        if rank == sites - 1:
+            time.sleep(2.0)
+        began = time.monotonic()
+        with pytest.raises(og.SiteLostError, match="lost site") as caught:
+            backward(model, rank, 1)
+        assert time.monotonic() - began < 0.5 + 2.0
+        return caught.value.sites if rank != sites - 1 else str(caught.value)
+
+    *others, late = run_ranks(sites, body)
+    assert others == [(sites - 1,)] * (sites - 1)
+    assert "waited for this one until the timeout, and gave up" in late or "closed" in late
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, timedelta()])
+def test_a_timeout_is_above_zero(timeout):
+    def body(rank, group):
+        with pytest.raises(ValueError, match="timeout="):
+            og.distribute(copy.deepcopy(MODEL), group=group, timeout=timeout)
+
+    run_on_lasting_groups(1, body)
+
+
+# -- gradients that are not finite ----------------------------------------------------------------
+
+
+class Events:
+    """Keeps mishaps."""
+
+    every = 1000
+
+    def __init__(self):
+        self.mishaps = []
+
+    def record(self, event):
+        if isinstance(event, og.events.Mishap):
+            self.mishaps.append(event)
+
+
+@pytest.mark.parametrize(("sites", "bad"), [(1, math.nan), (2, math.nan), (3, math.inf)])
+def test_a_bad_step_is_skipped_on_all_sites(method, sites, bad):
+    def body(rank, group):
+        model, events = copy.deepcopy(MODEL), Events()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        options = {"max_bad_steps": 1, "recorder": events}
+        session = og.distribute(model, method, group=group, **options)
+        for step in range(6):
+            before = [p.detach().clone() for p in model.parameters()]
+            state = copy.deepcopy(optimizer.state_dict())
+            factor = bad if step in (3, 5) and rank == sites - 1 else 1.0
+            backward(model, rank, step, factor)
+            optimizer.step()
+            if step in (3, 5):
+                assert all(p.grad is None for p in model.parameters())
+                assert all(map(torch.equal, before, model.parameters()))
+                assert str(state) == str(optimizer.state_dict())
+        assert [(m.what, m.step, m.sites) for m in events.mishaps] == [
+            ("skipped", 3, (sites - 1,)),
+            ("skipped", 5, (sites - 1,)),
+        ]
+        assert all(m.layer in dict(model.named_parameters()) for m in events.mishaps)
+        with pytest.raises(og.BadStepsError, match=f"on site {sites - 1} has NaN") as caught:
+            backward(model, rank, 6, bad if rank == sites - 1 else 1.0)
+        assert (caught.value.site, caught.value.step) == (sites - 1, 6)
+        backward(model, rank, 7)
+        session.detach()
+        return [p.grad for p in model.parameters()]
+
+    first, *others = run_on_lasting_groups(sites, body)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+    assert all(grad.isfinite().all() for grad in first)
+
+
+def test_the_layer_is_named_that_a_nan_arose_in():
+    """Only the last layer's gradient is not finite: the delta below it is cut to zero."""
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, delta):
+            return torch.zeros_like(delta)
+
+    def body(rank, group):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        og.distribute(model, group=group, max_bad_steps=0)
+        y = model[1](Cut.apply(model[0](BATCHES[rank])))
+        with pytest.raises(
+            og.BadStepsError, match=r"'1\.(weight|bias)' on site 1 has NaN"
+        ) as caught:
+            (y.sum() * (math.nan if rank == 1 else 1.0)).backward()
+        assert caught.value.layer.startswith("1.")
+
+    run_on_lasting_groups(2, body)
+
+
+def test_without_a_limit_nan_goes_where_it_goes_with_ddp(method):
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        session = og.distribute(model, method, group=group)
+        backward(model, rank, 0, math.nan if rank == 1 else 1.0)
+        assert all(p.grad.isnan().any() for p in model.parameters())
+        session.detach()
+
+    run_on_lasting_groups(2, body)
+
+
+def test_a_step_that_raised_is_told_of():
+    def body(rank, group):
+        model, events = mlp(6, 8, 5), Events()
+        og.distribute(model, group=group, recorder=events)
+        with suppress(ArithmeticError, og.StepDiscardedError):
+            model[1:](Boom.apply(model[0](BATCHES[rank]), rank == 1)).sum().backward()
+        backward(model, rank)
+        assert [(m.what, m.sites) for m in events.mishaps] == [("discarded", (1,))]
+
+    run_on_lasting_groups(2, body)

@@ -1,0 +1,171 @@
+"""What a trial of the fault harness is: drawn at random, the same again from the same seed."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import outergrad as og
+
+METHODS = {
+    "dense": og.Dense(),
+    "dad": og.DAD(always=True),
+    "rank-dad gather": og.RankDAD(rank=2),
+    "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
+    "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
+    "powersgd": og.PowerSGD(rank=2),
+    "edad blocks": og.EDAD(blocks=["0"], inputs="raw", always=True),
+    "per layer": og.PerLayer({"0.*": og.RankDAD(rank=2), "*": og.Dense()}),
+    "local steps": og.LocalSteps(2, method=og.Dense()),
+}
+
+BENIGN = {"none", "brief delay", "raise", "nan", "corrupt", "twin"}
+"""After these all sites go on; after some corruptions they all give up, too."""
+LETHAL = {"kill", "stop", "long delay", "interrupt", "leave", "restart", "cut"}
+"""After these the sites that are left raise."""
+WEIGHTS = {
+    "kill": 30,
+    "corrupt": 20,
+    "raise": 12,
+    "stop": 10,
+    "brief delay": 9,
+    "nan": 8,
+    "interrupt": 8,
+    "long delay": 6,
+    "leave": 5,
+    "restart": 5,
+    "settings": 6,
+    "twin": 4,
+    "cut": 5,
+}
+MOMENTS = ("forward", "backward", "message", "voting", "optimizer", "any", "distribute")
+_OF_KIND = {
+    "corrupt": ("payload", "payload", "payload", "header", "vote"),
+    "raise": ("backward",),
+    "nan": ("forward",),
+    "leave": ("forward",),
+    "twin": ("forward",),
+    "brief delay": MOMENTS[:-2],
+    "long delay": MOMENTS[:-2],
+    "settings": ("method", "width", "dtype", "parameter", "crash"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is done to a site.
+
+    Attributes:
+        kind: see WEIGHTS.
+        victim: the site.
+        step: how many it has applied by then.
+        moment: where in that step; "any" is some time after it began. What is corrupted, or what
+            differs, where the kind is one of those.
+        index: which message of the step, counted from 0.
+        after_s: for "any".
+        delay_s: how long a site sleeps, in parts of the timeout.
+        heard_by: which sites get the vote, where it is interrupted.
+        place: in a message whose bit is flipped, from 0 to 1.
+    """
+
+    kind: str
+    victim: int = 0
+    step: int = 0
+    moment: str = "forward"
+    index: int = 0
+    after_s: float = 0.0
+    delay_s: float = 0.0
+    heard_by: tuple[int, ...] = ()
+    place: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Sites that train, one of which meets with a fault.
+
+    Attributes:
+        number: of the trial in its run.
+        method: key of METHODS.
+        model: "mlp" or "tokens".
+        sites: S.
+        steps: that all sites are to apply.
+        timeout_s: of `distribute`.
+        store: "file", or "tcp": held by site 0.
+        destroys: whether sites destroy the process group before they end.
+        ends: whether they leave through Python's own end.
+        fault: what happens.
+    """
+
+    number: int
+    method: str
+    model: str
+    sites: int
+    steps: int = 6
+    timeout_s: float = 1.0
+    store: str = "file"
+    destroys: bool = True
+    ends: bool = False
+    fault: Fault
+
+    @property
+    def reference(self) -> Trial:
+        """The same, undisturbed."""
+        kept = {"method": self.method, "model": self.model, "sites": self.sites}
+        number = -1 - zlib.crc32(repr(kept).encode())  # names its files
+        return Trial(**kept, number=number, timeout_s=60.0, fault=Fault(kind="none"))
+
+
+def draw(number: int, seed: int, timeout_s: float, *, can_cut: bool) -> Trial:
+    """A trial that follows from a seed and its number."""
+    dice = random.Random(f"{seed} {number}")
+    weights = dict(WEIGHTS) if can_cut else {k: w for k, w in WEIGHTS.items() if k != "cut"}
+    kind = dice.choices(list(weights), list(weights.values()))[0]
+    methods = [m for m in METHODS if m != "local steps" or kind not in ("raise", "nan")]
+    method = dice.choice(methods)
+    model = "mlp" if method == "edad blocks" else dice.choice(["mlp", "tokens"])
+    sites = dice.choice([2, 2, 3, 3, 3, 4])
+    # A cut site cannot see the others' files either.
+    store = "tcp" if kind == "cut" else dice.choice(["file", "tcp"])
+    base = Trial(number=number, method=method, model=model, sites=sites, fault=Fault(kind="none"))
+    base = replace(base, timeout_s=timeout_s, store=store, destroys=dice.random() < 0.5)
+    base = replace(base, ends=dice.random() < 0.1)
+    return replace(base, fault=_fault(dice, kind, base))
+
+
+def _fault(dice: random.Random, kind: str, trial: Trial) -> Fault:
+    victim = dice.randrange(trial.sites)
+    others = [site for site in range(trial.sites) if site != victim]
+    return Fault(
+        kind=kind,
+        victim=victim,
+        step=dice.randrange(trial.steps - 2),  # the others must have something left to do
+        moment=dice.choice(_OF_KIND.get(kind, MOMENTS)),
+        index=dice.choice([0, 0, 1]) if kind == "corrupt" else dice.randrange(3),
+        after_s=dice.uniform(0.0, 0.02),
+        delay_s=dice.uniform(0.1, 0.4) if kind in BENIGN else dice.uniform(1.5, 2.5),
+        heard_by=tuple(dice.sample(others, dice.randrange(len(others) + 1))),
+        place=dice.random(),
+    )
+
+
+def build(name: str, width: int = 24) -> nn.Sequential:
+    """Two halves, between which a fault may happen."""
+    torch.manual_seed(3)
+    if name == "tokens":
+        lower = nn.Sequential(nn.Embedding(20, 6), nn.Linear(6, width))
+        return nn.Sequential(lower, nn.Sequential(nn.ReLU(), nn.Linear(width, 4)))
+    lower = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 24))
+    return nn.Sequential(lower, nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 5)))
+
+
+def batch(name: str, rank: int, step: int) -> torch.Tensor:
+    """Of one site; the rows of "tokens" vary from step to step, so that plans change."""
+    dice = torch.Generator().manual_seed(100 * rank + step)
+    if name == "tokens":
+        rows = int(torch.randint(1, 4, (), generator=dice))
+        return torch.randint(0, 20, (rows, 5), generator=dice)
+    return torch.randn(4, 6, generator=dice)

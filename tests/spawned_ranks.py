@@ -1,0 +1,310 @@
+"""Four processes, two sites of two, for what needs a default process group."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import outergrad as og
+from cases import Boom, Events, mlp, relative_error
+
+BATCHES = torch.randn(4, 5, 12, generator=torch.Generator().manual_seed(1))
+METHODS: dict[str, Any] = {
+    "dense": og.Dense(),
+    "rank-dad": og.RankDAD(rank=1000),
+    "rank-dad two_way": og.RankDAD(rank=1000, reduce="two_way"),
+    "powersgd": og.PowerSGD(rank=1000),
+    "per layer": og.PerLayer({"body.0.*": og.RankDAD(rank=1000), "*": og.Dense()}),
+}
+
+
+class Net(nn.Module):
+    """Widths that two ranks cannot halve, down to one row, of which one rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(12, 9, 7)
+        self.last = nn.Linear(7, 1)
+        self.unused = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, armed: bool = False, reentrant: bool | None = None) -> Tensor:
+        known = reentrant is not None
+        y = checkpoint(self.body, x, use_reentrant=reentrant) if known else self.body(x)
+        return self.last(Boom.apply(y, armed))
+
+
+def loss_of(model: nn.Module, x: Tensor, armed: bool = False) -> Tensor:
+    return (model(x, armed) ** 2).mean()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def pooled(scales: tuple[int, ...] = (1,)) -> dict[str, Tensor | None]:
+    """The mean over all ranks, in float64."""
+    model = net().double()
+    for x in BATCHES.double():
+        for k in scales:
+            (loss_of(model, k * x) / 4).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def sharded(mesh: DeviceMesh, *, parts: bool) -> nn.Module:
+    """By the layer, or as a whole: then FSDP2 reduces at the very end of backward."""
+    model = net()
+    for part in (model.body, model.last, model.unused) if parts else ():
+        fully_shard(part, mesh=mesh["local"])
+    fully_shard(model, mesh=mesh["local"])
+    return model
+
+
+def assert_equal(model: nn.Module, expected: dict[str, Tensor | None], limit: float = 5e-6) -> None:
+    for name, p in model.named_parameters():
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        assert relative_error(grad, expected[name]) < limit, name
+
+
+def assert_same_on(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gradients, to the bit."""
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            own = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            first = own.clone()
+            dist.broadcast(first, group=group, group_src=0)
+            assert torch.equal(own, first), name
+
+
+@contextmanager
+def raises(kind: type[Exception], words: str) -> Iterator[None]:
+    with pytest.raises(kind) as raised:
+        yield
+    assert words in str(raised.value), raised.value
+
+
+# -- whole models -------------------------------------------------------------------------------
+
+
+def mesh_in_either_order(mesh: DeviceMesh) -> None:
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("local", "site"))
+    for one in (mesh, turned):
+        model = net()
+        session = og.distribute(model, og.DAD(always=True), mesh=one)
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model, BATCHES[dist.get_rank()]).backward()
+        assert_equal(model, pooled())
+        assert_same_on(model, dist.group.WORLD)
+        session.detach()
+
+
+def as_ddp_leaves_it(mesh: DeviceMesh) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(net(), find_unused_parameters=True)
+    model = net()
+    session = og.distribute(model, og.Dense(), mesh=mesh)
+    for one in (wrapped, model):
+        loss_of(one, BATCHES[dist.get_rank()]).backward()
+    expected = {name: p.grad for name, p in wrapped.module.named_parameters()}
+    assert_equal(model, expected, limit=1e-6)
+    session.detach()
+
+
+# -- shards -------------------------------------------------------------------------------------
+
+
+def shards_by_every_method(mesh: DeviceMesh) -> None:
+    for label, method in METHODS.items():
+        for parts in (True, False):
+            model = sharded(mesh, parts=parts)
+            session = og.distribute(model, method, mesh=mesh)
+            for _ in range(3):
+                model.zero_grad()
+                loss_of(model, BATCHES[dist.get_rank()]).backward()
+                assert_equal(model, pooled())
+                assert_same_on(model, mesh.get_group("site"))
+            assert session.stats().step == 3, label
+            assert session.stats().sent_bytes > 0, label
+            session.detach()
+            model.zero_grad()
+            loss_of(model, BATCHES[dist.get_rank()]).backward()
+            assert session.stats().step == 3, label
+
+
+def training_of_shards(mesh: DeviceMesh) -> None:
+    model, whole = sharded(mesh, parts=True), net().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(mesh.get_group("site").rank())  # made equal by distribute()
+    events = Events()
+    og.distribute(model, og.Dense(), mesh=mesh, recorder=events)
+    mine = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    for k in range(5):
+        mine.zero_grad()
+        theirs.zero_grad()
+        loss_of(model, BATCHES[dist.get_rank()][: 2 + k]).backward()
+        for x in BATCHES.double():
+            (loss_of(whole, x[: 2 + k]) / 4).backward()
+        mine.step()
+        theirs.step()
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert relative_error(p.detach().full_tensor(), q.detach()) < 1e-5, name
+    assert {event.rank for event in events} == {dist.get_rank()}
+    assert {"body.0.weight", "last.weight"} <= {event.layer for event in events.layers}
+
+
+def accumulated_shards(mesh: DeviceMesh) -> None:
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.RankDAD(rank=1000), mesh=mesh)
+    x = BATCHES[dist.get_rank()]
+    for _ in range(2):
+        model.zero_grad()
+        sent = session.stats().total_sent_bytes
+        with session.no_sync():
+            loss_of(model, x).backward()
+        assert session.stats().total_sent_bytes == sent
+        loss_of(model, 2 * x).backward()
+        assert_equal(model, pooled((1, 2)))
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)  # FSDP2's own: nothing is reduced at all
+    loss_of(model, x).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, 2 * x).backward()
+    assert_equal(model, pooled((1, 2)))
+
+
+def discarded_shards(mesh: DeviceMesh) -> None:
+    """A site whose ranks all raise: FSDP2 lets none of them raise alone."""
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.RankDAD(rank=1000), mesh=mesh)
+    x, fails = BATCHES[dist.get_rank()], mesh.get_group("site").rank() == 1
+    loss_of(model, x).backward()
+    expected = (ArithmeticError, "boom") if fails else (og.StepDiscardedError, "must not be")
+    with raises(*expected):
+        loss_of(model, x, fails).backward()
+    if fails:
+        model.reset_iter_state()
+    else:
+        assert all(p.grad is None for p in model.parameters())
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, x).backward()
+        assert_equal(model, pooled())
+    assert session.stats().step == 4
+
+
+def saved_shards(mesh: DeviceMesh) -> None:
+    x = BATCHES[dist.get_rank()]
+
+    def steps(model: nn.Module, start: int, stop: int) -> None:
+        for k in range(start, stop):
+            model.zero_grad()
+            loss_of(model, (k + 1) * x).backward()
+
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.RankDAD(rank=1), mesh=mesh)
+    steps(model, 0, 3)
+    state = copy.deepcopy(session.state_dict())
+    steps(model, 3, 5)
+    session.detach()
+    again = sharded(mesh, parts=True)
+    resumed = og.distribute(again, og.RankDAD(rank=1), mesh=mesh)
+    resumed.load_state_dict(state)
+    steps(again, 3, 5)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        if p.grad is not None:
+            assert torch.equal(p.grad.to_local(), q.grad.to_local())
+    assert resumed.stats().step == 5
+
+
+def bytes_of_shards(mesh: DeviceMesh) -> None:
+    """Between the sites the shards of all ranks are as much as one model."""
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.Dense(), mesh=mesh)
+    loss_of(model, BATCHES[dist.get_rank()]).backward()
+    sent = torch.tensor(sum(layer.sent_bytes for layer in session.stats().layers.values()))
+    dist.all_reduce(sent, group=mesh.get_group("local"))
+    whole = sum(4 * p.numel() for p in net().parameters())
+    assert sent == whole, (sent, whole)
+
+
+def checkpointed_shards(mesh: DeviceMesh) -> None:
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.Dense(), mesh=mesh)
+    x = BATCHES[dist.get_rank()].clone().requires_grad_()
+    model(x, reentrant=False).square().mean().backward()
+    assert_equal(model, pooled())
+    with raises(RuntimeError, "use_reentrant=False"):
+        model(x, reentrant=True).square().mean().backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    loss_of(model, x).backward()
+    assert_equal(model, pooled())
+    assert session.stats().step == 3  # the one that raised is void
+
+
+def refused(mesh: DeviceMesh) -> None:
+    model = sharded(mesh, parts=True)
+    for method in (og.DAD(), og.PerLayer({"last.*": og.DAD(), "*": og.Dense()})):
+        with raises(ValueError, "the factors of a layer make up the gradient"):
+            og.distribute(model, method, mesh=mesh)
+    with raises(ValueError, "LocalSteps"):
+        og.distribute(model, og.LocalSteps(2), mesh=mesh)
+    with raises(ValueError, "og.Local()"):
+        og.distribute(model, og.PerLayer({"last.*": og.Local(), "*": og.Dense()}), mesh=mesh)
+    with raises(ValueError, "pass mesh="):
+        og.distribute(model, og.Dense())
+    both = net()
+    fully_shard(both, mesh=mesh)  # HSDP
+    with raises(ValueError, "FSDP2 itself would reduce"):
+        og.distribute(both, og.Dense(), mesh=mesh)
+    some = net()
+    fully_shard(some.body, mesh=mesh["local"])
+    with raises(ValueError, "is not sharded"):
+        og.distribute(some, og.Dense(), mesh=mesh)
+    og.distribute(model, og.Dense(), mesh=mesh)
+    with raises(ValueError, "distributed already"):
+        og.distribute(model, og.Dense(), mesh=mesh)
+
+
+CHECKS: list[Callable[[DeviceMesh], None]] = [
+    *(mesh_in_either_order, as_ddp_leaves_it, shards_by_every_method, training_of_shards),
+    *(accumulated_shards, discarded_shards, saved_shards, bytes_of_shards),
+    *(checkpointed_shards, refused),
+]
+
+
+def check_all(rank: int, file: str, said: str) -> None:
+    """What each process does: the checks; then rank 0 dies, and the others say what they hear."""
+    torch.set_num_threads(1)
+    where = {"init_method": f"file://{file}", "rank": rank, "world_size": 4}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "local"))
+    for check in CHECKS:
+        check(mesh)
+    model = net()
+    og.distribute(model, og.DAD(), mesh=mesh)
+    loss_of(model, BATCHES[rank]).backward()
+    if rank == 0:
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        loss_of(model, BATCHES[rank]).backward()
+    except RuntimeError as error:
+        Path(f"{said}{rank}").write_text(f"{time.monotonic() - began:.1f} s: {error}")
+    os._exit(0)

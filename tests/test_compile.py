@@ -1,0 +1,513 @@
+"""torch.compile: the same gradients, and how often its graphs break."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import outergrad as og
+from cases import METHODS, Branches, Case, mlp, pooled, relative_error, rows, run, sequences
+from outergrad._compiled import _node
+from ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+SITES, STEPS = 2, 3
+BACKEND = "aot_eager"
+"""Traces forward and backward as inductor does, and compiles nothing."""
+
+
+def on_sites(sites, body):
+    """Compiling takes each site as long as it takes, and the others wait."""
+    return run_ranks(sites, body, timeout=timedelta(seconds=90))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def before(model, method, group, **options):
+    compiled = torch.compile(model, **options)
+    return compiled, og.distribute(model, method, group=group)
+
+
+def after(model, method, group, **options):
+    session = og.distribute(model, method, group=group)
+    return torch.compile(model, **options), session
+
+
+def wrapped(model, method, group, **options):
+    compiled = torch.compile(model, **options)
+    return compiled, og.distribute(compiled, method, group=group)
+
+
+def in_place(model, method, group, **options):
+    model.compile(**options)
+    return model, og.distribute(model, method, group=group)
+
+
+def after_a_run(model, method, group, **options):
+    compiled = torch.compile(model, **options)
+    compiled(torch.zeros(2, 6)).sum().backward()
+    return compiled, og.distribute(model, method, group=group)
+
+
+ORDERS = {f.__name__: f for f in (before, after, wrapped, in_place, after_a_run)}
+
+
+def gradients(case, method, order=after, fullgraph=True, backend=BACKEND):
+    """Per site, those of the last of some steps."""
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        compiled, session = order(model, method, group, backend=backend, fullgraph=fullgraph)
+        for _ in range(STEPS):
+            model.zero_grad()
+            run(compiled, case, case.batches[rank]).backward()
+        session.detach()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    return on_sites(SITES, body)
+
+
+def assert_right(found, case, tolerance=5e-6):
+    expected = pooled(case, SITES)
+    for rank, own in enumerate(found):
+        for name, gradient in own.items():
+            error = relative_error(gradient, expected[name])
+            assert error < tolerance, f"rank {rank}, {name}: {error:.1e}"
+            torch.testing.assert_close(gradient, found[0][name], rtol=0, atol=0)
+
+
+def graph_breaks():
+    return sum(counters["graph_break"].values())
+
+
+def plain():
+    return Case(mlp(6, 7, 4), rows(6))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_compiled_and_distributed_in_any_order(order):
+    case = plain()
+    assert_right(gradients(case, og.DAD(always=True), ORDERS[order]), case)
+    assert graph_breaks() == 0
+
+
+PER_LAYER = og.PerLayer({"0.*": og.DAD(always=True), "*": og.RankDAD(rank=1000, tolerance=0.0)})
+WITHOUT_BREAKS = {
+    **{name: METHODS[name] for name in ("dense", "dad", "rank-dad, full rank")},
+    "per layer": PER_LAYER,
+}
+
+
+@pytest.mark.parametrize("method", WITHOUT_BREAKS)
+def test_methods_without_graph_breaks(method):
+    case = plain()
+    assert_right(gradients(case, WITHOUT_BREAKS[method]), case)
+    assert graph_breaks() == 0
+
+
+WITH_BREAKS = {
+    "a chain": (og.EDAD(always=True, inputs="raw"), 1),
+    "a block": (og.EDAD(blocks=["2"], always=True), 2),
+    "joint": (og.PerLayer({"0.*": og.Local(), "*": og.DAD(always=True)}, joint=True), 2),
+}
+
+
+@pytest.mark.parametrize("method", WITH_BREAKS)
+def test_methods_with_graph_breaks(method):
+    settings, breaks = WITH_BREAKS[method]
+    case = Case(mlp(6, 7, 5, 4), rows(6, counts=(4, 4)))
+    found = gradients(case, settings, fullgraph=False)
+    if method != "joint":
+        assert_right(found, case)
+    uncompiled = gradients(
+        case, settings, lambda m, how, group, **_: (m, og.distribute(m, how, group=group))
+    )
+    for own, other in zip(found, uncompiled, strict=True):
+        torch.testing.assert_close(own, other)
+    assert graph_breaks() == breaks * SITES
+
+
+def normed():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 6, 3, stride=2, groups=2),
+        nn.Flatten(),
+        nn.Linear(6 * 9, 5),
+    )
+
+
+def tied():
+    model = Branches(
+        lambda m, ids: m.out(m.norm(m.table(ids)).tanh()),
+        table=nn.Embedding(20, 6, padding_idx=0),
+        norm=nn.LayerNorm(6),
+        out=nn.Linear(6, 20),
+    )
+    model.out.weight = model.table.weight
+    return model
+
+
+def recomputing(m, x):
+    return m.c(checkpoint(lambda h: m.b(m.a(h).relu()).exp(), x, use_reentrant=False))
+
+
+def half():
+    model = mlp(6, 7, 5, 4)
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def two(**layers):
+    return {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6), **layers}
+
+
+MODELS = {
+    "convolutions": lambda: Case(normed(), rows(3, 7, 7)),
+    "tied embedding": lambda: Case(tied(), sequences()),
+    "positions": lambda: Case(mlp(6, 7, 2), rows(3, 6)),
+    "in-place": lambda: Case(mlp(6, 7, 5, inplace=True), rows(6)),
+    "used twice": lambda: Case(Branches(lambda m, x: m.a(m.a(x).tanh()), **two()), rows(6)),
+    "equal uses": lambda: Case(Branches(lambda m, x: m.a(x) + m.a(x), **two()), rows(6)),
+    "checkpoint": lambda: Case(Branches(recomputing, c=nn.Linear(6, 2), **two()), rows(6)),
+    "penalty": lambda: Case(
+        Branches(lambda m, x: m.b(m.a(x)) + m.a.weight.square().sum(), **two()), rows(6)
+    ),
+    "partly frozen": lambda: Case(half(), rows(6)),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_without_graph_breaks(model):
+    case = MODELS[model]()
+    if model in ("used twice", "equal uses"):
+        case.model.b.requires_grad_(False)
+    found = gradients(case, og.DAD(always=True))
+    assert_right(found, case)
+    assert graph_breaks() == 0
+
+
+def test_products_whose_delta_never_comes():
+    """A graph knows in backward alone what its outputs depend on."""
+
+    def forward(m, ids):
+        seen = m.b(m.a(m.table(ids))) + m.other(ids)
+        return m.a(m.table(ids)).tanh() + 0 * seen.detach().sum()
+
+    layers = two(table=nn.Embedding(20, 6), other=nn.Embedding(20, 6))
+    case = Case(Branches(forward, **layers), sequences())
+    found = gradients(case, og.DAD(always=True))
+    expected = pooled(case, SITES)
+    for own in found:
+        for name, gradient in own.items():
+            if expected[name] is None:  # torch.compile has zeros where nothing is used
+                assert gradient is None or not gradient.any()
+            else:
+                assert relative_error(gradient, expected[name]) < 5e-6
+
+
+LAYERS_WITH_BREAKS = {
+    "recurrent": lambda: Case(
+        Branches(lambda m, x: m.b(m.gru(m.a(x))[0]), **two(gru=nn.GRU(6, 6, batch_first=True))),
+        rows(4, 6),
+    ),
+    "attention": lambda: Case(
+        Branches(
+            lambda m, x: m.attend(m.a(x), x, x)[0] + m.b(x),
+            **two(attend=nn.MultiheadAttention(6, 2, batch_first=True)),
+        ),
+        rows(4, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize(("layer", "breaks"), [("recurrent", 1), ("attention", 3)])
+def test_layers_that_cannot_be_traced_break_graphs(layer, breaks):
+    case = LAYERS_WITH_BREAKS[layer]()
+    found = gradients(case, og.DAD(always=True), fullgraph=False)
+    assert_right(found, case, tolerance=2e-5)
+    assert graph_breaks() == breaks * SITES
+
+
+def test_layers_that_cannot_be_traced_say_so():
+    case = LAYERS_WITH_BREAKS["attention"]()
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        compiled, session = after(model, og.DAD(), group, backend=BACKEND, fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"docs/compile\.md"):
+            compiled(*case.batches[rank])
+        with torch.no_grad():
+            compiled(*case.batches[rank])  # without taps there is nothing to break for
+        session.detach()
+
+    on_sites(1, body)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_backends(backend):
+    case = plain()
+    assert_right(gradients(case, og.DAD(always=True), backend=backend), case)
+    assert graph_breaks() == 0
+
+
+def train(case, rank, group, method, steps, **options):
+    """Calls each of some steps with the model, the session and a loss of a number of rows."""
+    model = copy.deepcopy(case.model)
+    compiled, session = after(model, method, group, backend=BACKEND, fullgraph=True, **options)
+    for step in steps:
+        model.zero_grad()
+        step(compiled, session)
+    session.detach()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_accumulation_evaluation_and_other_batch_sizes():
+    case = Case(mlp(6, 7, 5, 4), rows(6, counts=(6, 4)))
+
+    def body(rank, group):
+        (x,) = case.batches[rank]
+
+        def accumulated(model, session):
+            with session.no_sync():
+                (case.loss(model(x[:2])) * 2 / len(x)).backward()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+            (case.loss(model(x[2:])) * (len(x) - 2) / len(x)).backward()
+
+        def whole(model, session):
+            case.loss(model(x)).backward()
+
+        def together(model, session):
+            losses = [case.loss(model(part)) * len(part) / len(x) for part in (x[:2], x[2:])]
+            sum(losses).backward()
+
+        steps = [accumulated, whole, together, accumulated]
+        kept = []
+        steps = [
+            lambda *args, step=step: (step(*args), kept.append(grads(args[0]))) for step in steps
+        ]
+        train(case, rank, group, og.DAD(always=True), steps)
+        return kept
+
+    results = on_sites(SITES, body)
+    for own in zip(*results, strict=True):
+        assert_right(own, case)
+    assert graph_breaks() == 0
+
+
+def grads(model):
+    named = model.named_parameters()
+    return {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in named}
+
+
+def test_layers_are_tapped_again_when_factors_pay_again():
+    case = Case(mlp(256, 256), rows(256, counts=(2, 2)))
+    many = torch.randn(200, 256)
+
+    def body(rank, group):
+        (x,) = case.batches[rank]
+        travels = []
+
+        def step(model, session, x):
+            case.loss(model(x)).backward()
+            travels.append(session.stats().layers["0.weight"].travels)
+
+        inputs = [many, x, x, many, x]
+        steps = [lambda model, session, x=x: step(model, session, x) for x in inputs]
+        return train(case, rank, group, og.DAD(), steps, dynamic=True), travels
+
+    found, travels = zip(*on_sites(SITES, body), strict=True)
+    assert_right(found, case)
+    assert travels[0][:2] == ["dense"] * 2
+    assert travels[0][-1] == "factors"
+    assert counters["stats"]["unique_graphs"] <= 3 * SITES
+
+
+def test_loss_and_step_as_compiled_functions():
+    case = plain()
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        session = og.distribute(model, og.DAD(always=True), group=group)
+
+        @torch.compile(backend=BACKEND, fullgraph=True)
+        def loss(x):
+            return case.loss(model(x))
+
+        @torch.compile(backend=BACKEND)
+        def step(x):
+            model.zero_grad()
+            loss(x).backward()
+
+        for _ in range(STEPS):
+            step(*case.batches[rank])
+        session.detach()
+        return grads(model)
+
+    assert_right(on_sites(SITES, body), case)
+
+
+def test_checkpoint_around_a_compiled_model():
+    case = Case(
+        Branches(
+            lambda m, x: m.c(checkpoint(m.body, x, use_reentrant=False)),
+            body=mlp(6, 7, 6),
+            c=nn.Linear(6, 2),
+        ),
+        rows(6),
+    )
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        model.body.compile(backend=BACKEND, fullgraph=True)
+        for _ in range(STEPS):
+            model.zero_grad()
+            run(model, case, case.batches[rank]).backward()
+        session.detach()
+        return grads(model)
+
+    assert_right(on_sites(SITES, body), case)
+
+
+def test_autocast():
+    def forward(m, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return m.b(m.a(x).relu()).float()
+
+    case = Case(Branches(forward, **two()), rows(6))
+    found = gradients(case, og.DAD(always=True))
+    uncompiled = gradients(
+        case,
+        og.DAD(always=True),
+        lambda m, how, group, **_: (m, og.distribute(m, how, group=group)),
+    )
+    for own, other in zip(found, uncompiled, strict=True):
+        torch.testing.assert_close(own, other, rtol=2e-2, atol=1e-4)
+
+
+def test_local_steps():
+    case = plain()
+
+    def trained(order):
+        def body(rank, group):
+            model = copy.deepcopy(case.model)
+            compiled, session = order(model, og.LocalSteps(2), group, backend=BACKEND)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(4):
+                optimizer.zero_grad()
+                run(compiled, case, case.batches[rank]).backward()
+                optimizer.step()
+            session.detach()
+            return {name: p.detach() for name, p in model.named_parameters()}
+
+        return on_sites(SITES, body)
+
+    uncompiled = trained(lambda m, how, group, **_: (m, og.distribute(m, how, group=group)))
+    for own, other in zip(trained(after), uncompiled, strict=True):
+        torch.testing.assert_close(own, other)
+    assert graph_breaks() == 0
+
+
+X = torch.randn(3, 6)
+
+
+def on_one_site(body):
+    """Calls body with a compiled model, as it is, and its session."""
+
+    def alone(rank, group):
+        model = mlp(6, 7, 5)
+        compiled, session = after(
+            model, og.DAD(always=True), group, backend=BACKEND, fullgraph=True
+        )
+        body(compiled, model, session)
+        session.detach()
+
+    on_sites(1, alone)
+
+
+def test_gradients_of_inputs_alone():
+    def body(compiled, model, session):
+        x = X.clone().requires_grad_()
+        (found,) = torch.autograd.grad(compiled(x).sum(), x)
+        (expected,) = torch.autograd.grad(copy.deepcopy(model)(x).sum(), x)
+        torch.testing.assert_close(found, expected)
+        assert all(p.grad is None for p in model.parameters())
+
+    on_one_site(body)
+
+
+def test_gradients_of_weights_are_refused():
+    def body(compiled, model, session):
+        with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad of parameter"):
+            torch.autograd.grad(compiled(X).sum(), list(model.parameters()))
+
+    on_one_site(body)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_double_backward_is_refused():
+    def body(compiled, model, session):
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            compiled(X).sum().backward(create_graph=True)
+
+    on_one_site(body)
+
+
+def test_a_hook_that_comes_late_is_refused():
+    def body(compiled, model, session):
+        compiled(X).sum().backward()
+        handle = model[0].weight.register_hook(lambda gradient: None)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' has a hook"):
+            compiled(X)
+        handle.remove()
+
+    on_one_site(body)
+
+
+def test_after_detach_the_model_is_plain():
+    def body(compiled, model, session):
+        compiled(X).sum().backward()
+        late = compiled(X).sum()
+        session.detach()
+        with pytest.raises(RuntimeError, match=r"this forward ran before session\.detach"):
+            late.backward()
+        model.zero_grad()
+        compiled(X).sum().backward()
+        alone = copy.deepcopy(model)
+        alone.zero_grad()
+        alone(X).sum().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+    on_one_site(body)
+
+
+def test_a_compiled_graph_is_one_node_that_its_forward_knows(monkeypatch):
+    """Where this fails, torch has changed how its compiled graphs meet autograd: see `_node`."""
+    known = []
+
+    def body(compiled, model, session):
+        monkeypatch.setattr("outergrad._compiled._node", lambda: known.append(_node()) or known[-1])
+        y = compiled(X)
+        assert len(known) == 2
+        assert all(node is y.grad_fn for node in known)
+
+    on_one_site(body)
