@@ -29,7 +29,7 @@ from outergrad._two_levels import TwoLevelSession
 from outergrad._types import Link
 from outergrad._version import __version__
 from outergrad._weighting import Weighting
-from outergrad.comm.agree import agree, broadcast_all, fingerprint
+from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
 from outergrad.exchange import DAD, LocalSteps, PerLayer
@@ -131,6 +131,7 @@ def distribute(
         else:
             broadcast_shards(levels, view, model)
         _settle_reduce(view, comm.world_size, lambda: measured_link(comm))
+        all_came(comm)
     counted = Weighting(weighting)
     kind = buffers or ("broadcast" if mesh is None else "local")
     settings = Settings(

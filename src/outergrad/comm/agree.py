@@ -79,6 +79,11 @@ def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> 
     raise AssertionError("equal descriptions with different fingerprints")
 
 
+def all_came(comm: Comm) -> None:
+    """Waits for all sites: a broadcast may return before another site has looked for it."""
+    comm.all_gather(comm.control([comm.rank]), [1] * comm.world_size).wait()
+
+
 @torch.no_grad()
 def broadcast_all(comm: Comm, tensors: Sequence[Tensor]) -> None:
     """Makes tensors of any dtype equal to rank 0's, many in one message."""

@@ -71,10 +71,12 @@ class LastWords:
                 self._found[site] = self._store.get(_word(site)).decode()
 
     def _limited(self, call: Callable[[], object]) -> None:
-        """Does it, or notes that the store is gone.
+        """Does it unless the store is gone, or notes that it is.
 
         One whose server was stopped does not keep to its own timeout.
         """
+        if self._gone:
+            return
         done = threading.Event()
 
         def run() -> None:

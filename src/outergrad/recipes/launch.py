@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from outergrad.recipes.elastic import fresh_store, shared_store
 from outergrad.recipes.errors import RecipeError, SiteError
 from outergrad.recipes.loopback import loopback_name
 from outergrad.recipes.processes import run_processes, tell
@@ -65,12 +66,14 @@ def run_sites(work: Callable[[], object], sites: int, *, verbose: bool = False) 
 
 
 def _join_torchrun(work: Callable[[], object], *, verbose: bool) -> None:
+    rank, sites = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        _in_group(work)
+        store = fresh_store(shared_store(os.environ, TIMEOUT), rank, sites, TIMEOUT)
+        _in_group(work, store=store, rank=rank, world_size=sites)
     except RecipeError:
         raise
     except Exception as error:
-        raise SiteError(f"site {os.environ['RANK']}: {tell(error, verbose)}") from error
+        raise SiteError(f"site {rank}: {tell(error, verbose)}") from error
 
 
 def start_sites(work: Callable[[], T], numbers: Sequence[int], *, verbose: bool = False) -> list[T]:

@@ -1,0 +1,83 @@
+"""Where processes meet that torchrun has started, maybe not for the first time."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from outergrad.recipes.errors import RecipeError
+
+_POLL_S = 0.02
+_SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def shared_store(environment: Mapping[str, str], timeout: timedelta) -> dist.Store:
+    """The store that torchrun's agent holds, or site 0 if there is none.
+
+    Raises:
+        RecipeError: The environment does not say where it is.
+    """
+    if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
+        raise RecipeError("RANK is set but MASTER_ADDR or MASTER_PORT is not: set them to site 0's")
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    holds = environment["RANK"] == "0" and environment.get(_SERVED) != "True"
+    return dist.TCPStore(address, port, int(environment["WORLD_SIZE"]), holds, timeout)
+
+
+def fresh_store(store: dist.Store, rank: int, sites: int, timeout: timedelta) -> dist.Store:
+    """A part of a store in which an earlier start of the same sites has left nothing.
+
+    All starts share one store since PyTorch 2.5 (pytorch/pytorch#135712), so that Gloo may take
+    the addresses of sites that have ended. How often each machine has restarted its sites need
+    not be the same on all of them. Site 0 therefore draws a name for this start and gives it to
+    the others, who know by a number of their own that it is meant for them.
+
+    Args:
+        store: Shared by all sites and all starts.
+        rank: This site's.
+        sites: Their number.
+        timeout: How long to wait for the others.
+
+    Raises:
+        TimeoutError: They have not come.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    name = _give(store, sites, end) if rank == 0 else _take(store, rank, end)
+    return dist.PrefixStore(f"outergrad/{name}", store)
+
+
+def _give(store: dist.Store, sites: int, end: float) -> str:
+    name, missing = secrets.token_hex(8), set(range(1, sites))
+    while missing:
+        for rank in missing:
+            if store.check([_key("asks", rank)]):
+                store.set(_key("told", rank), store.get(_key("asks", rank)).decode() + name)
+        missing = {rank for rank in missing if _read(store, _key("took", rank)) != name}
+        _pause(end, f"site 0 has waited for sites {sorted(missing)}")
+    return name
+
+
+def _take(store: dist.Store, rank: int, end: float) -> str:
+    own = secrets.token_hex(8)
+    store.set(_key("asks", rank), own)
+    while not (told := _read(store, _key("told", rank))).startswith(own):
+        _pause(end, f"site {rank} has waited for site 0")
+    name = told.removeprefix(own)
+    store.set(_key("took", rank), name)
+    return name
+
+
+def _key(word: str, rank: int) -> str:
+    return f"outergrad/{word}/{rank}"
+
+
+def _read(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _pause(end: float, waits: str) -> None:
+    if time.monotonic() > end:
+        raise TimeoutError(f"{waits} in vain")
+    time.sleep(_POLL_S)

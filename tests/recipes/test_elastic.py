@@ -1,0 +1,43 @@
+"""A start of torchrun takes nothing from an earlier one, whose store it shares."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from outergrad.recipes.elastic import fresh_store, shared_store
+from outergrad.recipes.errors import RecipeError
+
+SPAN = timedelta(seconds=20)
+
+
+def meet(store: dist.Store, sites: int, ranks: list[int]) -> list[dist.Store]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda rank: fresh_store(store, rank, sites, SPAN), ranks))
+
+
+def test_sites_of_one_start_meet_and_find_nothing_of_an_earlier_one():
+    store = dist.HashStore()
+    for start in range(4):
+        ours = meet(store, 3, [2, 0, 1] if start % 2 else [0, 1, 2])
+        assert not any(one.check(["address"]) for one in ours)
+        ours[start % 3].set("address", str(start))
+        assert [one.get("address") for one in ours] == [str(start).encode()] * 3
+
+
+def test_a_start_that_was_cut_short_is_forgotten():
+    store = dist.HashStore()
+    for lone in (0, 1):
+        with pytest.raises(TimeoutError, match=f"site {lone} has waited"):
+            fresh_store(store, lone, 2, timedelta(seconds=0.1))
+    first, second = meet(store, 2, [0, 1])
+    first.set("address", "new")
+    assert second.get("address") == b"new"
+
+
+def test_where_to_meet_must_be_known():
+    with pytest.raises(RecipeError, match="MASTER_ADDR"):
+        shared_store({"RANK": "0", "WORLD_SIZE": "2"}, SPAN)
