@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,10 @@ from cases import METHODS, Branches, Case, mlp, pooled, relative_error, rows, ru
 from outergrad._compiled import _node
 from ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),  # by inductor
+]
 
 SITES, STEPS = 2, 3
 BACKEND = "aot_eager"
@@ -258,7 +262,13 @@ def test_layers_that_cannot_be_traced_say_so():
     on_sites(1, body)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+INDUCTOR = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("g++"), reason="inductor compiles by g++"),
+]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_backends(backend):
     case = plain()
     assert_right(gradients(case, og.DAD(always=True), backend=backend), case)
