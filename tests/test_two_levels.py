@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import outergrad as og
 from cases import METHODS, Boom, Case, Events, build, mlp, pooled, relative_error, run
 from meshes import ThreadMesh, run_mesh, try_mesh
+from outergrad._pooling import Conclusion
 from outergrad.exchange.dad import DADExchange
 from ranks import run_on_lasting_groups
 
@@ -357,6 +359,35 @@ def test_a_rank_that_leaves_is_an_error_not_a_hang():
     for rank in (0, 2, 3):
         assert isinstance(results[rank], RuntimeError), results[rank]
         assert " lost " in str(results[rank])
+
+
+class LeftError(Exception):
+    """What a rank raises in place of dying."""
+
+
+def test_a_rank_that_leaves_behind_the_votes_leaves_its_site_in_doubt(monkeypatch):
+    """Its neighbour cannot hear of the share that is missing; the other site has all of them."""
+    own = threading.local()
+
+    class Leaving(Conclusion):
+        def __init__(self, *args):
+            if own.leaves:
+                raise LeftError
+            super().__init__(*args)
+
+    monkeypatch.setattr("outergrad._pooled_step.Conclusion", Leaving)
+
+    def body(mesh):
+        own.leaves = mesh.number == 1
+        model = copy.deepcopy(WIDE)
+        og.distribute(model, og.DAD(), mesh=mesh)
+        loss_of(model, BATCHES[mesh.number]).backward()
+        return gradients(model)
+
+    neighbour, gone, *others = try_mesh(2, 2, body, timeout=timedelta(seconds=2))
+    assert isinstance(gone, LeftError)
+    assert "another site may have applied it" in str(neighbour)
+    assert_same(others)
 
 
 def test_two_models_on_one_mesh():

@@ -18,7 +18,7 @@ from outergrad._commit import Decision
 from outergrad._groups import end_unfinished, on_group, refuse_lost
 from outergrad._inspect import View
 from outergrad._joint import JointParts, JointStep, Point, described
-from outergrad._lost import SiteLostError, find_out, lost_error, standing_of
+from outergrad._lost import Findings, SiteLostError, find_out, lost_error, standing_of
 from outergrad._mishaps import Mishaps
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
@@ -303,11 +303,8 @@ class Listener:
         return counted
 
     def _give_up(self, error: ExchangeError) -> bool:
-        step, number = self._step, self._stats.step
-        shared = step if isinstance(step, SharedStep) else None
-        voted = shared is not None and shared.voted
-        found = find_out(self._comm, standing_of(error, number, voted=voted))
-        place = shared.place if shared else "the headers"
+        found, number = self._find_out(error), self._stats.step
+        place = self._step.place if isinstance(self._step, SharedStep) else "the headers"
         number += found.counted
         lost = lost_error(self._comm.rank, number, place, error, found)
         on_group(self._comm.group).lost = lost
@@ -315,6 +312,10 @@ class Listener:
         for p in () if found.counted else self._model.params.values():
             p.grad = None  # so that nobody applies it by mistake
         return found.counted
+
+    def _find_out(self, error: ExchangeError) -> Findings:
+        voted = isinstance(self._step, SharedStep) and self._step.voted
+        return find_out(self._comm, standing_of(error, self._stats.step, voted=voted))
 
     def _refuse_lost(self) -> None:
         refuse_lost(self._comm.group)

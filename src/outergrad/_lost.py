@@ -75,13 +75,13 @@ class Findings:
         lost: these.
         counted: whether the step counts all the same: some site had all votes.
         awaited_by: sites that waited for this one in vain.
-        in_doubt: whether another site may have had all votes, and nobody can tell this one.
+        doubt: why other sites may have applied the step although this one has not, if they may.
     """
 
     lost: tuple[int, ...]
     counted: bool
     awaited_by: tuple[int, ...] = ()
-    in_doubt: bool = False
+    doubt: str = ""
 
 
 def find_out(comm: Comm, standing: Standing) -> Findings:
@@ -129,7 +129,8 @@ def _alone(comm: Comm, standing: Standing, suspects: set[int]) -> Findings:
     Whose connection was closed tells nothing then: that of a site that gave up is closed, too.
     """
     lost = (_USUAL_HOST,) if comm.rank != _USUAL_HOST else tuple(sorted(suspects))
-    return Findings(lost, counted=False, in_doubt=standing.voted)
+    doubt = "the store of the group is gone, too" if standing.voted else ""
+    return Findings(lost, counted=False, doubt=doubt)
 
 
 def standing_of(error: ExchangeError, step: int, *, voted: bool) -> Standing:
@@ -152,8 +153,8 @@ def lost_error(
     if findings.awaited_by:
         why = f"{_named(findings.awaited_by)} waited for this one until the timeout, and gave up"
     where = "on any site that is left"
-    if findings.in_doubt:
-        where = "here; the store of the group is gone, too, so another site may have applied it"
+    if findings.doubt:
+        where = f"here; {findings.doubt}, so another site may have applied it"
     return SiteLostError(
         f"site {rank} lost {_named(findings.lost)} in step {step}, while it waited for {place}: "
         f"{why}. Step {step} was not applied {where}. The process group cannot be used any "

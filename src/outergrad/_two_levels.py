@@ -12,6 +12,7 @@ from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels
+from outergrad._lost import Findings
 from outergrad._mishaps import Mishaps
 from outergrad._pooled_step import PooledStep, Site
 from outergrad._pooling import shares
@@ -136,6 +137,12 @@ class LevelsSession(Session):
         if isinstance(self._step, LevelStep):
             self._step.clear()
         return counted
+
+    def _find_out(self, error: ExchangeError) -> Findings:
+        found, step = super()._find_out(error), self._step
+        if isinstance(step, LevelStep) and step.shared is not None and step.shared.voted:
+            return replace(found, doubt="this rank's share may have arrived everywhere")
+        return found
 
     def _refuse_join(self) -> None:
         raise RuntimeError(

@@ -1,8 +1,4 @@
-"""Sites as processes that die, hang, lie or are cut off: see harness.py.
-
-In work: it runs with OUTERGRAD_LONG=1 alone, as it still takes some trials for failed whose fault
-came behind the last step.
-"""
+"""Sites as processes that die, hang, lie or are cut off: see harness.py."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ LIMIT_S = 5.0 * INJECTIONS
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("OUTERGRAD_LONG" not in os.environ, reason="in work: OUTERGRAD_LONG=1 runs it")
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_sites_that_are_left_are_equal_after_every_fault():
     """And raised in time, named the site that is lost, and ended by themselves."""
