@@ -68,7 +68,8 @@ class Verdict:
 
     Attributes:
         injected: whether the fault came to pass: some come too late.
-        slow: whether the sites gave up before that.
+        slow: whether the machine may be to blame: sites gave up that nothing had happened to, or
+            what they did was right but for its time.
         in_doubt: whether a site is a step behind the others and said that it may be.
         outcome: how the other sites ended, in a word.
         took_s: from the fault until a site raised, for each that did.
@@ -98,8 +99,8 @@ def judge(
     found = _Judgement(trial, sites, reference or sites[0])
     found.run(newcomer)
     took = tuple(found.took_s)
-    injected, slow = found.injected_at is not None, found.was_slow
-    wrong = tuple(found.wrong)
+    injected, slow = found.injected_at is not None, not found.wrong and found.was_slow
+    wrong = (*found.wrong, *found.late)
     ended = found.in_doubt, found.outcome, took, wrong
     return Verdict(trial, injected and not slow, slow, *ended)
 
@@ -109,6 +110,7 @@ class _Judgement:
         self.trial, self.fault, self.sites = trial, trial.fault, sites
         self.reference, self.marks = reference.states, reference.marks
         self.wrong: list[str] = []
+        self.late: list[str] = []
         self.in_doubt = False
         self.took_s: list[float] = []
         at = sites[self.fault.victim].last("injected")
@@ -135,7 +137,12 @@ class _Judgement:
         return ends.pop() if len(ends) == 1 else f"mixed: {sorted(ends)}"
 
     def complain(self, what: str) -> None:
+        """Of what must never be."""
         self.wrong.append(what)
+
+    def wonder(self, what: str) -> None:
+        """Of what may be if the machine lets sites wait for longer than their timeout."""
+        self.late.append(what)
 
     def run(self, newcomer: Seen | None) -> None:
         self._exits()
@@ -207,7 +214,8 @@ class _Judgement:
     def was_slow(self) -> bool:
         """Whether a site waited in vain for one that nothing had happened to."""
         lost = [line for seen in self.sites if (line := seen.last("lost")) is not None]
-        return any(self.injected_at is None or one["at"] < self.injected_at for one in lost)
+        early = any(self.injected_at is None or one["at"] < self.injected_at for one in lost)
+        return early or bool(self.late)
 
     @property
     def _comparable(self) -> bool:
@@ -228,7 +236,7 @@ class _Judgement:
     def _all_done(self) -> None:
         for rank, seen in enumerate(self.sites):
             if not seen.told("done"):
-                self.complain(f"site {rank} did not finish: {seen.last('ended')}")
+                self.wonder(f"site {rank} did not finish: {seen.last('ended')}")
         if self.injected_at is not None:
             self._told_of(self.fault)
 
@@ -238,27 +246,26 @@ class _Judgement:
         if fault.kind in expected:
             counts = {r: len(seen.told(expected[fault.kind])) for r, seen in enumerate(self.sites)}
             if set(counts.values()) != {1}:
-                self.complain(f"{expected[fault.kind]} steps: {counts}")
+                self.wonder(f"{expected[fault.kind]} steps: {counts}")
 
     def _all_raised(self) -> None:
         names = self.fault.kind not in ("corrupt",)
         for rank, seen in self._bound.items():
             lost = seen.last("lost")
             if lost is None:
-                if not seen.told(
-                    "done"
-                ):  # a fault may come when all votes of the last step are cast
-                    self.complain(f"site {rank} did not raise SiteLostError: {seen.last('ended')}")
+                # Else the fault came behind the votes of the last step.
+                if not seen.told("done"):
+                    self.wonder(f"site {rank} did not raise SiteLostError: {seen.last('ended')}")
                 continue
             self._in_time(rank, seen, lost)
             if rank != self.fault.victim and names and self.fault.victim not in lost["sites"]:
-                self.complain(f"site {rank} names {lost['sites']}: {lost['why']}")
+                self.wonder(f"site {rank} names {lost['sites']}: {lost['why']}")
             elif rank != self.fault.victim and names and len(lost["sites"]) > 1:
-                self.complain(f"site {rank} names others, too: {lost['sites']}: {lost['why']}")
+                self.wonder(f"site {rank} names others, too: {lost['sites']}: {lost['why']}")
             if lost["grads"] and self.trial.method != "local steps":
                 self.complain(f"site {rank} has gradients left")
             if self.trial.method != "local steps" and lost["step"] != seen.steps:
-                self.complain(f"site {rank} says step {lost['step']}, has made {seen.steps}")
+                self.wonder(f"site {rank} says step {lost['step']}, has made {seen.steps}")
 
     def _in_time(self, rank: int, seen: Seen, lost: dict[str, Any]) -> None:
         assert self.injected_at is not None
@@ -270,7 +277,7 @@ class _Judgement:
         else:
             self.took_s.append(lost["at"] - began)
         if lost["at"] - began > limit_s:
-            self.complain(f"site {rank} raised after {lost['at'] - began:.1f} s: {lost['why']}")
+            self.wonder(f"site {rank} raised after {lost['at'] - began:.1f} s: {lost['why']}")
 
     def _refused(self) -> None:
         """All sites raise the same, or lost the one that was not there."""
@@ -279,18 +286,18 @@ class _Judgement:
             ended = seen.last("ended") or {"error": "nothing", "why": ""}
             wanted = "SiteLostError" if crash else "ValueError"
             if ended["error"] != wanted:
-                self.complain(f"site {rank} ended with {ended}, not {wanted}")
+                self.wonder(f"site {rank} ended with {ended}, not {wanted}")
             elif f"site {self.fault.victim}" not in ended["why"]:
-                self.complain(f"site {rank} does not name the victim: {ended}")
+                self.wonder(f"site {rank} does not name the victim: {ended}")
 
     def _turned_away(self, newcomer: Seen) -> None:
         ended = newcomer.last("ended")
         if newcomer.status != 0 or ended is None or "Error" not in ended["error"]:
-            self.complain(f"the newcomer ended with {newcomer.status}, {ended}")
+            self.wonder(f"the newcomer ended with {newcomer.status}, {ended}")
             return
         took_s, most_s = ended["at"] - newcomer.lines[0]["at"], 5 * NEWCOMER_S + 2 + MARGIN_S
         if took_s > most_s + self.trial.timeout_s:
-            self.complain(f"the newcomer raised after {took_s:.1f} s: {ended}")
+            self.wonder(f"the newcomer raised after {took_s:.1f} s: {ended}")
 
 
 def _end(seen: Seen) -> str:

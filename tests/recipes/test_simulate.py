@@ -112,5 +112,5 @@ def test_a_site_that_fails_while_it_trains_ends_the_others(method, tmp_path) -> 
     before, began = threading.active_count(), time.monotonic()
     with pytest.raises(SiteError, match=r"^site 2: KeyError: 'data'$"):
         simulate(work, 3)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30, "not the ten minutes that a message may take"
     assert threading.active_count() == before

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from outergrad.recipes.errors import RecipeError
 
@@ -13,7 +13,7 @@ _POLL_S = 0.02
 _SERVED = "TORCHELASTIC_USE_AGENT_STORE"
 
 
-def shared_store(environment: Mapping[str, str], timeout: timedelta) -> dist.Store:
+def shared_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
     """The store that torchrun's agent holds, or site 0 if there is none.
 
     Raises:
@@ -23,10 +23,10 @@ def shared_store(environment: Mapping[str, str], timeout: timedelta) -> dist.Sto
         raise RecipeError("RANK is set but MASTER_ADDR or MASTER_PORT is not: set them to site 0's")
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     holds = environment["RANK"] == "0" and environment.get(_SERVED) != "True"
-    return dist.TCPStore(address, port, int(environment["WORLD_SIZE"]), holds, timeout)
+    return TCPStore(address, port, int(environment["WORLD_SIZE"]), holds, timeout)
 
 
-def fresh_store(store: dist.Store, rank: int, sites: int, timeout: timedelta) -> dist.Store:
+def fresh_store(store: Store, rank: int, sites: int, timeout: timedelta) -> Store:
     """A part of a store in which an earlier start of the same sites has left nothing.
 
     All starts share one store since PyTorch 2.5 (pytorch/pytorch#135712), so that Gloo may take
@@ -45,10 +45,10 @@ def fresh_store(store: dist.Store, rank: int, sites: int, timeout: timedelta) ->
     """
     end = time.monotonic() + timeout.total_seconds()
     name = _give(store, sites, end) if rank == 0 else _take(store, rank, end)
-    return dist.PrefixStore(f"outergrad/{name}", store)
+    return PrefixStore(f"outergrad/{name}", store)
 
 
-def _give(store: dist.Store, sites: int, end: float) -> str:
+def _give(store: Store, sites: int, end: float) -> str:
     name, missing = secrets.token_hex(8), set(range(1, sites))
     while missing:
         for rank in missing:
@@ -59,7 +59,7 @@ def _give(store: dist.Store, sites: int, end: float) -> str:
     return name
 
 
-def _take(store: dist.Store, rank: int, end: float) -> str:
+def _take(store: Store, rank: int, end: float) -> str:
     own = secrets.token_hex(8)
     store.set(_key("asks", rank), own)
     while not (told := _read(store, _key("told", rank))).startswith(own):
@@ -73,7 +73,7 @@ def _key(word: str, rank: int) -> str:
     return f"outergrad/{word}/{rank}"
 
 
-def _read(store: dist.Store, key: str) -> str:
+def _read(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
