@@ -60,10 +60,21 @@ def in_place(model, method, group, **options):
     return model, og.distribute(model, method, group=group)
 
 
+def plainly(model, method, group, **options):
+    return model, og.distribute(model, method, group=group)
+
+
 def after_a_run(model, method, group, **options):
     compiled = torch.compile(model, **options)
     compiled(torch.zeros(2, 6)).sum().backward()
     return compiled, og.distribute(model, method, group=group)
+
+
+def part_by_part(model, method, group, **options):
+    session = og.distribute(model, method, group=group)
+    for part in model:
+        part.compile(**options)
+    return model, session
 
 
 ORDERS = {f.__name__: f for f in (before, after, wrapped, in_place, after_a_run)}
@@ -106,6 +117,25 @@ def test_compiled_and_distributed_in_any_order(order):
     case = plain()
     assert_right(gradients(case, og.DAD(always=True), ORDERS[order]), case)
     assert graph_breaks() == 0
+
+
+def test_parts_compiled_by_themselves():
+    parts = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+    case = Case(parts, rows(6))
+    assert_right(gradients(case, og.DAD(always=True), part_by_part), case)
+    assert graph_breaks() == 0
+
+
+@pytest.mark.parametrize(
+    "method", [og.RankDAD(rank=2), og.PowerSGD(rank=2, min_ratio=1.0)], ids=repr
+)
+def test_low_rank_is_that_of_the_uncompiled_model(method):
+    case = Case(mlp(24, 32, 24), rows(24, counts=(12, 12)))
+    found, expected = gradients(case, method), gradients(case, method, plainly)
+    assert graph_breaks() == 0
+    for own, plain_ones in zip(found, expected, strict=True):
+        for name, gradient in own.items():
+            assert relative_error(gradient, plain_ones[name]) < 1e-4, name
 
 
 PER_LAYER = og.PerLayer({"0.*": og.DAD(always=True), "*": og.RankDAD(rank=1000, tolerance=0.0)})

@@ -56,7 +56,10 @@ Joint = Annotated[
     bool, typer.Option("--joint", help="Let the mean delta of all sites flow back into these.")
 ]
 Log = Annotated[
-    Path | None, typer.Option(help="File that gets a line of JSON per epoch.", dir_okay=False)
+    Path | None,
+    typer.Option(
+        "--log", "--log-file", help="File that gets a line of JSON per epoch.", dir_okay=False
+    ),  # torchrun before Python 3.12 takes --log for an abbreviation of an option of its own
 ]
 Record = Annotated[
     Path | None,
