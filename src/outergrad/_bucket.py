@@ -29,6 +29,10 @@ class Bucket(Protocol):
     dense_params: Sequence[str]
     """Those of which what is in `param.grad` travels, as it is or compressed."""
 
+    def expect(self, sender: Sender) -> None:
+        """Gets ready for what the others will send; on all buckets, in their order, or on none."""
+        ...
+
     def start(self, sender: Sender) -> Pending:
         """Sends this site's part."""
         ...

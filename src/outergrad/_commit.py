@@ -11,18 +11,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from outergrad._protocols import Comm, Work
 from outergrad._types import ExchangeError
-from outergrad.comm.vote import NOTHING, Verdict, Vote
+from outergrad.comm.checksum import combined
+from outergrad.comm.vote import NOTHING, WORDS, Verdict, Vote
 from outergrad.comm.wire import Header, State
 
 _LANE = 2
 """Apart from the messages: a site that is in another step than the others waits, which is an error
 in time, where a message of another length would end gloo's process."""
-
-_MASK = (1 << 62) - 1
 
 _SAID_BY = {
     State.GOOD: Verdict.GOOD,
@@ -98,6 +98,9 @@ class Ballot:
         self._vote = Vote(header.fingerprint, header.step, header.rank)
         self._sums: list[Tensor] = []
         self._work: Work | None = None
+        self._is_cast = False
+        if header.alone:  # else another session's vote may come first
+            comm.expect([WORDS] * comm.world_size, torch.int64, lane=_LANE)
 
     def note_sum(self, digest: Tensor) -> None:
         """A digest of a sum that this site received."""
@@ -123,21 +126,19 @@ class Ballot:
         good = verdict == Verdict.GOOD
         self._vote = replace(self._vote, digest=self._digest() if good else 0)
         words, began = self._comm.control(self._vote.words()), time.monotonic()
+        self._is_cast = True  # if this raises, some site may have it
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
         if time.monotonic() - began > self._comm.patience_s:
             # It was stopped between: the others' votes may be here, and they gone without its own.
             raise ExchangeError("this site stood still for longer than the others wait")
 
     def _digest(self) -> int:
-        found = 0
-        for part in self._sums:
-            found = (31 * found + int(part.item())) & _MASK
-        return found
+        return combined(int(part.item()) for part in self._sums)
 
     @property
     def is_good(self) -> bool:
-        """Whether this site has said that the step may count."""
-        return self._work is not None and self._vote.verdict == Verdict.GOOD
+        """Whether this site has said, to some other or all, that the step may count."""
+        return self._is_cast and self._vote.verdict == Verdict.GOOD
 
     def count(self) -> Decision:
         """Waits for all votes."""

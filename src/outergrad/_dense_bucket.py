@@ -27,6 +27,9 @@ class DenseBucket:
         self._params = dict(params)
         self._kept: tuple[Tensor, dict[str, Tensor]] | None = None
 
+    def expect(self, sender: Sender) -> None:
+        """Nothing: sums are not received from anybody."""
+
     def start(self, sender: Sender) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         buffer, views = self._scratch()

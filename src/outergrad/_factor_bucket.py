@@ -29,13 +29,13 @@ class FactorBucket:
         self.cargo = cargo
         self.params, self.dense_params = cargo.params, cargo.dense_params
 
+    def expect(self, sender: Sender) -> None:
+        """The messages of the other sites."""
+        sender.comm.expect([layout.nbytes for layout in self._layouts(sender)])
+
     def start(self, sender: Sender) -> Pending:
         """Computes and packs this site's factors and starts the all-gather."""
-        comm, cargo = sender.comm, self.cargo
-        layouts = [
-            cargo.layout(cargo.pieces(sender, site), blobs=cargo.blobs(sender, site))
-            for site in sender.headers
-        ]
+        comm, cargo, layouts = sender.comm, self.cargo, self._layouts(sender)
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if sender.state == State.GOOD:
@@ -46,6 +46,14 @@ class FactorBucket:
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
         return _FactorPending(work, self, layouts, preamble, sender)
+
+    def _layouts(self, sender: Sender) -> list[Layout]:
+        """Of every site's message."""
+        cargo = self.cargo
+        return [
+            cargo.layout(cargo.pieces(sender, site), blobs=cargo.blobs(sender, site))
+            for site in sender.headers
+        ]
 
     def gradients(
         self,

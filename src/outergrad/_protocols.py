@@ -262,6 +262,18 @@ class Comm(Protocol):
         """
         ...
 
+    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
+        """Gets ready for the next `all_gather` or `all_to_all` of a lane that nobody expects yet.
+
+        A transport that asks the other side before it sends need not ask then; it may do nothing.
+
+        Args:
+            sizes: as there.
+            dtype: of what will come.
+            lane: as there.
+        """
+        ...
+
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
         """Sends every site a 1-D tensor of its own; `wait` returns what each had for this one.
 

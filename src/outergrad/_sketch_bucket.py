@@ -43,6 +43,9 @@ class SketchBucket(Carried):
         self.dtype, self.wire = dtype, sum_dtype(exchange.wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
+    def expect(self, sender: Sender) -> None:
+        """Nothing: sums are not received from anybody."""
+
     def start(self, sender: Sender) -> Pending:
         """Computes this site's part of the first sketches and starts to sum them."""
         return _SketchPending(self, sender)

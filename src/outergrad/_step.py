@@ -169,6 +169,9 @@ class SharedStep:
         self.sender.take(headers)
         self.choice = self._planner.choose(headers)
         self._buckets = self._planner.packer.buckets(self.choice)
+        if self.sender.header.alone:  # else messages of other sessions may come between
+            for bucket in self._buckets:
+                bucket.expect(self.sender)
 
     def _start(self, bucket: Bucket) -> None:
         if self.sender.state == State.GOOD:
@@ -259,9 +262,11 @@ class SharedStep:
         last = self._receive()
         self.place = "the buffers"
         self._sent_buffers.receive()
-        self._ballot.cast(self.sender.state, self.sender.bad)
-        if last is not None:
-            self._writer.write(*last)
+        try:
+            self._ballot.cast(self.sender.state, self.sender.bad)
+        finally:  # another site may have heard the vote, and count the step
+            if last is not None:
+                self._writer.write(*last)
         self.place = "the other sites' word that they have everything"
         began = time.perf_counter()
         decision = self._ballot.count()

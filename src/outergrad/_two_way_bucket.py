@@ -36,6 +36,12 @@ class TwoWayBucket:
         self.cargo, self.merger, self.owners = cargo, merger, owners
         self.params, self.dense_params = cargo.params, cargo.dense_params
 
+    def expect(self, sender: Sender) -> None:
+        """What the other sites have for this one, in the first round."""
+        pieces_SK = [self.cargo.pieces(sender, site) for site in sender.headers]
+        theirs = [self.layout(pieces_K, sender.comm.rank) for pieces_K in pieces_SK]
+        sender.comm.expect([layout.nbytes for layout in theirs])
+
     def start(self, sender: Sender) -> Pending:
         """Computes and packs this site's triplets and starts to send them to their owners."""
         return _TwoWayPending(self, sender)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 _COLUMNS = 64
+_PRIME = (1 << 61) - 1
 
 
 def checksum(t: Tensor) -> Tensor:
@@ -19,6 +22,14 @@ def checksum(t: Tensor) -> Tensor:
     sums = words[:whole].view(-1, _COLUMNS).sum(dim=0)
     rest = torch.cat([words[whole:], tail.to(torch.int64)])
     return _weighted(torch.cat([sums, rest]))
+
+
+def combined(checksums: Iterable[int]) -> int:
+    """One number of several, which fits into an int64; a change of any bit of one is seen in it."""
+    found = 0
+    for one in checksums:
+        found = (31 * found + one) % _PRIME
+    return found
 
 
 def _words(t: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from outergrad.comm.last_words import Enough, LastWords
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
+_Receives = list[tuple[dist.Work, Sequence[int]]]
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _AN_INSTANT = timedelta(milliseconds=1)
 _PATIENCE = timedelta(seconds=30)
@@ -49,6 +51,13 @@ class Ready:
     def wait(self) -> Any:
         """The result, at once."""
         return self._result
+
+
+class _Receiving(NamedTuple):
+    """What will be received, and the transfers that wait for it."""
+
+    parts: list[Tensor]
+    receives: _Receives
 
 
 class TorchWork:
@@ -114,6 +123,7 @@ class TorchComm:
         self.sent_bytes = self.received_bytes = 0
         self.device = device
         self._kept: Tensor | None = None
+        self._expected: defaultdict[int, deque[_Receiving]] = defaultdict(deque)
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
@@ -152,6 +162,21 @@ class TorchComm:
         staged = self._staged(t)
         return self._exchanged([staged] * self.world_size, sizes, t.device, lane)
 
+    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
+        """Posts the receives of the next exchange of a lane for which none are posted yet.
+
+        gloo sends nothing before it knows of the receive: where that is posted a delay before the
+        other site sends, the message takes one delay, otherwise two.
+
+        Args:
+            sizes: of what each site will send.
+            dtype: of it.
+            lane: as for `all_gather`.
+        """
+        if self.world_size > 1 and self._wire.type == "cpu":
+            parts = [torch.empty(size, dtype=dtype) for size in sizes]
+            self._expected[lane].append(_Receiving(parts, self._receives(parts, _TAG + lane)))
+
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
 
@@ -177,9 +202,15 @@ class TorchComm:
         """What every site has for this one, on the device."""
         own = outgoing[self.rank]
         self.sent_bytes += sum(t.nbytes for t in outgoing) - own.nbytes
-        parts = [own.new_empty(size) for size in sizes]
+        if self._expected[lane]:
+            parts, receives = self._expected[lane].popleft()
+            if [len(part) for part in parts] != list(sizes):
+                raise ExchangeError("what was expected is not what comes; please report it")
+            sends = self._sends(outgoing, _TAG + lane)
+        else:
+            parts = [own.new_empty(size) for size in sizes]
+            receives, sends = self._exchange(outgoing, parts, _TAG + lane)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
-        receives, sends = self._exchange(outgoing, parts, _TAG + lane)
 
         def result() -> list[Tensor]:
             parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
@@ -189,10 +220,10 @@ class TorchComm:
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
-    ) -> tuple[list[tuple[dist.Work, Sequence[int]]], list[dist.Work]]:
+    ) -> tuple[_Receives, list[dist.Work]]:
         """Starts to send every other site its tensor and to receive the other parts."""
-        others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         if parts[0].device.type == "cuda":
+            others = self._others
             sends = [
                 dist.P2POp(dist.isend, outgoing[o], group=self.group, group_peer=o) for o in others
             ]
@@ -204,10 +235,17 @@ class TorchComm:
                 return [(w, others) for w in dist.batch_isend_irecv([*receives, *sends])], []
         # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
-        receiving: list[tuple[dist.Work, Sequence[int]]] = [
-            (self._started(dist.irecv, parts[o], o, tag), (o,)) for o in reversed(others)
-        ]
-        return receiving, [self._started(dist.isend, outgoing[o], o, tag) for o in others]
+        return self._receives(parts, tag), self._sends(outgoing, tag)
+
+    @property
+    def _others(self) -> list[int]:
+        return [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
+
+    def _receives(self, parts: Sequence[Tensor], tag: int) -> _Receives:
+        return [(self._started(dist.irecv, parts[o], o, tag), (o,)) for o in reversed(self._others)]
+
+    def _sends(self, outgoing: Sequence[Tensor], tag: int) -> list[dist.Work]:
+        return [self._started(dist.isend, outgoing[o], o, tag) for o in self._others]
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> dist.Work:
         with _transport((other,)):

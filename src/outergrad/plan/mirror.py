@@ -63,6 +63,9 @@ class MirrorComm:
                 parts, Kind.PAIRS, others * t.nbytes, nbytes - t.nbytes, mean_bytes
             )
 
+    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
+        """Nothing: what comes is there at once."""
+
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
         """Of every site what this one has for itself, under its own name."""
         with self._tracer.away():

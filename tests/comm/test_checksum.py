@@ -1,0 +1,32 @@
+"""No single bit of what has arrived can change unseen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outergrad.comm.checksum import checksum, combined
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 65, 512, 1037])
+def test_every_bit_counts(nbytes):
+    message = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    before = int(checksum(message))
+    whole = combined([5, before, 7])
+    for k in range(nbytes):
+        for bit in range(8):
+            message[k] ^= 1 << bit
+            assert int(checksum(message)) != before, (k, bit)
+            assert combined([5, int(checksum(message)), 7]) != whole, (k, bit)
+            message[k] ^= 1 << bit
+
+
+def test_the_order_counts():
+    a, b = torch.arange(100.0), torch.arange(100.0).flip(0)
+    assert checksum(a) != checksum(b)
+    assert combined([1, 2]) != combined([2, 1])
+
+
+def test_a_combined_one_fits_into_a_word():
+    extremes = [-(1 << 63), (1 << 63) - 1, -1, 0]
+    assert all(0 <= combined([x, y]) < 1 << 62 for x in extremes for y in extremes)
