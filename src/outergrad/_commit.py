@@ -99,8 +99,10 @@ class Ballot:
         self._sums: list[Tensor] = []
         self._work: Work | None = None
         self._is_cast = False
-        if header.alone:  # else another session's vote may come first
-            comm.expect([WORDS] * comm.world_size, torch.int64, lane=_LANE)
+
+    def expect(self) -> None:
+        """Gets ready for the others' votes; only of a step that all sites go through to its end."""
+        self._comm.expect([WORDS] * self._comm.world_size, torch.int64, lane=_LANE)
 
     def note_sum(self, digest: Tensor) -> None:
         """A digest of a sum that this site received."""

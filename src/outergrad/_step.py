@@ -172,6 +172,7 @@ class SharedStep:
         if self.sender.header.alone:  # else messages of other sessions may come between
             for bucket in self._buckets:
                 bucket.expect(self.sender)
+            self._ballot.expect()
 
     def _start(self, bucket: Bucket) -> None:
         if self.sender.state == State.GOOD:
