@@ -14,7 +14,8 @@ from torch import Tensor
 import outergrad as og
 from outergrad._coding import encode, nbytes, received, tensors
 from outergrad._layout import Layout
-from outergrad.comm.wire import DTYPES, Piece
+from outergrad.comm.header import DTYPES
+from outergrad.comm.wire import Piece
 from outergrad.wire import BF16, Int8, TopK
 
 CODECS: dict[str, tuple[Any, ...]] = {

@@ -14,7 +14,7 @@ from outergrad._model import Model
 from outergrad._protocols import Comm
 from outergrad._tapped_layer import TappedLayer
 from outergrad._types import Slot
-from outergrad.comm.wire import BlockUse, Header, Join, Use
+from outergrad.comm.header import BlockUse, Header, Join, Use
 
 
 class Loop(NamedTuple):

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from outergrad import _buffers, _weighting
 from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
 from outergrad._buffers import SharedBuffers
+from outergrad._description import describe, shared_tensors
 from outergrad._groups import count_session, end_unfinished, lost_sites_told, refuse_lost
 from outergrad._inspect import View, inspect
 from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_settings, refuse_view
@@ -27,7 +28,6 @@ from outergrad._shards import ShardedSession, Shards, broadcast_shards, is_shard
 from outergrad._tapped_layer import TappedLayer
 from outergrad._two_levels import TwoLevelSession
 from outergrad._types import Link
-from outergrad._version import __version__
 from outergrad._weighting import Weighting
 from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint
 from outergrad.comm.link import measured_link
@@ -105,31 +105,18 @@ def distribute(
     error, view, shards, recorders = None, None, None, ()
     try:
         recorders = recorders_of(recorder)
-        if mesh is None:
-            view = _inspect(model, method, rules)
-        else:
-            view, shards = _inspect_for(mesh, model, method, rules)
-            refuse_settings(weighting, max_bad_steps, buffers)
-        _check_weighting(weighting, view)
-        if buffers not in (None, *_buffers.KINDS):
-            raise ValueError(f"buffers={buffers!r}: pass one of {', '.join(_buffers.KINDS)}")
+        view, shards = _look_at(model, method, rules, mesh)
+        _check(view, mesh, weighting, max_bad_steps, buffers)
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.group)
-    number = f"session {count_session(comm.group)} of the group"
-    lines = [] if view is None else [*_describe(model, method, view), number]
-    lines += [f"weighting: {weighting}", f"buffers: {buffers}"]
-    lines += [f"max_bad_steps: {max_bad_steps}"]
+    lines = [] if view is None else describe(model, method, view)
+    lines += [f"session {count_session(comm.group)} of the group", f"weighting: {weighting}"]
+    lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     with lost_sites_told(comm, "og.distribute on all sites"):
         agreed = agree(comm, lines, error) if levels is None else levels.agree(lines, error)
         assert view is not None
-        tensors = [t for _, _, t in _shared_tensors(model, view)]
-        if levels is None:
-            broadcast_all(comm, tensors)
-        elif shards is None:
-            levels.broadcast_all(tensors)
-        else:
-            broadcast_shards(levels, view, model)
+        _make_equal(comm, levels, shards, model, view)
         _settle_reduce(view, comm.world_size, lambda: measured_link(comm))
         all_came(comm)
     counted = Weighting(weighting)
@@ -164,9 +151,20 @@ def _session(
     return _attach(Session(view, comm, agreed, settings), view)
 
 
-def _check_weighting(weighting: _weighting.Kind, view: View) -> None:
+def _check(
+    view: View,
+    mesh: Mesh | None,
+    weighting: _weighting.Kind,
+    max_bad_steps: int | None,
+    buffers: _buffers.Kind | None,
+) -> None:
+    """The settings of a session, and whether they go with the model and its methods."""
+    if mesh is not None:
+        refuse_settings(weighting, max_bad_steps, buffers)
     if weighting not in _weighting.KINDS:
         raise ValueError(f"weighting={weighting!r}: pass one of {', '.join(_weighting.KINDS)}")
+    if buffers not in (None, *_buffers.KINDS):
+        raise ValueError(f"buffers={buffers!r}: pass one of {', '.join(_buffers.KINDS)}")
     every = {k: name for name, k in view.every.items()}
     if weighting == "samples" and len(every) > 1:
         (k, name), (other_k, other), *_ = sorted(every.items())
@@ -174,6 +172,21 @@ def _check_weighting(weighting: _weighting.Kind, view: View) -> None:
             f"weighting='samples': {name!r} has every={k} and {other!r} every={other_k}, of which "
             f"the samples are not the same; give all methods one every="
         )
+
+
+def _make_equal(
+    comm: Comm, levels: Levels | None, shards: Shards | None, model: nn.Module, view: View
+) -> None:
+    """Parameters and buffers, to those of the first site."""
+    if shards is not None:
+        assert levels is not None
+        broadcast_shards(levels, view, model)
+        return
+    tensors = [t for _, _, t in shared_tensors(model, view)]
+    if levels is None:
+        broadcast_all(comm, tensors)
+    else:
+        levels.broadcast_all(tensors)
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
@@ -184,22 +197,22 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
 
 
-def _inspect(model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules) -> View:
-    """What is shared; a change of the weights has no factors, so that no rule is of use for it."""
-    if isinstance(method, LocalSteps):
-        return inspect(model, method.method, {})
-    return inspect(model, method, rules)
-
-
-def _inspect_for(
-    mesh: Mesh, model: nn.Module, method: Any, rules: Rules
+def _look_at(
+    model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules, mesh: Mesh | None
 ) -> tuple[View, Shards | None]:
-    """The same where sites have several ranks, which may hold shards of the model."""
+    """What is shared, of shards of the model if ranks of a site hold such.
+
+    A change of the weights has no factors, so that no rule is of use for `LocalSteps`.
+    """
+    if mesh is None and isinstance(method, LocalSteps):
+        return inspect(model, method.method, {}), None
+    if mesh is None:
+        return inspect(model, method, rules), None
     refuse_method(method)
-    if is_sharded(model):
-        view, shards = look_at(model, method, mesh)
-    else:
-        view, shards = inspect(model, method, rules), None
+    sharded = is_sharded(model)
+    view, shards = (
+        look_at(model, method, mesh) if sharded else (inspect(model, method, rules), None)
+    )
     refuse_view(view)
     return view, shards
 
@@ -229,28 +242,6 @@ def _checked(timeout: float | timedelta | None) -> timedelta | None:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _describe(model: nn.Module, method: object, view: View) -> list[str]:
-    """What the sites must have in common, a line each."""
-    lines = [
-        f"outergrad {__version__}",
-        f"torch {torch.__version__}",
-        f"method: {method!r}",
-    ]
-    for kind, name, t in _shared_tensors(model, view):
-        trained = ", trained" if t.requires_grad else ""
-        lines.append(f"{kind} {name}: {tuple(t.shape)} {t.dtype}{trained}")
-    lines += [f"block {found.names}" for found in view.blocks]
-    return lines + [str(slot) for slot in view.model.slots]
-
-
-def _shared_tensors(model: nn.Module, view: View) -> list[tuple[str, str, Tensor]]:
-    """Parameters and buffers that are no site's own: what each is, its name, itself."""
-    parameters = (("parameter", n, p) for n, p in model.named_parameters() if n not in view.local)
-    buffers = model.named_buffers()
-    own = view.local_buffers
-    return [*parameters, *(("buffer", n, t) for n, t in buffers if n not in own)]
 
 
 def _settle_reduce(view: View, sites: int, measured: Callable[[], Link]) -> None:
@@ -285,7 +276,7 @@ def attach(
     """
     view = inspect(model, method, rules)
     _settle_reduce(view, comm.world_size, lambda: link)
-    agreed = fingerprint(_describe(model, method, view))
+    agreed = fingerprint(describe(model, method, view))
     shared = SharedBuffers(model, buffers, view.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
     return _attach(Session(view, comm, agreed, settings), view)

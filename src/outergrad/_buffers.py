@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outergrad._bucket import Sender
 from outergrad._protocols import Work
-from outergrad.comm.wire import Header, Join
+from outergrad.comm.header import Header, Join
 
 Kind = Literal["broadcast", "mean", "local"]
 KINDS: tuple[Kind, ...] = ("broadcast", "mean", "local")

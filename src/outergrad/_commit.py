@@ -17,8 +17,9 @@ from torch import Tensor
 from outergrad._protocols import Comm, Work
 from outergrad._types import ExchangeError
 from outergrad.comm.checksum import combined
+from outergrad.comm.header import Header
 from outergrad.comm.vote import NOTHING, WORDS, Verdict, Vote
-from outergrad.comm.wire import Header, State
+from outergrad.comm.wire import State
 
 _LANE = 2
 """Apart from the messages: a site that is in another step than the others waits, which is an error

@@ -18,7 +18,7 @@ from outergrad._joint import joint_parts
 from outergrad._model import Model
 from outergrad._protocols import Exchange, Rule, Rules
 from outergrad._types import Slot
-from outergrad.comm.wire import DTYPES
+from outergrad.comm.header import DTYPES
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
 

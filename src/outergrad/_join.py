@@ -24,7 +24,7 @@ from outergrad._made_equal import Replica
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
 from outergrad._types import ExchangeError
-from outergrad.comm.wire import Header, Join
+from outergrad.comm.header import Header, Join
 
 _NOTHING_EARLIER = Earlier({}, {})
 

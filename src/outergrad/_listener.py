@@ -34,7 +34,7 @@ from outergrad._tap import (
 )
 from outergrad._tapped_layer import GraphTaps, TappedLayer
 from outergrad._types import ExchangeError, Factors, Slot, Unit
-from outergrad.comm.wire import Join
+from outergrad.comm.header import Join
 from outergrad.record.stats import Stats
 
 _Step = LocalStep | SharedStep | KeepingStep

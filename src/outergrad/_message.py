@@ -13,7 +13,8 @@ from outergrad._bucket import Carried, Load, Sender, copy_scaled
 from outergrad._layout import Layout
 from outergrad._protocols import Exchange
 from outergrad._types import Factors, Part, Slot, tensors_of
-from outergrad.comm.wire import Header, Piece, Preamble, State
+from outergrad.comm.header import Header
+from outergrad.comm.wire import Piece, Preamble, State
 from outergrad.record.gauge import Reading
 
 _KEPT_LAYOUTS = 256

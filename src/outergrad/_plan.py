@@ -14,7 +14,7 @@ from outergrad._foresight import Foresight
 from outergrad._model import Choice, Model
 from outergrad._packing import OF_ROWS, Packer, loads
 from outergrad._types import Route, Slot, Unit
-from outergrad.comm.wire import BlockUse, Header
+from outergrad.comm.header import BlockUse, Header
 
 _WAYS = {
     Route.GATHER: "triplets",

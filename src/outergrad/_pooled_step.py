@@ -14,8 +14,8 @@ from outergrad._pooling import Conclusion, Fate, Pooling, Report, Verdict, pool
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
 from outergrad._types import ExchangeError, Factors, Slot
+from outergrad.comm.header import Header
 from outergrad.comm.torch import TorchComm
-from outergrad.comm.wire import Header
 from outergrad.linalg.outer import stack
 from outergrad.record.gauge import Reading
 

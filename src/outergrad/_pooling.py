@@ -16,8 +16,9 @@ from outergrad._layout import Layout
 from outergrad._message import sums_of_riders
 from outergrad._model import Model, part_of
 from outergrad._types import Factors, Slot, Unit
+from outergrad.comm.header import Header, Use
 from outergrad.comm.torch import TorchComm
-from outergrad.comm.wire import Header, Piece, Use
+from outergrad.comm.wire import Piece
 from outergrad.exchange._owners import owners
 
 _LEAST_BYTES = 16

@@ -27,7 +27,7 @@ from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK, at_end_of_backward
 from outergrad._two_levels import LevelsSession
 from outergrad.comm.agree import broadcast_all
-from outergrad.comm.wire import Header
+from outergrad.comm.header import Header
 from outergrad.exchange import PerLayer
 from outergrad.record.gauge import Reading
 

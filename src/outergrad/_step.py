@@ -23,8 +23,9 @@ from outergrad._plan import Planner
 from outergrad._protocols import Comm
 from outergrad._types import ExchangeError, Factors, RefusedError, Slot, Unit
 from outergrad._writing import Writer
+from outergrad.comm.header import Header
 from outergrad.comm.vote import Verdict
-from outergrad.comm.wire import Header, State
+from outergrad.comm.wire import State
 from outergrad.linalg.gradients import scaled
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import Stats

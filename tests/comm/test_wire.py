@@ -11,8 +11,9 @@ from torch import nn
 from outergrad import Slot
 from outergrad._layout import Layout
 from outergrad._types import ExchangeError, RefusedError
+from outergrad.comm.header import DTYPES, Header, Join, Use
 from outergrad.comm.vote import WORDS, Vote
-from outergrad.comm.wire import DTYPES, Header, Join, Piece, Preamble, State, Use
+from outergrad.comm.wire import Piece, Preamble, State
 
 uses = st.builds(Use, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
 headers = st.builds(

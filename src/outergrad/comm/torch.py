@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,42 +14,13 @@ from torch import Tensor
 
 from outergrad._types import ExchangeError
 from outergrad.comm.last_words import Enough, LastWords
+from outergrad.comm.work import AN_INSTANT, Ready, TorchWork, transport
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
 _Receives = list[tuple[dist.Work, Sequence[int]]]
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
-_AN_INSTANT = timedelta(milliseconds=1)
 _PATIENCE = timedelta(seconds=30)
-
-
-@contextmanager
-def _transport(sites: Sequence[int] = ()) -> Iterator[None]:
-    """Gives the errors of a transport a type of their own."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ExchangeError(_told(str(error)), sites) from error
-
-
-def _told(error: str) -> str:
-    """In few words, what gloo says in many."""
-    if "imed out" in error:
-        return "no answer in time"
-    if any(words in error for words in ("closed by peer", "reset by peer", "pair closure")):
-        return "the connection was closed"
-    return error
-
-
-class Ready:
-    """Work that is done: what a single site has."""
-
-    def __init__(self, result: Any) -> None:
-        self._result = result
-
-    def wait(self) -> Any:
-        """The result, at once."""
-        return self._result
 
 
 class _Receiving(NamedTuple):
@@ -58,49 +28,6 @@ class _Receiving(NamedTuple):
 
     parts: list[Tensor]
     receives: _Receives
-
-
-class TorchWork:
-    """Transfers of torch.distributed under way.
-
-    Args:
-        works: each with the sites that it depends on, as far as one can tell.
-        result: what `wait` returns.
-        timeout: for all of them together, from when somebody waits; None for the group's.
-        sends: what this site sends besides. If it does not arrive, whoever waits for it will say
-            so: what this site has received is there all the same.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[tuple[dist.Work, Sequence[int]]],
-        result: Callable[[], Any],
-        timeout: timedelta | None = None,
-        sends: Sequence[dist.Work] = (),
-    ) -> None:
-        self._works, self._result, self._timeout = works, result, timeout
-        self._sends = sends
-
-    def wait(self) -> Any:
-        """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
-        began = time.monotonic()
-        for work, sites in self._works:
-            try:
-                with _transport(sites):
-                    self._wait(work, time.monotonic() - began)
-            except ExchangeError as error:
-                error.waited_s = time.monotonic() - began
-                raise
-        for work in self._sends:
-            with suppress(RuntimeError):
-                self._wait(work, time.monotonic() - began)
-        return self._result()
-
-    def _wait(self, work: dist.Work, waited_s: float) -> None:
-        if self._timeout is None:
-            work.wait()
-        else:
-            work.wait(max(self._timeout - timedelta(seconds=waited_s), _AN_INSTANT))
 
 
 class TorchComm:
@@ -141,7 +68,7 @@ class TorchComm:
         self.received_bytes += ring_bytes(t.nbytes, self.world_size)
         staged = self._staged(t)
         sites = (1 - self.rank,) if self.world_size == 2 else ()
-        with _transport(sites):
+        with transport(sites):
             work = dist.all_reduce(staged, group=self.group, async_op=True)
         assert work is not None
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
@@ -231,7 +158,7 @@ class TorchComm:
             receives = [
                 dist.P2POp(dist.irecv, part, group=self.group, group_peer=o) for part, o in receive
             ]
-            with _transport(others):
+            with transport(others):
                 return [(w, others) for w in dist.batch_isend_irecv([*receives, *sends])], []
         # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
@@ -248,7 +175,7 @@ class TorchComm:
         return [self._started(dist.isend, outgoing[o], o, tag) for o in self._others]
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> dist.Work:
-        with _transport((other,)):
+        with transport((other,)):
             return call(t, group=self.group, tag=tag, **{_PEER[call]: other})
 
     def give_up(self, text: str, enough: Enough, patience_s: float) -> list[str | None] | None:
@@ -277,9 +204,9 @@ class TorchComm:
                 self.group.abort()
             return
         for other in (r for r in range(self.world_size) if r != self.rank):
-            with suppress(ExchangeError), _transport():
+            with suppress(ExchangeError), transport():
                 work = self._started(dist.irecv, torch.empty(1), other, _TAG - 1)
-                work.wait(_AN_INSTANT)
+                work.wait(AN_INSTANT)
 
     def broadcast(self, t: Tensor) -> None:
         """Overwrites t with rank 0's."""
@@ -287,7 +214,7 @@ class TorchComm:
             return
         staged = t.to(self._wire).contiguous()
         sites = (1 - self.rank,) if self.world_size == 2 else ()
-        with _transport(sites):
+        with transport(sites):
             work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
         assert work is not None
         TorchWork([(work, sites)], lambda: None, self._timeout).wait()

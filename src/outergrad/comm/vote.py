@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from outergrad._types import ExchangeError
-from outergrad.comm.wire import KNOWN, MAGIC, sum_of_words
+from outergrad.comm.header import KNOWN, MAGIC, sum_of_words
 
 NOTHING = -1
 WORDS = 9

@@ -1,0 +1,202 @@
+"""The header that starts a step: what each site says of it before anything else is sent."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from outergrad._types import ExchangeError
+
+MAGIC = 0x6F757465726703  # "outerg", version 3 of the format
+_FIXED_WORDS = 64
+KNOWN = 4
+"""Words of a header and of a vote, at the start, that whoever reads them knows beforehand."""
+RANK = 3
+"""Which of them is the sender."""
+_SUM = 8
+_BITS = 9
+"""Words of a header before those that say which parameters are used."""
+_PER_WORD = 60
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The dtypes that factors travel in, by code."""
+
+
+class Join(IntEnum):
+    """Where a site is in `session.join()`; every header says it."""
+
+    NONE = 0
+    INSIDE = 1
+    OUT = 2
+    """It has no batch left and only takes part in the steps of the others."""
+    GONE = 3
+    """Its loop raised: this is the last step that it takes part in."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a slot is used in one step on one site.
+
+    Attributes:
+        rows: N, exact where tapped; where not, what was last seen, for the next step's choice.
+        tapped: whether its factors will be captured.
+        dtype: of its deltas.
+    """
+
+    rows: int
+    tapped: bool
+    dtype: torch.dtype
+
+    def encode(self) -> int:
+        """One word of the header."""
+        return self.rows << 4 | DTYPES.index(self.dtype) << 1 | int(self.tapped)
+
+    @staticmethod
+    def decode(word: int) -> Use:
+        """The inverse of `encode`."""
+        return Use(word >> 4, bool(word & 1), DTYPES[word >> 1 & 7])
+
+
+@dataclass(frozen=True)
+class BlockUse:
+    """How a block is used in one step on one site.
+
+    Attributes:
+        nbytes: of what the site sends of it; about that, where it was not captured.
+        tapped: whether it will be captured.
+    """
+
+    nbytes: int
+    tapped: bool
+
+    def encode(self) -> int:
+        """One word of the header."""
+        return self.nbytes << 1 | int(self.tapped)
+
+    @staticmethod
+    def decode(word: int) -> BlockUse:
+        """The inverse of `encode`."""
+        return BlockUse(word >> 1, bool(word & 1))
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a site says of a step before anything else is sent.
+
+    Attributes:
+        fingerprint: of the model, the method and the versions, as agreed by `distribute`.
+        step: synchronised steps before this one.
+        rank: the sender.
+        used: per parameter, whether this site has a gradient for it.
+        uses: per slot, how this site uses it.
+        alone: whether no other session of this site shares the group: only then may later steps
+            leave their headers out, which tell sessions apart.
+        blocks: per block, how this site uses it.
+        joint: how many deltas are averaged below shared parts, and a fingerprint of their shapes.
+        weight: how much this site's gradient counts beside the others'.
+        join: where this site is in `session.join()`.
+        buffers: per buffer that the sites share, whether forwards wrote to it on this site.
+    """
+
+    fingerprint: int
+    step: int
+    rank: int
+    used: tuple[bool, ...]
+    uses: tuple[Use, ...]
+    alone: bool = True
+    blocks: tuple[BlockUse, ...] = ()
+    joint: tuple[int, int] = (0, 0)
+    weight: int = 1
+    join: Join = Join.NONE
+    buffers: tuple[bool, ...] = ()
+
+    @property
+    def facts(self) -> tuple[Hashable, ...]:
+        """What the plan of a step depends on."""
+        return self.uses, self.blocks, self.about_loop
+
+    @property
+    def about_loop(self) -> tuple[Hashable, ...]:
+        """What of it is not about rows."""
+        return self.used, self.alone, self.weight, self.join, self.buffers
+
+    def words(self) -> list[int]:
+        """Its int64 words; small models share one length, so that a mix-up is seen, not fatal."""
+        fixed = [MAGIC, self.fingerprint, self.step, self.rank, int(self.alone) | self.join << 1]
+        words = [*fixed, self.weight, *self.joint, 0, *bit_words(self.used)]
+        words += [*bit_words(self.buffers), *(use.encode() for use in self.uses)]
+        words += [use.encode() for use in self.blocks]
+        padded = math.ceil(len(words) / _FIXED_WORDS) * _FIXED_WORDS
+        words += [0] * (padded - len(words))
+        words[_SUM] = sum_of_words(words[KNOWN:])
+        return words
+
+    @staticmethod
+    def parse(words: Sequence[int], expected: Header, rank: int) -> Header:
+        """Another site's header, checked against this site's own.
+
+        Raises:
+            ExchangeError: it is not the header of the same step of the same session.
+        """
+        magic, fingerprint, step, sender = words[:4]
+        if (magic, fingerprint) != (MAGIC, expected.fingerprint):
+            raise ExchangeError(
+                f"site {rank} sent something else than the header of this session; do all sites "
+                f"call the same distributed models in the same order?"
+            )
+        if (step, sender) != (expected.step, rank):
+            raise ExchangeError(
+                f"site {sender} is in its synchronised backward {step}, this site "
+                f"({expected.rank}) in {expected.step}; every site must run the same number"
+            )
+        unsummed = [*words[KNOWN:_SUM], 0, *words[_BITS:]]
+        if words[_SUM] != sum_of_words(unsummed):
+            raise ExchangeError(f"the checksum of the header of site {rank} is wrong")
+        join = Join(words[4] >> 1)
+        _check_join(rank, join, expected)
+        after = _BITS + words_for(len(expected.used))
+        used = bits(words[_BITS:], len(expected.used))
+        start = after + words_for(len(expected.buffers))
+        buffers = bits(words[after:], len(expected.buffers))
+        middle = start + len(expected.uses)
+        stop = middle + len(expected.blocks)
+        uses = tuple(Use.decode(word) for word in words[start:middle])
+        blocks = tuple(BlockUse.decode(word) for word in words[middle:stop])
+        own, joint = (fingerprint, step, sender), (words[6], words[7])
+        loop = (words[5], join, buffers)
+        return Header(*own, used, uses, bool(words[4] & 1), blocks, joint, *loop)
+
+
+def _check_join(rank: int, join: Join, expected: Header) -> None:
+    if (join == Join.NONE) != (expected.join == Join.NONE):
+        where, here = ("not " if one == Join.NONE else "" for one in (join, expected.join))
+        raise ExchangeError(
+            f"site {rank} is {where}inside session.join(), this site ({expected.rank}) is "
+            f"{here}inside; all sites must run their loops in it, or none"
+        )
+
+
+def sum_of_words(words: Sequence[int]) -> int:
+    """A checksum of int64 words, which sees every change within 32 bits in a row."""
+    return zlib.crc32(struct.pack(f"{len(words)}q", *words))
+
+
+def words_for(count: int) -> int:
+    """How many words that many flags take."""
+    return math.ceil(count / _PER_WORD)
+
+
+def bit_words(flags: Sequence[bool]) -> list[int]:
+    """Flags as int64 words, the first in the lowest bit."""
+    parts = (flags[i : i + _PER_WORD] for i in range(0, len(flags), _PER_WORD))
+    return [sum(1 << i for i, flag in enumerate(part) if flag) for part in parts]
+
+
+def bits(words: Sequence[int], count: int) -> tuple[bool, ...]:
+    """The inverse of `bit_words`."""
+    return tuple(bool(words[i // _PER_WORD] >> i % _PER_WORD & 1) for i in range(count))

@@ -1,0 +1,87 @@
+"""Transfers of torch.distributed under way, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from outergrad._types import ExchangeError
+
+AN_INSTANT = timedelta(milliseconds=1)
+
+
+@contextmanager
+def transport(sites: Sequence[int] = ()) -> Iterator[None]:
+    """Gives the errors of a transport a type of their own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(_told(str(error)), sites) from error
+
+
+def _told(error: str) -> str:
+    """In few words, what gloo says in many."""
+    if "imed out" in error:
+        return "no answer in time"
+    if any(words in error for words in ("closed by peer", "reset by peer", "pair closure")):
+        return "the connection was closed"
+    return error
+
+
+class Ready:
+    """Work that is done: what a single site has."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def wait(self) -> Any:
+        """The result, at once."""
+        return self._result
+
+
+class TorchWork:
+    """Transfers of torch.distributed under way.
+
+    Args:
+        works: each with the sites that it depends on, as far as one can tell.
+        result: what `wait` returns.
+        timeout: for all of them together, from when somebody waits; None for the group's.
+        sends: what this site sends besides. If it does not arrive, whoever waits for it will say
+            so: what this site has received is there all the same.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[tuple[dist.Work, Sequence[int]]],
+        result: Callable[[], Any],
+        timeout: timedelta | None = None,
+        sends: Sequence[dist.Work] = (),
+    ) -> None:
+        self._works, self._result, self._timeout = works, result, timeout
+        self._sends = sends
+
+    def wait(self) -> Any:
+        """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
+        began = time.monotonic()
+        for work, sites in self._works:
+            try:
+                with transport(sites):
+                    self._wait(work, time.monotonic() - began)
+            except ExchangeError as error:
+                error.waited_s = time.monotonic() - began
+                raise
+        for work in self._sends:
+            with suppress(RuntimeError):
+                self._wait(work, time.monotonic() - began)
+        return self._result()
+
+    def _wait(self, work: dist.Work, waited_s: float) -> None:
+        if self._timeout is None:
+            work.wait()
+        else:
+            work.wait(max(self._timeout - timedelta(seconds=waited_s), AN_INSTANT))
