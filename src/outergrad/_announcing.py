@@ -30,13 +30,18 @@ PLAIN = Loop(1, Join.NONE, ())
 
 
 class Announcer:
-    """Writes the headers of a session."""
+    """Writes the headers of a session.
+
+    Attributes:
+        rows: per slot, what this site's last header was written from: all rows, not rounded.
+    """
 
     def __init__(self, model: Model, fingerprint: int, comm: Comm, blocks: Blocks) -> None:
         self._model, self._fingerprint, self._comm = model, fingerprint, comm
         self._blocks = blocks
         self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
         self._place: dict[Slot, tuple[TappedLayer, int]] = {}
+        self.rows: dict[Slot, int] = {}
 
     def add(self, layer: TappedLayer) -> None:
         """Takes note of a layer whose class was swapped."""
@@ -45,7 +50,7 @@ class Announcer:
     def of(self, model: Model) -> Announcer:
         """Of a part of the model."""
         part = Announcer(model, self._fingerprint, self._comm, self._blocks)
-        part._place = self._place
+        part._place, part.rows = self._place, self.rows
         return part
 
     def header(
@@ -98,6 +103,7 @@ class Announcer:
         rows, dtype = earlier.announced(slot, tapped, dtype)
         suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
         unseen = untapped + (earlier.formed.get(slot, 0) if slot.weight in formed else 0)
+        self.rows[slot] = rows + unseen
         return Use(rows + _coarse(slot, unseen), suffices, dtype)
 
 

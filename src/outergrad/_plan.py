@@ -134,7 +134,7 @@ class Planner:
         route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
         load = Load(unit, tapped)
         size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0
-        words = self._why(load, route, rows_SK, wanted=taps)
+        words = self._why(load, route, wanted=taps)
         return _Decision(route, tapped, taps, size, words)
 
     def _decided_block(self, unit: Unit, uses_S: Sequence[BlockUse]) -> _Decision:
@@ -163,10 +163,11 @@ class Planner:
             return False
         return self._exchanges[unit].taps(unit, rows_SK)
 
-    def _why(
-        self, load: Load, route: Route, rows_SK: Sequence[Sequence[int]], *, wanted: bool
-    ) -> str:
-        """In words: "factors", "low rank: " how, or why dense; "{pays}" is when factors pay."""
+    def _why(self, load: Load, route: Route, *, wanted: bool) -> str:
+        """In words: "factors", "low rank: " how, or why dense.
+
+        "{pays}" stands for when factors pay, "{rows}" for the rows of the site that is asked.
+        """
         unit, way_note = load.unit, self._exchanges[load.unit].way_note
         note = f"; {way_note}" if way_note else ""
         if route == Route.GATHER and load.tapped:
@@ -180,7 +181,7 @@ class Planner:
             return "the weight is also used outside its layer"
         if any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :]):
             return "shared by several products; {pays}"
-        return f"{max(map(sum, rows_SK))} rows; {{pays}}"
+        return "{rows} rows here; {pays}"
 
     def _largest_size(self, load: Load, rows_SK: Sequence[Sequence[int]]) -> int:
         return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))

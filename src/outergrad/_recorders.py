@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from outergrad._protocols import Recorder
+from outergrad.record.stats import Stats
 
 Recorders = Recorder | Sequence[Recorder] | None
 
@@ -43,6 +44,15 @@ def _records(recorder: object) -> bool:
     return callable(getattr(recorder, "record", None))
 
 
+class Pace(NamedTuple):
+    """Seconds per step since the last recorded one; fields as in `events.Step`."""
+
+    seconds: float | None
+    compress_s: float
+    replay_s: float
+    wait_s: float
+
+
 class Client:
     """A recorder, and what it has been told."""
 
@@ -53,16 +63,26 @@ class Client:
         self.allowed_s = math.inf
         self.begun = False
         self._last: tuple[int, float] | None = None
+        self._spent: list[tuple[float, float, float]] = []
 
     def forget(self) -> None:
         """It is to be told of the run again."""
         self.begun, self._last = False, None
+        self._spent.clear()
 
-    def seconds_per_step(self, step: int) -> float | None:
-        """On average since the last time."""
+    def spend(self, stats: Stats) -> None:
+        """Adds the seconds of a step, recorded or not."""
+        self._spent.append((stats.compress_s, stats.replay_s, stats.wait_s))
+
+    def pace(self, step: int) -> Pace:
+        """On average since the last time, of everything alike: so parts are parts of the whole."""
         last, self._last = self._last, (step, time.perf_counter())
-        if last is None or step <= last[0]:
-            return None
-        seconds = (self._last[1] - last[1]) / (step - last[0])
+        spent, self._spent = self._spent, []
+        known = last is not None and step > last[0]
+        steps = step - last[0] if last is not None and known else max(len(spent), 1)
+        parts = [sum(column) / steps for column in zip(*spent, strict=True)] or [0.0] * 3
+        if last is None or not known:
+            return Pace(None, *parts)
+        seconds = (self._last[1] - last[1]) / steps
         self.allowed_s = self._budget * seconds
-        return seconds
+        return Pace(seconds, *parts)

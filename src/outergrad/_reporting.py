@@ -16,8 +16,9 @@ from outergrad._protocols import Recorder
 from outergrad._recorders import Client
 from outergrad._version import __version__
 from outergrad.comm.torch import ring_bytes
-from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.linalg.inner import inner
+from outergrad.record.ending import Ending
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
 from outergrad.record.stats import LayerStats, Stats
@@ -52,7 +53,8 @@ class Reporter:
         self._clients = [Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._exchanges, self._every = model, exchanges, every
-        self._told_s = 0.0
+        self._told_s, self._steps = 0.0, 0
+        self._ending = Ending(self)
         units = [unit for unit in model.units if unit.matrices]
         matrices = {m.weight: [] for unit in units for m in unit.matrices}
         for unit in units:
@@ -86,6 +88,7 @@ class Reporter:
 
     def _report(self, sender: Sender, stats: Stats) -> None:
         step = sender.header.step
+        self._take_time(stats)
         began = time.perf_counter()
         self._begin(step)
         due = self._due(step)
@@ -97,6 +100,7 @@ class Reporter:
 
     def _report_alone(self, stats: Stats) -> None:
         step = stats.step - 1
+        self._take_time(stats)
         self._begin(step)
         reading = self.reading(step)
         if reading is None:
@@ -109,6 +113,11 @@ class Reporter:
             layers.append(_alone(self._rank, step, name, measured))
         reading.end()
         self._tell_all(layers, step, stats)
+
+    def _take_time(self, stats: Stats) -> None:
+        self._steps = stats.step
+        for client in self._clients:
+            client.spend(stats)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Tells of what the training loop says.
@@ -133,9 +142,17 @@ class Reporter:
         for client in self._clients:
             client.forget()
 
-    def close(self) -> None:
-        """The session ends."""
+    def close(self, error: str = "") -> None:
+        """The session ends.
+
+        Args:
+            error: the type of the exception that ends the program, if one does.
+        """
+        self._ending.cancel()
+        end = End(rank=self._rank, step=self._steps, time=time.time(), error=error)
         for client in list(self._clients):
+            if client.begun:
+                self._tell(client, end)
             self._guarded(client, getattr(client.recorder, "close", lambda: None))
             client.begun = False
 
@@ -147,6 +164,7 @@ class Reporter:
     def _begin(self, step: int) -> None:
         """Every recorder first hears of the run."""
         for client in [client for client in self._clients if not client.begun]:
+            self._ending.expect()
             client.begun = True
             self._tell(client, self._run(step))
 
@@ -229,13 +247,10 @@ class Reporter:
             rank=self._rank,
             step=step,
             time=time.time(),
-            seconds=client.seconds_per_step(step),
             sent_bytes=stats.sent_bytes,
             received_bytes=stats.received_bytes,
             total_sent_bytes=stats.total_sent_bytes,
-            compress_s=stats.compress_s,
-            replay_s=stats.replay_s,
-            wait_s=stats.wait_s,
+            **client.pace(step)._asdict(),
         )
 
     def _tell(self, client: Client, event: Event) -> None:

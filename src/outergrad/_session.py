@@ -52,9 +52,8 @@ class Session(Joining):
         params = {**model.params, **self._frozen, **self._local}
         exchanges = [self._exchanges[unit] for unit in model.units]
         sites, chosen = self._comm.world_size, [self._chosen.get(u, "") for u in model.units]
-        return self._cadence.noted(
-            coverage(params, self._local, model.units, model.reasons, exchanges, sites, chosen)
-        )
+        told = (model.units, model.reasons, exchanges, sites, chosen, self._announcer.rows)
+        return self._cadence.noted(coverage(params, self._local, *told))
 
     def stats(self) -> Stats:
         """Bytes and seconds of the last synchronised step, per layer and in total."""

@@ -1,7 +1,8 @@
 """What a session tells its recorders.
 
 First a `Run`; then, at every recorded step, a `Layer` for each layer and a `Step` behind them;
-`Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing.
+`Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing;
+an `End` when the session is detached or its program ends.
 """
 
 from __future__ import annotations
@@ -112,9 +113,10 @@ class Step:
         sent_bytes: payload and headers that this site sent in it.
         received_bytes: that it received.
         total_sent_bytes: in all steps so far, including the start of the session.
-        compress_s: seconds of this step spent on turning rows into factors.
-        replay_s: in which blocks were computed again for all sites.
-        wait_s: in which the training thread waited for other sites.
+        compress_s: seconds per step that were spent on turning rows into factors: on average
+            since the last recorded step, like `seconds`, of which it is a part.
+        replay_s: likewise, in which blocks were computed again for all sites.
+        wait_s: likewise, in which the training thread waited for other sites.
     """
 
     rank: int
@@ -168,4 +170,21 @@ class Mishap:
     layer: str
 
 
-Event = Run | Layer | Step | Scalars | Mishap
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """A session ends: it was detached, or its program ended. A process that is killed tells none.
+
+    Attributes:
+        rank: this site.
+        step: synchronised steps so far, as far as they were recorded.
+        time: seconds since 1970.
+        error: the type of the exception that ended the program, as "ValueError"; "" if none did.
+    """
+
+    rank: int
+    step: int
+    time: float
+    error: str = ""
+
+
+Event = Run | Layer | Step | Scalars | Mishap | End

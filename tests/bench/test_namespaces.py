@@ -16,7 +16,7 @@ import pytest
 import outergrad
 from outergrad.bench import namespaces as module
 from outergrad.bench.links import Link, what_is_missing
-from outergrad.bench.namespaces import namespaces, qdiscs
+from outergrad.bench.namespaces import mark, namespaces, qdiscs
 from outergrad.recipes.errors import RecipeError
 
 LATE = Link(rate_bit_per_s=None, rtt_s=0.01)
@@ -136,10 +136,16 @@ def test_a_signal_leaves_neither_namespaces_nor_processes(number, code):
 def test_what_a_killed_run_left_is_removed():
     with subprocess.Popen(["true"]) as ended:
         pass
-    left = f"outergrad-{ended.pid}-ab-0"
-    subprocess.run(["ip", "netns", "add", left], check=True)
-    with namespaces(2, None, 0.0):
-        assert left not in existing()
+    left = f"outergrad-{ended.pid}-{mark()}-ab-0"
+    elsewhere = f"outergrad-{ended.pid}-0123abcd-ab-0"  # where that number may be a process
+    for name in (left, elsewhere):
+        subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        with namespaces(2, None, 0.0):
+            assert left not in existing()
+            assert elsewhere in existing()
+    finally:
+        subprocess.run(["ip", "netns", "del", elsewhere], check=True)
 
 
 @real

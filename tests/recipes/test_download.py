@@ -136,3 +136,27 @@ def test_a_folder_that_cannot_be_written_is_named(url, tmp_path):
     (tmp_path / "data").write_text("a file, not a folder")
     with pytest.raises(RecipeError, match=r"cannot write .*images\.gz .*--data-dir"):
         get(source(url), tmp_path / "data")
+
+
+@pytest.mark.parametrize("address", ["http://example.org/mnist", "http://127.0.0.1.example.org"])
+def test_an_address_that_is_not_protected_is_refused(tmp_path, address):
+    with pytest.raises(RecipeError, match=r"is not protected.*https://"):
+        get(source(), tmp_path / "data", address)
+    assert not (tmp_path / "data").exists() or names(tmp_path / "data") == []
+
+
+def test_a_redirect_to_such_an_address_is_refused(url, tmp_path, handler):
+    def redirect(self):
+        self.send_response(302)
+        self.send_header("Location", "http://example.org/images.gz")
+        self.end_headers()
+
+    handler.do_GET = redirect
+    with pytest.raises(RecipeError, match=r"example.org/images.gz is not protected"):
+        get(source(url), tmp_path / "data")
+    assert names(tmp_path / "data") == []
+
+
+def test_files_of_this_machine_are_taken(url, tmp_path):
+    address = (tmp_path / "served" / "mirror").as_uri()
+    assert get(source(), tmp_path / "data", address) == list(FILES)

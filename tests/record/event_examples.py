@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 
 from made_up_run import events, layer
-from outergrad.events import Event, Layer, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 
 BEGUN = events(rank=1, sites=2, steps=1, every=1, start=1.7e9)
 RUN = next(e for e in BEGUN if isinstance(e, Run))
@@ -15,6 +15,8 @@ DENSE = layer(rank=1, sites=2, step=10, name="head.weight")
 STEP = replace(next(e for e in BEGUN if isinstance(e, Step)), step=10, seconds=0.1)
 FIRST_STEP = replace(STEP, step=0, seconds=None)
 SCALARS = Scalars(rank=1, step=11, time=1.7e9, values={"loss": 0.5, "lr": 1e-3})
+MISHAP = Mishap(rank=1, step=11, time=1.7e9, what="skipped", sites=(0,), layer="head.weight")
+END = End(rank=1, step=11, time=1.7e9, error="ValueError")
 
 EVENTS: dict[str, Event] = {
     "run": RUN,
@@ -24,4 +26,6 @@ EVENTS: dict[str, Event] = {
     "step": STEP,
     "first step": FIRST_STEP,
     "scalars": SCALARS,
+    "mishap": MISHAP,
+    "end": END,
 }

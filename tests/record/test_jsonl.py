@@ -45,7 +45,7 @@ def test_what_must_be_told_is_missed_by_name(event):
             with pytest.raises(ValueError, match=f"without {field.name}"):
                 event_of(without)
         else:
-            assert getattr(event_of(without), field.name) is None
+            assert getattr(event_of(without), field.name) == field.default
 
 
 @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)

@@ -243,8 +243,10 @@ def test_several_recorders_of_which_one_fails():
         assert {e.step for e in every.layers} == {0, 1, 2, 3}
         assert {e.step for e in thinned.layers} == {0, 2}
         for events in (every, thinned):
-            assert events[-1].values == {"loss": 0.5, "accuracy": 1.0}
-            assert events[-1].step == 4
+            assert events[-2].values == {"loss": 0.5, "accuracy": 1.0}
+            assert events[-2].step == 4
+            assert (events[-1].step, events[-1].error) == (4, "")
+            assert isinstance(events[-1], og.events.End)
 
 
 def test_a_value_that_is_no_number_is_named():
@@ -284,7 +286,7 @@ def test_a_single_site_hears_of_its_own_gradients():
 
     ((events, expected, stats),) = run_on_lasting_groups(1, body)
     step = ["Layer", "Layer", "Step"]
-    assert [type(event).__name__ for event in events] == ["Run", *step, *step, "Scalars"]
+    assert [type(event).__name__ for event in events] == ["Run", *step, *step, "Scalars", "End"]
     last = [event for event in events.layers if event.layer == "weight"][-1]
     assert (last.step, last.sent_bytes, last.cosine) == (1, 0, pytest.approx(1.0))
     assert last.mean_norm == pytest.approx(expected)

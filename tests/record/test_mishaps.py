@@ -10,7 +10,7 @@ from torch import nn
 
 import outergrad as og
 from cases import Boom, Events
-from outergrad.events import Run, Scalars
+from outergrad.events import End, Run, Scalars
 from outergrad.record.sums import Sums
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
@@ -150,7 +150,7 @@ def test_loading_begins_another_run():
 
     for told in run_on_lasting_groups(2, body):
         steps = [("Step", step) for step in range(4)]
-        assert told == [("Run", 0), *steps, ("Run", 2), ("Step", 2)]
+        assert told == [("Run", 0), *steps, ("Run", 2), ("Step", 2), ("End", 3)]
 
 
 def test_earlier_passes_of_a_single_site_count():
@@ -197,4 +197,4 @@ def test_the_first_event_is_the_run():
         return events
 
     for events in run_on_lasting_groups(2, body):
-        assert [type(event) for event in events] == [Run, Scalars]
+        assert [type(event) for event in events] == [Run, Scalars, End]

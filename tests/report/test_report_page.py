@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from made_up_run import DENSE_BYTES, TRAVELS, write_run
 from outergrad.commands import app
+from outergrad.report import load
 from outergrad.report._lines import thin
 from outergrad.report._page import names
-from outergrad.report._summary import amount, duration
+from outergrad.report._series import series, time_split
+from outergrad.report._summary import amount, duration, summary
 
 
 def report(*args: object):
@@ -61,6 +63,24 @@ def test_series_are_means_over_sites(tmp_path):
     loss = run["scalars"]["loss"]
     assert (loss["low"][0], loss["high"][0]) == (2.3, 2.31)
     assert run["time"]["mean"]["rest_s"] == pytest.approx(0.0906)
+
+
+def test_the_table_and_the_bar_tell_the_same_time(tmp_path):
+    """Also of older records, whose parts may be of a step that waited longer than the mean."""
+    folder = write_run(tmp_path / "run")
+    for file in folder.glob("*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for k, line in enumerate(lines):
+            if line["event"] == "step" and line["seconds"]:
+                line.update(seconds=0.02 + 0.001 * k, wait_s=0.2 if k % 3 else 0.0)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recording = load(folder)
+    mean = series(recording)["time"]["mean"]
+    assert sum(mean.values()) == pytest.approx(summary(recording).step_s, rel=1e-3)
+    split = time_split(recording.steps)
+    parts = split[["compress_s", "replay_s", "wait_s", "rest_s"]]
+    assert (parts >= 0).all(axis=None)
+    assert parts.sum(axis="columns").tolist() == pytest.approx(split["seconds"].tolist())
 
 
 def test_bytes_of_ddp_are_shared_out_by_parameters(tmp_path):

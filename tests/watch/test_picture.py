@@ -12,7 +12,8 @@ from made_up_watch import START, drawn, view, watched
 from rich.console import Console
 
 from made_up_run import events, layer
-from outergrad.events import Layer, Scalars
+from outergrad.events import End, Layer, Mishap, Run, Scalars, Step
+from outergrad.recipes.console import printable
 from outergrad.watch.live import summary_line
 from outergrad.watch.picture import picture
 from outergrad.watch.state import Watched
@@ -194,3 +195,62 @@ def test_a_line_for_logs():
     assert re.search(r"  no news since \d\d:\d\d:\d\d$", quiet)
     assert summary_line(watched(), view(later_s=50.0)) == quiet
     assert summary_line(Watched(), view()) == "waiting for site-*.jsonl in runs/mlp"
+
+
+def test_a_run_that_ended_is_not_called_silent():
+    run = watched(sites=2)
+    for rank in range(2):
+        run.take(End(rank=rank, step=200, time=START + 20), heard=START + 20)
+    lines = drawn(run, later_s=4000.0)
+    assert lines[0].endswith("■ ended 1h 06m ago")
+    assert not any("silent" in line or "no news" in line for line in lines)
+    assert summary_line(run, view(later_s=4000.0)).endswith("ended")
+
+
+def test_an_error_that_ended_a_run_is_named():
+    run = watched(sites=2)
+    for rank in range(2):
+        error = "ValueError" if rank else ""
+        run.take(End(rank=rank, step=200, time=START + 20, error=error), heard=START + 20)
+    assert drawn(run, later_s=5.0)[0].endswith("■ ended by ValueError 5 s ago")
+
+
+def test_a_site_that_ended_does_not_hide_that_another_is_silent():
+    run = watched(sites=3, silent={1: 100})
+    run.take(End(rank=0, step=200, time=START + 20), heard=START + 20)
+    lines = drawn(run, later_s=60.0)
+    assert "no news" in lines[0]
+    assert "silent: site 1 for 1m 10s, at step 100" in "\n".join(lines)
+
+
+def test_a_run_that_goes_on_has_not_ended():
+    run = watched(sites=1)
+    run.take(End(rank=0, step=200, time=START + 20), heard=START + 20)
+    again = next(e for e in events(0, 1, 1, 10, START) if isinstance(e, Run))
+    run.take(replace(again, step=200, time=START + 30), heard=START + 30)
+    assert drawn(run, later_s=11.0)[0].endswith("● live")
+
+
+def test_nothing_of_a_file_steers_the_terminal():
+    """Names of scalars, layers and what was waited for come from a file."""
+    evil = "loss\x1b]0;owned\x07\x1b[2J\n\u202e\x9b1m"
+    run = watched(sites=1)
+    own = {"rank": 0, "step": 200, "time": START + 20}
+    run.take(Scalars(**own, values={evil: 1.0}), heard=START + 20)
+    run.take(Mishap(**own, what=evil, sites=(0,), layer=evil), heard=START + 20)
+    run.take(replace(layer(0, 1, 200, "head.weight"), layer=evil, travels=evil), heard=START + 20)
+    run.take(replace(run.run, method=evil, step=200), heard=START + 20)
+    shown = [*drawn(run, height=None, width=200), summary_line(run, view())]
+    assert any("loss\N{REPLACEMENT CHARACTER}" in line for line in shown)
+    for line in shown:
+        assert printable(line) == line
+
+
+def test_shares_of_old_records_are_not_more_than_a_step():
+    """They have the wait of one step beside the mean of several."""
+    run = Watched()
+    for event in events(0, 1, 100, 10, START):
+        event = replace(event, wait_s=0.15) if isinstance(event, Step) else event
+        run.take(event, heard=START)
+    line = next(line for line in drawn(run) if line.startswith(" time"))
+    assert "wait 100%" in line

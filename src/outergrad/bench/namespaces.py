@@ -1,9 +1,11 @@
 """Network namespaces for the sites of a benchmark, joined by shaped cables.
 
 Needs Linux, root and ``iproute2``. Every name carries the number of the process that made
-it; a janitor removes them all when that process leaves or is gone, however it ended.
+it and a mark of where that number counts; a janitor removes them all when that process leaves or
+is gone, however it ended.
 """
 
+import hashlib
 import os
 import re
 import secrets
@@ -48,7 +50,7 @@ def namespaces(sites: int, rate_bit_per_s: float | None, rtt_s: float) -> Iterat
         RecipeError: A command failed.
     """
     _remove_abandoned()
-    prefix = f"outergrad-{os.getpid()}-{secrets.token_hex(2)}"
+    prefix = f"outergrad-{os.getpid()}-{mark()}-{secrets.token_hex(2)}"
     names = [f"{prefix}-{site}" for site in range(sites)]
     hub = f"{prefix}-hub"
     with ExitStack() as stack:
@@ -94,10 +96,19 @@ def qdiscs(rate_bit_per_s: float | None, delay_s: float = 0.0) -> list[list[str]
     return commands
 
 
+def mark() -> str:
+    """Of this boot of this machine and this container: where numbers of processes mean the same.
+
+    Containers may share the folder of the namespaces, and see other processes.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+
+
 def _remove_abandoned() -> None:
-    """Removes what a run left behind whose janitor was killed too."""
+    """Removes what a run left behind whose janitor was killed too, if it ran in this container."""
     listed = _run("ip", "netns", "list")
-    for name in re.findall(r"^outergrad-\d+-\S+", listed, re.MULTILINE):
+    for name in re.findall(rf"^outergrad-\d+-{mark()}-\S+", listed, re.MULTILINE):
         if not Path("/proc", name.split("-")[1]).exists():
             _run("ip", "netns", "del", name, check=False)
 

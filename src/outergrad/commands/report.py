@@ -1,12 +1,11 @@
 """``outergrad report``."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from outergrad.recipes.console import amount, errors_in_one_line
+from outergrad.recipes.console import amount, errors_in_one_line, say
 from outergrad.recipes.errors import RecipeError
 from outergrad.report import UnreadableRunError, write_page
 
@@ -27,5 +26,5 @@ def report(runs: Runs, out: Out = Path("report.html")) -> None:
         except OSError as error:
             raise RecipeError(f"-o {out}: {error.strerror}") from None
         for problem in page.problems:
-            print(f"outergrad: {problem}", file=sys.stderr)
+            say(problem)
         print(f"{page.path.resolve()} ({amount(page.size_bytes)})")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -21,6 +22,7 @@ from rich.progress import (
 from outergrad.recipes.errors import CheckError, RecipeError, SiteError
 
 T = TypeVar("T")
+_LAYOUT = "\n\t"
 
 
 def step_bars(*, shown: bool) -> Progress:
@@ -106,7 +108,24 @@ def _tell(message: str, *, below_a_bar: bool = False) -> None:
     console.show_cursor()
     if below_a_bar and console.is_terminal:
         console.line()
-    console.out(f"outergrad: {message}", highlight=False)
+    console.out(f"outergrad: {printable(message, keep=_LAYOUT)}", highlight=False)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with a mark in the place of each character that would steer a terminal.
+
+    For names and messages of files and other sites: an escape sequence in them could hide what
+    is written, or type into the terminal.
+
+    Args:
+        text: Anything.
+        keep: Control characters that stay, as a line break.
+    """
+    return "".join(c if c in keep or _is_shown(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _is_shown(character: str) -> bool:
+    return unicodedata.category(character) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def amount(size_bytes: float) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO
-from urllib.parse import urljoin
-from urllib.request import urlopen
+from typing import IO, Any
+from urllib.parse import urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from rich.progress import Progress
 
@@ -18,6 +18,7 @@ from outergrad.recipes.errors import RecipeError
 
 TIMEOUT_S = 30
 CHUNK_BYTES = 1 << 16
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def download(source: Source, folder: Path, progress: Progress, url: str = "") -> list[str]:
@@ -35,13 +36,33 @@ def download(source: Source, folder: Path, progress: Progress, url: str = "") ->
         The names of the files that were downloaded.
 
     Raises:
-        RecipeError: The net, a checksum or the disk does not allow it.
+        RecipeError: The net, a checksum or the disk does not allow it, or the address is not of
+            https: then anybody on the way could have changed the files.
     """
     base = (url or source.url).rstrip("/") + "/"
     wanted = [name for name, md5 in source.files.items() if not _is_right(folder / name, md5)]
     for name in wanted:
         _fetch(urljoin(base, name), folder / name, source.files[name], progress)
     return wanted
+
+
+def _refuse_unprotected(url: str) -> None:
+    """Allows https, files, and http on this machine."""
+    parts = urlsplit(url)
+    if parts.scheme == "http" and parts.hostname not in _THIS_MACHINE:
+        raise RecipeError(
+            f"{url} is not protected: what is read from it may have been changed on the way; use "
+            f"an https:// address as --url, or bring the files to this machine and use file://"
+        )
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Follows where a server sends, but not from https to http."""
+
+    def redirect_request(self, *args: Any) -> Request | None:
+        """The next request, if there is to be one."""
+        _refuse_unprotected(args[-1])
+        return super().redirect_request(*args)
 
 
 def _is_right(path: Path, md5: str) -> bool:
@@ -65,8 +86,9 @@ def _fetch(url: str, path: Path, md5: str, progress: Progress) -> None:
 
 
 def _chunks(url: str, path: Path, progress: Progress) -> Iterator[bytes]:
+    _refuse_unprotected(url)
     try:
-        with urlopen(url, timeout=TIMEOUT_S) as reply:
+        with build_opener(_Redirects).open(url, timeout=TIMEOUT_S) as reply:
             size = reply.headers.get("Content-Length")
             task = progress.add_task(path.name, total=int(size) if size else None)
             while chunk := reply.read(CHUNK_BYTES):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import outergrad as og
-from outergrad.events import Event, Run, Scalars, Step
+from outergrad.events import End, Event, Run, Scalars, Step
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import Replica, all_reduce_bytes
 from outergrad.recipes.sites import Group, number_in, rank_in, sites_of
@@ -106,7 +106,9 @@ class Recording:
             self._tell(self._scalars(values))
 
     def close(self) -> None:
-        """The training is over."""
+        """The training is over; of one with a session the session has told."""
+        if self._recorder is not None and self._session is None:
+            self._tell(End(rank=rank_in(self._group), step=self._steps, time=time.time()))
         if self._recorder is not None:
             self._recorder.close()
 

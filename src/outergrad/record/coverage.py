@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from outergrad._protocols import Exchange
-from outergrad._types import Unit
+from outergrad._types import Slot, Unit
 
 _OWN_GRADIENT = "this site's gradient"
 _MEAN_GRADIENT = "the mean gradient"
@@ -74,6 +74,7 @@ def coverage(
     exchanges: Sequence[Exchange],
     sites: int,
     chosen: Sequence[str],
+    rows: Mapping[Slot, int],
 ) -> Coverage:
     """The table of a model.
 
@@ -85,12 +86,14 @@ def coverage(
         exchanges: per unit, its own.
         sites: number of sites.
         chosen: per unit, how it travelled in the last step; empty before the first.
+        rows: per slot, how many there were at this site in the last step.
     """
     dense = {name: ("dense", why, _dense_reveals(sites)) for name, why in reasons.items()}
     travels = dense | dict.fromkeys(local, _LOCAL)
     for u, unit in enumerate(units):
         describe = _unit_entry if unit.block is None else _block_entry
-        entry = describe(unit, exchanges[u], sites, chosen[u] if chosen else "")
+        here = f"{sum(rows.get(slot, 0) for slot in unit.slots):,}"
+        entry = describe(unit, exchanges[u], sites, chosen[u].replace("{rows}", here))
         travels.update(dict.fromkeys(unit.params, entry))
         if entry[0] == "low rank":
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))

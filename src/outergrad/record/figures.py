@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 
 STEP = (
     "seconds",
@@ -42,7 +42,7 @@ def figures(event: Event) -> dict[str, float]:
     """
     if isinstance(event, Scalars):
         return dict(event.values)
-    if isinstance(event, Run):
+    if isinstance(event, Run | End):
         return {}
     if isinstance(event, Mishap):
         return {f"mishap/{event.what}": 1.0}

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 
 
 def line_of(event: Event) -> dict[str, object]:
-    """The fields of an event behind its kind: "run", "layer", "step", "scalars" or "mishap"."""
+    """The fields of an event behind its kind: "run", "layer", "step" and so on."""
     return {"event": type(event).__name__.lower(), **vars(event)}
 
 
@@ -69,7 +69,7 @@ def _str(value: object) -> str:
 
 
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap)
+    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, End)
 }
 _READERS: dict[str, Callable[[Any], object]] = {
     "int": _int,

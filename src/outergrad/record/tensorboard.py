@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outergrad.events import Event, Layer, Mishap, Run
+from outergrad.events import End, Event, Layer, Mishap, Run
 from outergrad.record.figures import about, figures
 from outergrad.record.pace import checked
 
@@ -51,6 +51,8 @@ class TensorBoard:
 
     def record(self, event: Event) -> None:
         """Hands its numbers to TensorBoard's writer, whose thread writes them to the file."""
+        if isinstance(event, End):
+            return
         writer = self._writer_for(event)
         for tag, value in figures(event).items():
             writer.add_scalar(tag, value, event.step)

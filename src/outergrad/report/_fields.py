@@ -7,9 +7,9 @@ from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 
-_KINDS: tuple[type[Event], ...] = (Run, Layer, Step, Scalars, Mishap)
+_KINDS: tuple[type[Event], ...] = (Run, Layer, Step, Scalars, Mishap, End)
 _JSON: dict[Any, set[type]] = {
     int: {int},
     float: {int, float},

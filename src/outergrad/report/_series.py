@@ -65,10 +65,17 @@ def _times(steps: DataFrame) -> dict[str, Any]:
 
 
 def time_split(steps: DataFrame) -> DataFrame:
-    """The seconds of the steps of which they are known, with `rest_s`, the rest of a step."""
+    """The seconds of the steps of which they are known, with `rest_s`, the rest of a step.
+
+    The parts add up to `seconds`. Older records have the parts of one step beside the mean of
+    several steps: where these parts are more than the whole, they are scaled down to it.
+    """
+    names = [*_TIMES[:-1]]
     known = steps[steps["seconds"].notna()]
-    parts = known[[*_TIMES[:-1]]].sum(axis="columns")
-    return known.assign(rest_s=(known["seconds"] - parts).clip(lower=0))
+    told = known[names].sum(axis="columns")
+    fitting = (known["seconds"] / told.where(told > 0)).clip(upper=1).fillna(1)
+    parts = known[names].mul(fitting, axis="index")
+    return known.assign(**parts, rest_s=known["seconds"] - parts.sum(axis="columns"))
 
 
 def _scalars(recording: Recording) -> dict[str, Any]:

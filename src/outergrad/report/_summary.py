@@ -22,7 +22,7 @@ class Summary:
         steps: synchronised steps, as far as they were recorded.
         sent_bytes: bytes that a site sent per step, on average; None where no step was recorded.
         dense_bytes: what DDP would have sent.
-        step_s: median of the seconds per step.
+        step_s: mean of the seconds per step: what the parts of the figure of times add up to.
         finals: the last value of each scalar, as a mean over sites.
     """
 
@@ -49,7 +49,7 @@ def summary(recording: Recording) -> Summary:
         steps=max(done, default=0),
         sent_bytes=float(steps["sent_bytes"].mean()) if len(steps) else None,
         dense_bytes=dense_bytes(recording),
-        step_s=float(seconds.median()) if len(seconds) else None,
+        step_s=float(seconds.mean()) if len(seconds) else None,
         finals={str(name): float(v) for name, v in last.groupby("name")["value"].mean().items()},
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from outergrad.recipes.console import printable
 from outergrad.watch.overview import silence
 from outergrad.watch.picture import picture, waiting
 from outergrad.watch.state import Watched
@@ -102,7 +103,9 @@ def summary_line(watched: Watched, view: View) -> str:
         parts += [f"{amount(told.sent_bytes)}/step"]
     if told.fewer:
         parts += [f"{short(told.fewer, 2)}x fewer than DDP"]
+    if all(site.ended for site in watched.sites):
+        parts += ["ended"]
     quiet = silence(watched, view.now)
     if quiet is not None:
         parts += [f"no news since {time.strftime('%H:%M:%S', time.localtime(view.now - quiet))}"]
-    return "  ".join(parts)
+    return printable("  ".join(parts))

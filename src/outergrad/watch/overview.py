@@ -19,12 +19,22 @@ _DOTS = 16
 
 def head(watched: Watched, view: View) -> list[Text]:
     """What runs, whether it does, and how far it is."""
-    quiet = silence(watched, view.now)
-    state = ("● live", "green") if quiet is None else (f"○ no news for {duration(quiet)}", "yellow")
+    state = _state(watched, view.now)
     method = watched.run.method if watched.run else "a run of which the beginning was not written"
     path, room = str(view.path), view.width - len(state[0]) - len(method) - 6
     title = Text.assemble((path if len(path) <= room else view.path.name, "bold"), "  ", method)
     return [sides(title, Text(*state), view.width), rule(view), _progress(watched)]
+
+
+def _state(watched: Watched, now: float) -> tuple[str, str]:
+    """Whether the run goes on, and its colour."""
+    ends = [site.ended for site in watched.sites if site.ended]
+    if len(ends) == len(watched.sites):
+        error = next((f" by {end.error}" for end in ends if end.error), "")
+        ago = duration(now - max(site.heard for site in watched.sites))
+        return f"■ ended{error} {ago} ago", "red" if error else "green"
+    quiet = silence(watched, now)
+    return ("● live", "green") if quiet is None else (f"○ no news for {duration(quiet)}", "yellow")
 
 
 def _progress(watched: Watched) -> Text:
@@ -42,8 +52,8 @@ def _progress(watched: Watched) -> Text:
 
 
 def silence(watched: Watched, now: float) -> float | None:
-    """Seconds since any site was heard, if all are silent."""
-    silences = [site.silence_s(now) for site in watched.sites]
+    """Seconds since any site was heard, if all that have not ended are silent."""
+    silences = [site.silence_s(now) for site in watched.sites if not site.ended]
     known = [s for s in silences if s is not None]
     return min(known) if known and len(known) == len(silences) else None
 
@@ -79,19 +89,20 @@ def _times(told: Speed, width: int) -> Text:
     whole = max(told.step_s or 0.0, known)
     if told.step_s:
         parts["the rest"] = (max(0.0, whole - known), "░", DIM)
+    of = whole if told.step_s else None
     columns = _BAR if width >= 76 else 0
     bar = [(sign * round(columns * s / whole), c) for s, sign, c in parts.values()] if whole else []
     legend = [
         part
         for name, (s, sign, colour) in parts.items()
         if s
-        for part in ("  ", (sign, colour), f" {name} ", (_share(s, told.step_s), "bold"))
+        for part in ("  ", (sign, colour), f" {name} ", (_share(s, of), "bold"))
     ]
     return Text.assemble(*bar, *legend[0 if bar and columns else 1 :])
 
 
-def _share(part_s: float, step_s: float | None) -> str:
-    return f"{part_s / step_s:.0%}" if step_s else seconds(part_s)
+def _share(part_s: float, whole_s: float | None) -> str:
+    return f"{part_s / whole_s:.0%}" if whole_s else seconds(part_s)
 
 
 def _sites(watched: Watched, view: View) -> Text:
@@ -114,6 +125,8 @@ def _sites(watched: Watched, view: View) -> Text:
 def _site_dot(site: Site | None, now: float) -> Text:
     if site is None:
         return Text("·", DIM)
+    if site.ended:
+        return Text("■", "red" if site.ended.error else "green")
     return Text("●", "green") if site.silence_s(now) is None else Text("○", "yellow")
 
 
@@ -133,7 +146,7 @@ def _silent_ones(watched: Watched, view: View) -> list[Text]:
     """Names the sites that are silent while others are not, or were so first."""
     quiet = [s for s in watched.sites if s.silence_s(view.now) is not None]
     last = max(site.step for site in watched.sites)
-    if len(quiet) == len(watched.sites):
+    if len(quiet) == sum(site.ended is None for site in watched.sites):
         quiet = [site for site in quiet if site.step < last]
     if not quiet:
         return []

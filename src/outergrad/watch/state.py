@@ -6,7 +6,7 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from outergrad.events import Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.watch.series import RECENT, Series
 
 PATIENCE_S = 10.0
@@ -46,6 +46,7 @@ class Site:
         steps: the last ones.
         mishaps: the last steps that came to nothing.
         scalars: by name, in the order in which they came.
+        ended: that its program has ended, and how; None while it goes on.
         agreement: cosine between its own gradient and the mean one, over all layers.
         step: the last one that it told of, in any event.
         time: of its clock, then; seconds since 1970.
@@ -63,6 +64,7 @@ class Site:
         self.mishaps: deque[Mishap] = deque(maxlen=_MISHAPS)
         self.scalars: dict[str, Series] = defaultdict(Series)
         self.agreement = Series()
+        self.ended: End | None = None
         self.step, self.time = 0, 0.0
         self._gaps_s: deque[float] = deque(maxlen=RECENT)
 
@@ -86,9 +88,10 @@ class Site:
         self.agreement.forget_from(run.step)
         self.steps.clear()
         self._gaps_s.clear()
+        self.ended = None
         self.run, self.step, self.time = run, run.step, run.time
 
-    def _go_on(self, event: Step | Scalars | Mishap) -> None:
+    def _go_on(self, event: Step | Scalars | Mishap | End) -> None:
         if self.time and event.time > self.time:
             self._gaps_s.append(event.time - self.time)
         self.step, self.time = max(self.step, event.step), max(self.time, event.time)
@@ -99,13 +102,18 @@ class Site:
         if isinstance(event, Mishap):
             self.mishaps.append(event)
             return
+        if isinstance(event, End):
+            self.ended = event
+            return
         self.steps.append(event)
         layers = [layer.last for layer in self.layers.values() if layer.last.step == event.step]
         if (cosine := whole_cosine(layers)) is not None:
             self.agreement.add(event.step, cosine)
 
     def silence_s(self, now: float) -> float | None:
-        """Seconds without news, if they are many more than usual."""
+        """Seconds without news, if they are many more than usual and it has not ended."""
+        if self.ended is not None:
+            return None
         silence = now - self.heard
         usual = max(self._gaps_s, default=0.0)
         return silence if silence > max(PATIENCE_S, UNUSUAL * usual) else None

@@ -16,11 +16,11 @@ class Speed:
     """How fast the sites go; what is not known yet is None.
 
     Attributes:
-        step_s: seconds per step.
+        step_s: seconds per step, the mean of sites and of the last recorded steps.
         sent_bytes: per step and site.
         total_sent_bytes: per site, in all steps.
         fewer: how many times as many bytes DDP would send.
-        compress_s: seconds per step, as the others the mean of sites and of the last steps.
+        compress_s: of these; of the first steps alone where seconds per step are not known yet.
         replay_s: likewise.
         wait_s: likewise.
     """
@@ -43,6 +43,7 @@ def speed(watched: Watched) -> Speed:
     """Of all sites, over their last recorded steps."""
     sites = [site for site in watched.sites if site.steps]
     steps = [step for site in sites for step in site.steps]
+    timed = [step for step in steps if step.seconds] or steps
     sent = _mean(map(_sent_per_step, sites))
     dense = watched.run.dense_bytes if watched.run else 0
     return Speed(
@@ -50,9 +51,9 @@ def speed(watched: Watched) -> Speed:
         sent_bytes=sent,
         total_sent_bytes=_mean(site.steps[-1].total_sent_bytes for site in sites),
         fewer=dense / sent if sent and dense else None,
-        compress_s=_mean(step.compress_s for step in steps) or 0.0,
-        replay_s=_mean(step.replay_s for step in steps) or 0.0,
-        wait_s=_mean(step.wait_s for step in steps) or 0.0,
+        compress_s=_mean(step.compress_s for step in timed) or 0.0,
+        replay_s=_mean(step.replay_s for step in timed) or 0.0,
+        wait_s=_mean(step.wait_s for step in timed) or 0.0,
     )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.text import Text
 
+from outergrad.recipes.console import printable
+
 DIM = "bright_black"
 LABEL = 9
 
@@ -53,7 +55,11 @@ def sides(left: Text, right: Text, width: int) -> Text:
 
 
 def fitted(line: Text, width: int) -> Text:
-    """With a margin at the left, and an end that says so where it is cut off."""
+    """With a margin at the left, and an end that says so where it is cut off.
+
+    Names in it come from files: nothing in them reaches the terminal but what can be seen.
+    """
     fitted = Text.assemble(" ", line)
+    fitted.plain = printable(fitted.plain)  # of the same length, so that colours stay
     fitted.truncate(width, overflow="ellipsis")
     return fitted
