@@ -9,50 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from trainings import DAMAGES, METHOD, restored, saved_after
 
 import outergrad as og
-from outergrad.checkpoint import checkpoints as module
 from outergrad.checkpoint import folder as files
 from outergrad.checkpoint.folder import saves_in
 from outergrad.checkpoint.random_state import random_state, set_random_state
 from outergrad.checkpoint.talk import packed, unpacked
 from outergrad.checkpoint.tree import digests, tensors, whole, without
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
-from sites_that_save import METHODS, Site
-
-METHOD = METHODS["rank-dad"]
-
-
-def saved_after(steps, folder_of) -> None:
-    def body(rank, group):
-        site = Site(METHOD, rank, group, folder_of(rank))
-        for step in range(max(steps)):
-            site.step(step)
-            if step + 1 in steps:
-                site.checkpoints.save(step + 1)
-
-    run_on_lasting_groups(2, body)
-
-
-def restored(folder_of):
-    def body(rank, group):
-        return Site(METHOD, rank, group, folder_of(rank)).checkpoints.restore()
-
-    return run_on_lasting_groups(2, body)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip(path: Path) -> None:
-    """Changes a number in the middle of a tensor."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGES = {"cut": cut, "changed": flip, "emptied": lambda path: path.write_bytes(b"")}
+from sites_that_save import Site
 
 
 @pytest.mark.parametrize("name", ["site-1.pt", "shared-0.pt"])
@@ -66,14 +32,6 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_taken(damage, name
         assert found.exact
         assert any(name in line and "cannot be read" in line for line in found.skipped)
     assert str(tmp_path / str(latest) / name) in caplog.text
-
-
-def test_where_every_checkpoint_is_damaged_there_is_none(tmp_path, caplog):
-    saved_after([2, 4], lambda rank: tmp_path / str(rank))
-    for save in saves_in(tmp_path / "1"):
-        cut(tmp_path / "1" / str(save) / "site-1.pt")
-    assert restored(lambda rank: tmp_path / str(rank)) == [None, None]
-    assert caplog.text.count("cannot be read") == 2
 
 
 def test_only_the_last_ones_are_kept_and_written_once_where_folders_are_shared(tmp_path):
@@ -100,7 +58,7 @@ def test_a_site_that_cannot_write_stops_all_and_what_was_there_stays(tmp_path, m
             raise OSError(28, "No space left on device", str(path))
         write(path, value)
 
-    monkeypatch.setattr(module.files, "write", full)
+    monkeypatch.setattr(files, "write", full)
     first, second = try_ranks(2, lambda rank, group: _saved_twice(rank, group, tmp_path))
     assert isinstance(first, ValueError)
     assert "site 1 could not take part" in str(first)

@@ -10,6 +10,7 @@ import pytest
 from pages import RUNS, page_of, write_bare
 from typer.testing import CliRunner
 
+from full_disk import longest_file
 from made_up_run import DENSE_BYTES, TRAVELS, write_run
 from outergrad.commands import app
 from outergrad.report import load
@@ -183,6 +184,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, args, said
     assert result.stderr.startswith(f"outergrad: {said}")
     assert result.stderr.count("\n") == 1
     assert not result.stdout
+
+
+def test_a_page_that_does_not_fit_leaves_the_one_before(tmp_path):
+    run, page = write_run(tmp_path / "run"), tmp_path / "pages" / "page.html"
+    page.parent.mkdir()
+    page.write_text("before")
+    with longest_file(65536):
+        result = report(run, "-o", page)
+    assert result.exit_code == 2
+    assert result.stderr == f"outergrad: -o {page}: File too large\n"
+    assert page.read_text() == "before"
+    assert [*page.parent.iterdir()] == [page]
 
 
 def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch):

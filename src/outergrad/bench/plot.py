@@ -17,6 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
+from outergrad._whole_files import whole_file
 from outergrad.bench.plan import COMPARED
 from outergrad.bench.results import LinkResult, Results, Timing
 from outergrad.bench.table import title
@@ -43,8 +44,11 @@ def plot(results: Results, path: Path) -> None:
     """Draws seconds and bytes, one line or bar per method, into a PNG file."""
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = _figure(results)
-        figure.savefig(path, dpi=150, bbox_inches="tight")
-        plt.close(figure)
+        try:
+            with whole_file(path) as file:
+                figure.savefig(file, format="png", dpi=150, bbox_inches="tight")
+        finally:
+            plt.close(figure)
 
 
 def styles(methods: Iterable[str]) -> dict[str, Style]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outergrad._whole_files import write_whole
 from outergrad.bench.probe import Probe
 from outergrad.bench.until import Mark
 
@@ -113,10 +114,8 @@ class Results:
     def save(self, path: Path) -> None:
         """Writes JSON, whole or not at all; a loss that is no number becomes null."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
         text = json.dumps(_finite(asdict(self)), indent=1, default=str, allow_nan=False)
-        part.write_text(text + "\n")
-        part.replace(path)
+        write_whole(path, text + "\n")
 
     @staticmethod
     def load(path: Path) -> Results:

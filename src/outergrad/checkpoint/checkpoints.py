@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Iterable
+from operator import index
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,19 +15,18 @@ from torch.optim import Optimizer
 from outergrad._groups import end_unfinished
 from outergrad._session import Session
 from outergrad._types import StateDict
-from outergrad.checkpoint import folder as files
-from outergrad.checkpoint.folder import Save
-from outergrad.checkpoint.going_on import GoingOn, found_by_all
+from outergrad.checkpoint.choose import Allowed
+from outergrad.checkpoint.going_on import Found, GoingOn, found_by_all
+from outergrad.checkpoint.keep import Kept
 from outergrad.checkpoint.neighbours import first_of_folder
 from outergrad.checkpoint.parts import Part, Parts
 from outergrad.checkpoint.random_state import random_state, set_random_state
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.talk import comm_of, gathered, told_of_lost_sites
-from outergrad.checkpoint.tree import digests, tensors, without
+from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
 
 _LOG = logging.getLogger("outergrad")
-_TOGETHER = "call it on every site, after the same step"
 
 T = TypeVar("T")
 
@@ -37,8 +36,9 @@ class Checkpoints:
 
     Every site saves its own session, model, optimizer and random streams (torch, NumPy, Python);
     sites that share a folder write what they have alike once. A checkpoint counts when the files
-    of all sites are there as a whole; the last `keep` of these are kept. Every method, the making
-    of the object too, is to be called on every site at the same point of the program.
+    of all sites are there as a whole; the last `keep` of these are kept. Only what this run has
+    written or read is ever removed. Every method, the making of the object too, is to be called on
+    every site at the same point of the program.
 
     Args:
         folder: for one training. The sites may share it, or have one each on their machines.
@@ -71,21 +71,23 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         **others: Part,
     ) -> None:
-        self._folder, self._session, self._keep = Path(folder), session, keep
+        self._folder, self._session = Path(folder), session
         self._comm = comm_of(session, group)
-        self._number = self._comm.rank if site is None else site
         optimizers = {} if optimizer is None else {"optimizer": optimizer}
         local = () if session is None else session.own_names
-        self._kept: list[Save] = []
-        self._proven = False
-        self._parts, error = Parts({}, ()), None
+        number, error = self._comm.rank, None
+        self._parts = Parts({}, ())
         try:
+            number = number if site is None else index(site)
             self._parts = Parts({"model": model, **optimizers, **others}, local)
             _check_keep(keep)
         except (TypeError, ValueError) as raised:
             error = raised
         doing = "looking at the folder of checkpoints"
-        self._firsts = self._together(doing, lambda: self._meet(error))
+        lines = [f"parts: {', '.join(self._parts.names)}", f"keep: {keep}"]
+        firsts, self._numbers = self._together(doing, lambda: self._meet(lines, number, error))
+        self._kept = Kept(self._folder, keep)
+        self._writer = Writer(self._comm, self._folder, number, firsts)
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -97,14 +99,14 @@ class Checkpoints:
 
         Raises:
             ValueError: on all sites: they are not at the same step, or another site could not
-                save. What was saved before is still there.
-            OSError: this site could not write.
+                save. What was saved before is still there, of this one nothing.
+            OSError: this site could not write, as on a full disk.
             RuntimeError: this site lost the others.
         """
         session = None if self._session is None else self._session.state_dict()
         self._together(f"saving after step {step}", lambda: self._save(step, session))
 
-    def restore(self, *, allow_lost: bool = False) -> Restored | None:
+    def restore(self, *, allow_lost: bool = False, allow_foreign: bool = False) -> Restored | None:
         """Goes on from the newest checkpoint of which all sites' files are there and whole.
 
         At the same number of sites training goes on to the bit. At another it goes on too, and
@@ -116,16 +118,23 @@ class Checkpoints:
         Args:
             allow_lost: whether to go on without the files of a lost site where there is no
                 checkpoint of which all are there: what it had not sent is lost.
+            allow_foreign: whether to go on from a checkpoint that other sites have, where this
+                one has checkpoints, but nothing of that: then the others' word and files are all
+                there is for it. A site that has none at all takes theirs in any case.
 
         Returns:
-            What was found, `restored.step` above all; None if there is nothing to go on from.
+            What was found, `restored.step` above all; None if there is nothing to go on from, as
+            before the first checkpoint and where that was cut short.
 
         Raises:
-            ValueError: on all sites: what was saved does not fit one of them.
+            ValueError: on all sites: there are checkpoints, and none can be used: names each file
+                and why. Nothing was changed. Or: what was saved does not fit one of them.
+            OSError: this site cannot look into its folder; the others raise a ValueError.
             RuntimeError: this site lost the others.
         """
         end_unfinished(self._comm.group)
-        return self._together("restoring", lambda: self._restore(allow_lost))
+        allowed = Allowed(allow_lost=bool(allow_lost), allow_foreign=bool(allow_foreign))
+        return self._together("restoring", lambda: self._restore(allowed))
 
     # -- together -------------------------------------------------------------------------------
 
@@ -133,41 +142,25 @@ class Checkpoints:
         with told_of_lost_sites(self._comm, doing):
             return work()
 
-    def _meet(self, error: Exception | None) -> list[int]:
-        """Of every site the first one in its folder."""
-        lines = [f"parts: {', '.join(self._parts.names)}", f"keep: {self._keep}"]
+    def _meet(
+        self, lines: list[str], number: int, error: Exception | None
+    ) -> tuple[list[int], list[int]]:
+        """Of every site the first one in its folder, and its number."""
         firsts = first_of_folder(self._comm, self._folder, lines, error)
-        numbers = gathered(self._comm, self._number)
-        if len({*numbers}) < len(numbers) or min(numbers) < 0:
+        told = gathered(self._comm, number)
+        if any(type(one) is not int or one < 0 for one in told) or len({*told}) < len(told):
             raise ValueError(
-                f"Checkpoints: the numbers of the sites are {numbers}: pass site= another number, "
+                f"Checkpoints: the numbers of the sites are {told}: pass site= another number, "
                 f"0 or more, on each, or leave it out"
             )
-        return firsts
-
-    @property
-    def _neighbours(self) -> list[int]:
-        """The sites that share this one's folder, itself among them."""
-        first = self._firsts[self._comm.rank]
-        return [rank for rank, other in enumerate(self._firsts) if other == first]
+        return firsts, told
 
     # -- saving ---------------------------------------------------------------------------------
 
     def _save(self, step: int, session: StateDict | None) -> None:
-        state, error = {}, None
-        try:
-            state = self._state(session)
-        except Exception as raised:
-            error = raised
-        agree(self._comm, [f"step: {step}"], error, _TOGETHER)
-        save, alike = self._settled(step, state)
-        try:
-            self._write(save, state, alike)
-        except (OSError, ValueError) as raised:
-            error = raised
-        agree(self._comm, [f"saved: {save}"], error, _TOGETHER)
-        self._kept = [*self._kept, save][-self._keep :]
-        self._tidy()
+        self._kept.add(self._writer.write(step, lambda: self._state(session)))
+        if self._writer.first:
+            self._kept.tidy()
 
     def _state(self, session: StateDict | None) -> StateDict:
         return {
@@ -178,48 +171,26 @@ class Checkpoints:
             "random": random_state(),
         }
 
-    def _settled(self, step: int, state: StateDict) -> tuple[Save, set[str]]:
-        """The name of a checkpoint, and the tensors that all have alike who share this folder."""
-        alone = len({*self._firsts}) == self._comm.world_size
-        mine = {} if alone else digests(state)
-        told = gathered(self._comm, {"id": secrets.token_hex(3), "digests": list(mine)})
-        save = Save(step, self._comm.world_size, told[0]["id"])
-        here = [{*told[rank]["digests"]} for rank in self._neighbours]
-        return save, {mine[digest] for digest in set.intersection(*here)} if here[1:] else set()
-
-    def _write(self, save: Save, state: StateDict, alike: set[str]) -> None:
-        rank, number = self._comm.rank, self._number
-        first = self._firsts[rank] if alike else None
-        if first == rank:
-            shared = {place: t for place, t in tensors(state) if place in alike}
-            files.write(files.shared_file(self._folder, save, rank), shared)
-        own = {"shared": first, "state": without(state, alike)}
-        path = files.site_file(self._folder, save, number)
-        files.write(path, own)
-        if not self._proven:
-            files.read(path)  # before hours depend on it
-            self._proven = True
-
-    def _tidy(self) -> None:
-        if self._firsts[self._comm.rank] == self._comm.rank:
-            try:
-                files.remove_before(self._folder, self._kept)
-            except OSError as error:
-                _LOG.warning("an old checkpoint cannot be removed: %s", error)
-
     # -- going on -------------------------------------------------------------------------------
 
-    def _restore(self, allow_lost: bool) -> Restored | None:
-        place = self._folder, self._number
-        found, skipped = found_by_all(self._comm, *place, allow_lost=allow_lost)
-        self._log(f"checkpoint skipped: {line}" for line in skipped)
-        if found is None:
+    def _restore(self, allowed: Allowed) -> Restored | None:
+        found = found_by_all(self._comm, self._folder, self._numbers, allowed)
+        self._log(f"checkpoint skipped: {line}" for line in found.skipped)
+        going_on = found.going_on
+        if going_on is None:
             return None
-        self._load(found)
-        self._kept = [found.save]
-        if not found.restored.exact:
-            self._log([str(found.restored)])
-        return found.restored
+        self._load(going_on)
+        self._keep(found, going_on)
+        if not going_on.restored.exact:
+            self._log([str(going_on.restored)])
+        return going_on.restored
+
+    def _keep(self, found: Found, going_on: GoingOn) -> None:
+        """One of which files are lost is not removed later: they may come back."""
+        self._kept.found(found.older, found.cut_short)
+        if not going_on.restored.lost:
+            self._kept.add(going_on.save)
+            self._writer.finish(going_on.save)
 
     def _load(self, found: GoingOn) -> None:
         error = None
@@ -227,6 +198,8 @@ class Checkpoints:
             self._parts.load(found.parts, new=found.random is None)
         except ValueError as raised:
             error = raised
+        except Exception as raised:  # of a state that is no state of these parts
+            error = ValueError(f"Checkpoints: {found.save} does not fit: {raised}")
         agree(self._comm, [f"step: {found.save.step}"], error, "build what was saved")
         if self._session is not None:
             self._session.load_state_dict(found.session or {})

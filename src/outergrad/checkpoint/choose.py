@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from outergrad.checkpoint.folder import Save
-
-Listing = Mapping[Save, Collection[int]]
-"""What a site has: of every checkpoint, the numbers of the sites whose files it sees."""
+from outergrad.checkpoint.folder import Listing, Save
 
 Bad = tuple[int, Save, int]
 """The rank of a site that could not read a file, and which: of a checkpoint and a site."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """What the user allows beyond a checkpoint of which all is there.
+
+    Attributes:
+        allow_lost: one that lacks files of some sites, where none is whole.
+        allow_foreign: one that a site sees nothing of, though it sees others.
+    """
+
+    allow_lost: bool = False
+    allow_foreign: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}=True" for name in self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """What is allowed."""
+        return [name for name, value in vars(self).items() if value]
 
 
 @dataclass(frozen=True)
@@ -31,56 +50,93 @@ class Choice:
         """Of how many sites that saved it nothing is left."""
         return self.save.sites - len(self.readers)
 
+    def asked(self) -> dict[int, list[int]]:
+        """Per rank, the numbers of the sites whose files it reads."""
+        ranks = {*self.readers.values()}
+        return {rank: [n for n, reader in self.readers.items() if reader == rank] for rank in ranks}
 
-def choose(
-    listings: Sequence[Listing],
-    numbers: Sequence[int],
-    bad: Collection[Bad],
-    *,
-    allow_lost: bool,
-) -> Choice | None:
-    """The newest checkpoint of which all files are there, somewhere.
 
-    Args:
-        listings: what every site has.
+@dataclass(frozen=True)
+class Overview:
+    """All that the sites see, together.
+
+    Attributes:
+        listings: what every site sees.
         numbers: of every site, its number: each reads its own file if it can.
         bad: files that cannot be read.
-        allow_lost: whether one that lacks files will do where none is whole.
     """
-    holders = _holders(listings, bad)
-    usable = [save for save, found in holders.items() if len(found) == save.sites]
-    if not usable and allow_lost:
-        usable = [save for save, found in holders.items() if found]
-    if not usable:
-        return None
-    save = max(usable)
-    readers = {
-        number: next((r for r in ranks if numbers[r] == number), ranks[0])
-        for number, ranks in sorted(holders[save].items())
-    }
-    return Choice(save, readers)
 
+    listings: Sequence[Listing]
+    numbers: Sequence[int]
+    bad: frozenset[Bad] = frozenset()
 
-def passed_over(
-    listings: Sequence[Listing], choice: Choice | None, bad: Collection[Bad]
-) -> list[str]:
-    """What is newer but cannot be used, and why."""
-    holders = _holders(listings, bad)
-    newer = [save for save in sorted(holders) if choice is None or save > choice.save]
-    return [f"{save} has {_found(holders[save])} of {save.sites} files" for save in newer]
+    @cached_property
+    def saves(self) -> list[Save]:
+        """All there are, the oldest first."""
+        return sorted({save for listing in self.listings for save in listing})
 
+    def holders(self, save: Save) -> dict[int, list[int]]:
+        """Per site that saved it, the ranks that can read its file."""
+        found: dict[int, list[int]] = {}
+        for rank, listing in enumerate(self.listings):
+            for number in listing[save].files if save in listing else ():
+                if (rank, save, number) not in self.bad:
+                    found.setdefault(number, []).append(rank)
+        return dict(sorted(found.items()))
 
-def _found(holders: Mapping[int, object]) -> str:
-    return ", ".join(f"site-{number}.pt" for number in sorted(holders)) or "none"
+    def whole(self, save: Save) -> bool:
+        """Whether all files are there, somewhere."""
+        return len(self.holders(save)) == save.sites
 
+    def cut_short(self, save: Save) -> bool:
+        """Whether it was never finished, as where the sites were killed while they wrote it."""
+        marked = any(save in seen and seen[save].unfinished for seen in self.listings)
+        return marked and not self.damaged(save) and not self.whole(save)
 
-def _holders(listings: Sequence[Listing], bad: Collection[Bad]) -> dict[Save, dict[int, list[int]]]:
-    """Of every checkpoint, per site that saved it, the ranks that can read its file."""
-    found: dict[Save, dict[int, list[int]]] = {}
-    for rank, listing in enumerate(listings):
-        for save, numbers in listing.items():
-            ranks_of = found.setdefault(save, {})
-            for number in numbers:
-                if (rank, save, number) not in bad:
-                    ranks_of.setdefault(number, []).append(rank)
-    return found
+    def damaged(self, save: Save) -> bool:
+        """Whether one of its files turned out to be unreadable."""
+        return any(bad == save for _, bad, _ in self.bad)
+
+    def strangers(self, save: Save) -> list[int]:
+        """The sites that see nothing of it, though they see others that were finished."""
+        return [
+            rank
+            for rank, listing in enumerate(self.listings)
+            if save not in listing and not all(seen.unfinished for seen in listing.values())
+        ]
+
+    def choose(self, allowed: Allowed) -> Choice | None:
+        """The newest checkpoint of which all files are there, somewhere."""
+        known = [s for s in self.saves if allowed.allow_foreign or not self.strangers(s)]
+        usable = [save for save in known if self.whole(save)]
+        if not usable and allowed.allow_lost:
+            usable = [save for save in known if self.holders(save) and not self.cut_short(save)]
+        if not usable:
+            return None
+        readers = {n: self._reader(n, ranks) for n, ranks in self.holders(usable[-1]).items()}
+        return Choice(usable[-1], readers)
+
+    def _reader(self, number: int, ranks: Sequence[int]) -> int:
+        return next((rank for rank in ranks if self.numbers[rank] == number), ranks[0])
+
+    def passed_over(self, choice: Choice | None) -> list[str]:
+        """What is newer but cannot be used, and why; of files that were read it is known."""
+        newer = [save for save in self.saves if choice is None or save > choice.save]
+        return [line for save in newer if not self.damaged(save) for line in self._why_not(save)]
+
+    def _why_not(self, save: Save) -> list[str]:
+        seen = [(rank, found[save]) for rank, found in enumerate(self.listings) if save in found]
+        lines = [f"site {rank}: {one.problem}" for rank, one in seen if one.problem]
+        strangers = self.strangers(save)
+        if self.cut_short(save):
+            lines.append(f"{save} was never finished: it has {self._files(save)}")
+        elif not self.whole(save):
+            lines.append(f"{save} has {self._files(save)}")
+        if strangers:
+            names = " and ".join(f"site {rank}" for rank in strangers)
+            lines.append(f"{save} is foreign to {names}: only others there")
+        return lines
+
+    def _files(self, save: Save) -> str:
+        names = ", ".join(f"site-{number}.pt" for number in self.holders(save)) or "none"
+        return f"{names} of {save.sites} files"

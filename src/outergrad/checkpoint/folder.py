@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 import shutil
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from outergrad._types import StateDict
+from outergrad._whole_files import save_whole, sync_folder
 from outergrad.checkpoint.tree import whole
 
-_SAVE = re.compile(r"step-(\d+)-of-(\d+)-([0-9a-f]+)")
-_SITE = re.compile(r"site-(\d+)\.pt")
+_SAVE = re.compile(r"step-([0-9]{8,18})-of-([1-9][0-9]{0,5})-([0-9a-f]{6})")
+_SITE = re.compile(r"site-(0|[1-9][0-9]{0,17})\.pt")
+_UNFINISHED = "unfinished"
+"""A file that stands in the folder of a checkpoint until all sites have written theirs."""
+
+_PARTS = ("rank", "session", "parts", "own", "random")
+"""What a site saves."""
 
 
 class DamagedError(ValueError):
@@ -32,15 +38,44 @@ class Save:
     Attributes:
         step: that it was saved after.
         sites: how many files make it whole.
-        id: tells it from another of the same step, of which it must not have a file.
+        id: six hexadecimal digits that tell it from another of the same step, of which it must
+            not have a file.
     """
 
     step: int
     sites: int
     id: str
 
+    def __post_init__(self) -> None:
+        """Checks that it names a folder, and none elsewhere.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if not _SAVE.fullmatch(str(self)):
+            raise ValueError(f"{str(self)!r} is no name of a checkpoint")
+
     def __str__(self) -> str:
         return f"step-{self.step:08}-of-{self.sites}-{self.id}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a site sees of a checkpoint.
+
+    Attributes:
+        files: numbers of the sites whose files are there.
+        unfinished: whether it has not been written to its end everywhere.
+        problem: why its folder cannot be looked into; empty if it can.
+    """
+
+    files: tuple[int, ...] = ()
+    unfinished: bool = False
+    problem: str = ""
+
+
+Listing = Mapping[Save, Seen]
+"""What a site sees in its folder."""
 
 
 def site_file(folder: Path, save: Save, number: int) -> Path:
@@ -53,17 +88,75 @@ def shared_file(folder: Path, save: Save, first: int) -> Path:
     return folder / str(save) / f"shared-{first}.pt"
 
 
-def saves_in(folder: Path) -> dict[Save, list[int]]:
-    """The checkpoints of which there is something, and the sites whose files are there."""
-    found: dict[Save, list[int]] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _SAVE.fullmatch(path.name)
-        if match and path.is_dir():
-            names = (_SITE.fullmatch(file.name) for file in path.iterdir())
-            step, sites, token = match.groups()
-            save = Save(int(step), int(sites), token)
-            found[save] = sorted(int(name[1]) for name in names if name)
-    return found
+def saves_in(folder: Path) -> dict[Save, Seen]:
+    """The checkpoints of which there is something; none where there is no folder.
+
+    Raises:
+        OSError: the folder cannot be looked into.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except FileNotFoundError:
+        return {}
+    named = ((path, _SAVE.fullmatch(path.name)) for path in paths)
+    found = {Save(int(m[1]), int(m[2]), m[3]): path for path, m in named if m}
+    return {save: _seen(path) for save, path in found.items() if path.name == str(save)}
+
+
+def _seen(path: Path) -> Seen:
+    try:
+        names = [file.name for file in path.iterdir()]
+    except OSError as error:
+        return Seen(problem=f"{path} cannot be looked into: {error.strerror}")
+    numbers = sorted(int(match[1]) for name in names if (match := _SITE.fullmatch(name)))
+    return Seen(tuple(numbers), _UNFINISHED in names)
+
+
+def begin(folder: Path, save: Save) -> None:
+    """Makes the folder of a checkpoint, marked as unfinished: nothing in it counts as lost.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path = folder / str(save)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / _UNFINISHED).touch()
+    for changed in (path, folder):
+        sync_folder(changed)
+
+
+def finish(folder: Path, save: Save) -> None:
+    """All sites have written theirs.
+
+    Raises:
+        OSError: the mark cannot be removed.
+    """
+    (folder / str(save) / _UNFINISHED).unlink(missing_ok=True)
+
+
+def take_back(folder: Path, save: Save, number: int, rank: int) -> None:
+    """Removes what a site has written of a checkpoint that another could not write.
+
+    The last of the sites that share the folder removes it.
+    """
+    own = [site_file(folder, save, number), shared_file(folder, save, rank)]
+    for path in own:
+        with suppress(OSError):
+            path.unlink()
+    path = folder / str(save)
+    with suppress(OSError):
+        if not any(file.name != _UNFINISHED for file in path.iterdir()):
+            shutil.rmtree(path)
+
+
+def remove(folder: Path, save: Save) -> None:
+    """Removes a checkpoint.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder / str(save))
 
 
 def write(path: Path, value: Any) -> None:
@@ -72,30 +165,8 @@ def write(path: Path, value: Any) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_with(path, lambda file: torch.save(value, file))
-
-
-def write_with(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """The same of any content."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with unfinished.open("wb") as file:
-        fill(file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    for folder in (path.parent, path.parent.parent):
-        _sync(folder)
-
-
-def _sync(folder: Path) -> None:
-    """Makes names in a folder last, where the system lets one do that."""
-    if os.name == "posix":
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
+    save_whole(path, value)
 
 
 def read(path: Path) -> Any:
@@ -105,14 +176,35 @@ def read(path: Path) -> Any:
         DamagedError: it is missing, cut short, changed, or no such file.
     """
     try:
-        with zipfile.ZipFile(path) as file:
-            bad = file.testzip() if torch.serialization.get_crc32_options() else None
-        if bad is not None:
-            raise ValueError(f"the check sum of {bad} is wrong")
+        _check_sums(path)
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # zipfile and pickle raise nearly everything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DamagedError(f"{path} cannot be read: {reason}") from error
+        raise _damaged(path, error) from error
+
+
+def check(folder: Path, save: Save) -> None:
+    """Reads every file of a checkpoint in a folder, without taking it into memory.
+
+    Raises:
+        DamagedError: one cannot be read.
+    """
+    for path in sorted((folder / str(save)).glob("*.pt")):
+        try:
+            _check_sums(path)
+        except Exception as error:  # zipfile raises nearly everything
+            raise _damaged(path, error) from error
+
+
+def _check_sums(path: Path) -> None:
+    with zipfile.ZipFile(path) as file:
+        bad = file.testzip() if torch.serialization.get_crc32_options() else None
+    if bad is not None:
+        raise ValueError(f"the check sum of {bad} is wrong")
+
+
+def _damaged(path: Path, error: Exception) -> DamagedError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return DamagedError(f"{path} cannot be read: {reason}")
 
 
 def read_site(folder: Path, save: Save, number: int) -> StateDict:
@@ -125,21 +217,8 @@ def read_site(folder: Path, save: Save, number: int) -> StateDict:
     found = read(path)
     try:
         first = found["shared"]
-        shared = {} if first is None else read(shared_file(folder, save, first))
-        return whole(found["state"], shared)
+        shared = {} if first is None else read(shared_file(folder, save, index(first)))
+        state = whole(found["state"], shared)
+        return {name: state[name] for name in _PARTS} | {"rank": index(state["rank"])}
     except (KeyError, TypeError) as error:
         raise DamagedError(f"{path} is no part of a checkpoint: it lacks {error}") from error
-
-
-def remove_before(folder: Path, kept: Collection[Save]) -> None:
-    """Removes what is older than the oldest of the checkpoints to be kept, and between them.
-
-    What is newer than all of them stays: it may be a later one that another program reads.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
-    latest = max(kept)
-    for save in saves_in(folder):
-        if save.step <= latest.step and save not in kept:
-            shutil.rmtree(folder / str(save))

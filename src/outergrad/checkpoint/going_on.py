@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outergrad._protocols import Comm
 from outergrad._types import StateDict
-from outergrad.checkpoint.choose import Bad, Choice, Listing, choose, passed_over
-from outergrad.checkpoint.debts import with_lost, without_debts
-from outergrad.checkpoint.folder import DamagedError, Save, read_site, saves_in
-from outergrad.checkpoint.parts import for_a_new_site
+from outergrad.checkpoint import claims
+from outergrad.checkpoint.cast import Cast
+from outergrad.checkpoint.choose import Allowed, Choice, Overview
+from outergrad.checkpoint.debts import with_lost
+from outergrad.checkpoint.folder import DamagedError, Listing, Save, read_site, saves_in
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.talk import gathered, packed, swapped, unpacked
+from outergrad.checkpoint.unusable import require_nothing
 from outergrad.comm.agree import agree
 
 Read = dict[int, StateDict]
@@ -40,121 +42,80 @@ class GoingOn:
 
 
 @dataclass(frozen=True)
-class _Cast:
-    """Who goes on from whom.
+class Found:
+    """What came of looking for a checkpoint.
 
     Attributes:
-        choice: the checkpoint, and who reads which file.
-        rank_then: of the sites whose files are there, by number.
-        numbers: of the sites that there are, by rank.
+        going_on: what this site goes on from; None if there is nothing.
+        skipped: newer checkpoints and files that could not be used, and why.
+        older: whole checkpoints before that one.
+        cut_short: those that were never finished.
     """
 
-    choice: Choice
-    rank_then: Mapping[int, int]
-    numbers: Sequence[int]
-
-    @property
-    def same(self) -> bool:
-        """Whether every site is what it was."""
-        then = {rank: number for number, rank in self.rank_then.items()}
-        return dict(enumerate(self.numbers)) == then and not self.choice.lost
-
-    @property
-    def new(self) -> tuple[int, ...]:
-        """The numbers of sites whose file is not there."""
-        return tuple(n for n in self.numbers if n not in self.rank_then)
-
-    @property
-    def example(self) -> int:
-        """The number of the site that new ones are like: the first."""
-        return min(self.rank_then, key=lambda number: self.rank_then[number])
-
-    def restored(self, skipped: Sequence[str]) -> Restored:
-        """In words."""
-        return Restored(
-            step=self.choice.save.step,
-            saved_sites=self.choice.save.sites,
-            sites=len(self.numbers),
-            lost=self.choice.lost,
-            new=self.new,
-            skipped=tuple(skipped),
-        )
-
-    def letter(self, state: StateDict, number: int, rank: int) -> StateDict | None:
-        """What one site gets of a state that another saved.
-
-        Args:
-            state: as it was saved.
-            number: of the site that saved it.
-            rank: of the one that gets it.
-        """
-        to = self.numbers[rank]
-        if self.same and to != number:
-            return None
-        letter = {"rank": state["rank"], "session": self._session(state, rank)}
-        if to == number:
-            letter |= {"parts": state["parts"], "random": state["random"]}
-        elif to in self.new and number == self.example:
-            parts = for_a_new_site(state["parts"], state["own"])
-            letter |= {"parts": parts, "random": None}
-        return letter
-
-    def _session(self, state: StateDict, rank: int) -> StateDict | None:
-        """What a site owes goes only to the one that takes it over."""
-        session, then = state["session"], state["rank"]
-        if session is None or self.same:
-            return session
-        like = rank % self.choice.save.sites
-        start = then == (like if like in self.rank_then.values() else min(self.rank_then.values()))
-        takes_over = then % len(self.numbers) == rank
-        return session if takes_over else without_debts(session, start=start)
+    going_on: GoingOn | None
+    skipped: Sequence[str]
+    older: Sequence[Save] = ()
+    cut_short: Sequence[Save] = ()
 
 
-def found_by_all(
-    comm: Comm, folder: Path, number: int, *, allow_lost: bool
-) -> tuple[GoingOn | None, list[str]]:
-    """The newest checkpoint that can be used, and why newer ones cannot.
+def found_by_all(comm: Comm, folder: Path, numbers: Sequence[int], allowed: Allowed) -> Found:
+    """Finds the newest checkpoint that can be used, and why newer ones cannot.
 
     Args:
         comm: the transport.
         folder: of this site.
-        number: of this site.
-        allow_lost: whether files may be missing where no checkpoint is whole.
+        numbers: of the sites, by rank.
+        allowed: what may be missing.
 
     Raises:
         OSError: this site cannot look into its folder.
-        ValueError: another one cannot.
+        UnusableError: on all sites: there is something, and none of it can be used.
+        ValueError: another one cannot look into its folder, or says what cannot be.
     """
-    listings, numbers = _listings(comm, folder, number)
+    overview = Overview(_listings(comm, folder, allowed), numbers)
     skipped: list[str] = []
-    bad: set[Bad] = set()
-    while True:
-        choice = choose(listings, numbers, bad, allow_lost=allow_lost)
-        if choice is None:
-            return None, [*skipped, *passed_over(listings, None, bad)]
-        read, failed = _read(comm.rank, folder, choice)
-        told = gathered(comm, {"failed": failed, "ranks": {n: s["rank"] for n, s in read.items()}})
-        skipped += [line for one in told for line in one["failed"].values()]
-        bad |= {(r, choice.save, int(n)) for r, one in enumerate(told) for n in one["failed"]}
-        if not any(one["failed"] for one in told):
+    read, ranks = Read(), dict[int, int]()
+    while choice := overview.choose(allowed):
+        read, ranks, failed = _read_by_all(comm, folder, choice)
+        if not failed:
             break
-    skipped += passed_over(listings, choice, bad)
-    ranks = {int(n): rank for one in told for n, rank in one["ranks"].items()}
-    return _received(comm, _Cast(choice, ranks, numbers), read, skipped), skipped
+        skipped += failed.values()
+        overview = replace(overview, bad=overview.bad | failed.keys())
+    skipped += overview.passed_over(choice)
+    if choice is None:
+        require_nothing(overview, folder, skipped)
+        return Found(None, skipped)
+    going_on = _received(comm, Cast(choice, ranks, numbers), read, skipped)
+    older = [save for save in overview.saves if save < choice.save and overview.whole(save)]
+    return Found(going_on, skipped, older, list(filter(overview.cut_short, overview.saves)))
 
 
-def _listings(comm: Comm, folder: Path, number: int) -> tuple[Sequence[Listing], Sequence[int]]:
-    mine: dict[Save, list[int]] = {}
+def _listings(comm: Comm, folder: Path, allowed: Allowed) -> list[Listing]:
+    mine: Listing = {}
     error = None
     try:
         mine = saves_in(folder)
     except OSError as raised:
         error = raised
-    agree(comm, ["folder: can be read"], error)
-    saves = [[s.step, s.sites, s.id, files] for s, files in mine.items()]
-    told = gathered(comm, [number, saves])
-    listings = [{Save(*name): files for *name, files in saves} for _, saves in told]
-    return listings, [number for number, _ in told]
+    same = "call restore with the same arguments on every site"
+    agree(comm, [f"allowed: {allowed}"], error, same)
+    told = gathered(comm, claims.listed(mine))
+    return [*claims.understood(told, claims.listing, "its checkpoints")]
+
+
+def _read_by_all(
+    comm: Comm, folder: Path, choice: Choice
+) -> tuple[Read, dict[int, int], dict[tuple[int, Save, int], str]]:
+    """The states that this site reads, the ranks of all that were read, and what failed."""
+    read, failed = _read(comm.rank, folder, choice)
+    mine = {"failed": failed, "ranks": {number: state["rank"] for number, state in read.items()}}
+    form = claims.outcome(choice.asked(), choice.save.sites)
+    told = claims.understood(gathered(comm, mine), form, "the files that it read")
+    ranks = {number: then for _, found in told for number, then in found.items()}
+    if len({*ranks.values()}) < len(ranks):
+        raise ValueError(f"Checkpoints: two files of {choice.save} are of the same site")
+    why = {(r, choice.save, n): line for r, (bad, _) in enumerate(told) for n, line in bad.items()}
+    return read, ranks, why
 
 
 def _read(rank: int, folder: Path, choice: Choice) -> tuple[Read, dict[int, str]]:
@@ -169,22 +130,39 @@ def _read(rank: int, folder: Path, choice: Choice) -> tuple[Read, dict[int, str]
     return read, failed
 
 
-def _received(comm: Comm, cast: _Cast, read: Read, skipped: Sequence[str]) -> GoingOn:
-    """Every site sends what it has read to those who need it."""
-    letters = [
-        [cast.letter(state, number, rank) for number, state in read.items()]
-        for rank in range(comm.world_size)
-    ]
-    sent = [
-        packed(some) if any(some) and rank != comm.rank else b""
-        for rank, some in enumerate(letters)
-    ]
-    came = [unpacked(letter) if letter else [] for letter in swapped(comm, sent)]
-    came[comm.rank] = letters[comm.rank]
-    found = [letter for some in came for letter in some if letter is not None]
-    mine = next(letter for letter in found if "parts" in letter)
-    sessions = {letter["rank"]: letter["session"] for letter in found}
+def _received(comm: Comm, cast: Cast, read: Read, skipped: Sequence[str]) -> GoingOn:
+    """Every site sends what it has read to those who need it.
+
+    Raises:
+        ValueError: on all sites: a file or a letter has not the content of a checkpoint.
+    """
+    letters: list[list[StateDict]] = [[] for _ in range(comm.world_size)]
+    found, error = None, None
+    try:
+        letters = [cast.letters(read, rank) for rank in range(comm.world_size)]
+    except Exception as raised:  # of content that nobody has checked
+        error = raised
+    own, letters[comm.rank] = letters[comm.rank], []
+    came = swapped(comm, [packed(some) if some else b"" for some in letters])
+    try:
+        others = [letter for some in came if some for letter in unpacked(some)]
+        found = _put_together(cast, [*own, *others], skipped)
+    except Exception as raised:
+        error = error or raised
+    if error is not None:
+        error = ValueError(f"Checkpoints: {cast.choice.save} is no checkpoint of ours: {error}")
+    agree(comm, [f"read: {cast.choice.save}"], error)
+    assert found is not None
+    return found
+
+
+def _put_together(cast: Cast, letters: Sequence[StateDict], skipped: Sequence[str]) -> GoingOn:
+    """What the letters come to; this site's own are the first, and count before all others."""
+    mine = next((letter for letter in letters if "parts" in letter), None)
+    if mine is None:
+        raise ValueError("no site has sent this one's part")
     session = mine["session"]
     if session is not None and not cast.same:
+        sessions = {letter["rank"]: letter["session"] for letter in reversed(letters)}
         session = with_lost(sessions, cast.choice.save.sites)
     return GoingOn(cast.choice.save, cast.restored(skipped), mine["parts"], mine["random"], session)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from pathlib import Path
 
 from outergrad._protocols import Comm
-from outergrad.checkpoint.folder import write_with
+from outergrad._whole_files import write_whole
+from outergrad.checkpoint import claims
 from outergrad.checkpoint.talk import gathered
 from outergrad.comm.agree import agree
 
@@ -27,18 +29,20 @@ def first_of_folder(
 
     Raises:
         OSError: this site cannot write there.
-        ValueError: another one cannot, or they differ.
+        ValueError: another one cannot, they differ, or one names a file elsewhere.
     """
     mark = folder / f".here-{comm.rank}-{secrets.token_hex(4)}"
     try:
-        write_with(mark, lambda file: None)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(mark, b"")
     except OSError as raised:
         error = error or raised
     try:
         agree(comm, lines, error, "name the same parts for every site")
-        marks = gathered(comm, mark.name)
-        seen = [rank for rank, name in enumerate(marks) if (folder / name).exists()]
-        return gathered(comm, min([*seen, comm.rank]))
+        marks = claims.understood(gathered(comm, mark.name), claims.mark, "its folder")
+        seen = [rank for rank, name in enumerate(marks) if os.path.exists(folder / name)]
+        firsts = gathered(comm, min([*seen, comm.rank]))
+        return claims.understood(firsts, claims.number, "its folder")
     finally:
         with contextlib.suppress(OSError):
             mark.unlink()

@@ -36,11 +36,15 @@ def comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
 
 
 def gathered(comm: Comm, value: Any) -> list[Any]:
-    """What every site has to tell, as JSON has it, on every site."""
+    """What every site has to tell, as JSON has it, on every site.
+
+    Raises:
+        ValueError: on all sites: one sent something else.
+    """
     message = _message(json.dumps(value).encode())
     lengths = comm.all_gather(torch.tensor([len(message)]), [1] * comm.world_size).wait()
     parts = comm.all_gather(message, [int(length) for length in lengths]).wait()
-    return [json.loads(_content(part)) for part in parts]
+    return [_value(rank, part) for rank, part in enumerate(parts)]
 
 
 def swapped(comm: Comm, letters: Sequence[bytes]) -> list[bytes]:
@@ -83,6 +87,13 @@ def told_of_lost_sites(comm: Comm, doing: str) -> Iterator[None]:
             f"site {comm.rank} lost the other sites while {doing}: {error}. The process group "
             f"cannot be used any more: start the processes again from the last checkpoint"
         ) from error
+
+
+def _value(rank: int, part: Tensor) -> Any:
+    try:
+        return json.loads(_content(part))
+    except ValueError as error:
+        raise ValueError(f"Checkpoints: site {rank} sent what is no JSON: {error}") from error
 
 
 def _message(content: bytes) -> Tensor:

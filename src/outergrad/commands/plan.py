@@ -8,6 +8,7 @@ import torch
 import typer
 from rich.console import Console
 
+from outergrad._whole_files import write_whole
 from outergrad.bench.links import parse_link
 from outergrad.commands.options import METHOD_HELP
 from outergrad.plan.forecast import Forecast, Question, forecast
@@ -111,6 +112,6 @@ def show(found: Forecast) -> None:
 
 def _save(found: Forecast, path: Path) -> None:
     try:
-        path.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+        write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")
     except OSError as error:
         raise RecipeError(f"--json {path}: {error.strerror}") from error

@@ -92,6 +92,20 @@ MinSites = Annotated[
         show_default="all are needed",
     ),
 ]
+AllowLost = Annotated[
+    bool,
+    typer.Option(
+        "--allow-lost",
+        help="Go on from checkpoints that lack files of a site; --min-sites and torchrun do.",
+    ),
+]
+AllowForeign = Annotated[
+    bool,
+    typer.Option(
+        "--allow-foreign",
+        help="Go on from checkpoints of other sites, where a site has only others of its own.",
+    ),
+]
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Let the sites be threads of one process.")
 ]
@@ -123,6 +137,8 @@ def train(
     checkpoint_every: CheckpointEvery = 100,
     max_restarts: MaxRestarts = 0,
     min_sites: MinSites = None,
+    allow_lost: AllowLost = False,
+    allow_foreign: AllowForeign = False,
     simulate: Simulate = False,
     verbose: Verbose = False,
 ) -> None:
@@ -148,8 +164,12 @@ def train(
         restarts = Restarts(max_restarts=max_restarts, min_sites=min_sites)
         saving = None
         if checkpoint is not None:
-            lost = under_torchrun() or min_sites is not None
-            saving = Saving(folder=checkpoint, every=checkpoint_every, allow_lost=lost)
+            saving = Saving(
+                folder=checkpoint,
+                every=checkpoint_every,
+                allow_lost=allow_lost or under_torchrun() or min_sites is not None,
+                allow_foreign=allow_foreign,
+            )
         _check(job, saving, restarts, simulate=simulate)
         files = Files(log, record, every, budget)
         work = partial(

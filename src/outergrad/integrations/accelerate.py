@@ -16,6 +16,7 @@ from outergrad._protocols import Method, Rules
 from outergrad._recorders import Recorders
 from outergrad._session import Session
 from outergrad._types import StateDict
+from outergrad._whole_files import save_whole
 from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import Found, find, resume, site_state
 from outergrad.layers import RULES
@@ -145,7 +146,7 @@ class _Link:
         rank, optimizers = self._accelerator.process_index, self._accelerator._optimizers
         for index, (model, session) in enumerate(self._sessions):
             path = site_path(Path(folder), rank, index)
-            torch.save(site_state(session, model, optimizers), path)
+            save_whole(path, site_state(session, model, optimizers))
 
     def _note(self, models: list[nn.Module], folder: str) -> None:
         """Nothing of the folder is loaded yet."""

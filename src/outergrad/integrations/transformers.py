@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from outergrad._protocols import Method, Rule, Rules, TapFn
 from outergrad._recorders import Recorders
 from outergrad._session import Session
 from outergrad._types import Call, Factors, Slot
+from outergrad._whole_files import save_whole
 from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import agree_on, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
@@ -160,7 +160,7 @@ class _Events(transformers.TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)  # the machine may have none of rank 0's files
         saved = site_state(self._trainer.session, kwargs["model"], [kwargs["optimizer"]])
-        torch.save(saved, site_path(folder, args.process_index))
+        save_whole(site_path(folder, args.process_index), saved)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is followed by what `og.LocalSteps` has left to share."""

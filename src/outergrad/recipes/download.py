@@ -1,8 +1,6 @@
 """Downloads the files of a data set."""
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -13,6 +11,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from rich.progress import Progress
 
+from outergrad._whole_files import whole_file
 from outergrad.recipes.data import Source
 from outergrad.recipes.errors import RecipeError
 
@@ -106,15 +105,8 @@ def _atomic(path: Path) -> Iterator[IO[bytes]]:
     """Opens a temporary file that takes the place of ``path`` if all goes well."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                yield file
-                file.flush()
-                os.fchmod(file.fileno(), 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with whole_file(path) as file:
+            yield file
     except OSError as error:
         raise RecipeError(
             f"cannot write {path} ({error.strerror}): mend it or use --data-dir"

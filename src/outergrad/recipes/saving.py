@@ -2,11 +2,16 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import outergrad as og
-from outergrad.checkpoint.folder import saves_in, write_with
+from outergrad._whole_files import write_whole
+from outergrad.checkpoint import Restored
+from outergrad.checkpoint.folder import saves_in
+from outergrad.checkpoint.unusable import UnusableError
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job, option
 from outergrad.recipes.position import Position
@@ -26,17 +31,24 @@ class Saving:
         every: Save after so many steps; and after the last.
         pause_after: End after so many checkpoints, for sites that were lost to come back.
         allow_lost: Whether to go on without the files of a site that is lost.
+        allow_foreign: Whether to go on from what other sites have, where one has other checkpoints.
     """
 
     folder: Path
     every: int = 100
     pause_after: int | None = None
     allow_lost: bool = False
+    allow_foreign: bool = False
 
     @property
     def begun(self) -> bool:
-        """Whether this site sees something to go on from."""
-        return bool(saves_in(self.folder))
+        """Whether this site sees something to go on from.
+
+        Raises:
+            RecipeError: It cannot look into the folder.
+        """
+        with self._told():
+            return bool(saves_in(self.folder))
 
     def claim(self, job: Job) -> None:
         """Makes the folder that of a job.
@@ -44,27 +56,42 @@ class Saving:
         Raises:
             RecipeError: It is that of another one, or cannot be written to.
         """
-        path = self.folder / "job.json"
-        try:
-            if self.begun and path.exists():
-                self._compare(job, json.loads(path.read_text()))
+        path, begun = self.folder / "job.json", self.begun
+        with self._told():
+            if begun and path.exists():
+                self._compare(job, path.read_bytes())
             else:
-                text = json.dumps(asdict(job))
-                write_with(path, lambda file: file.write(text.encode()))
-        except (OSError, ValueError) as error:
-            if isinstance(error, RecipeError):
-                raise
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise RecipeError(f"--checkpoint {self.folder}: {reason}") from error
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(asdict(job)))
 
-    def _compare(self, job: Job, then: dict[str, object]) -> None:
-        now = json.loads(json.dumps(asdict(job)))
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RecipeError(f"--checkpoint {self.folder}: {error.strerror}") from error
+
+    def _compare(self, job: Job, content: bytes) -> None:
+        now, then = json.loads(json.dumps(asdict(job))), _object(content)
+        if then is None:
+            raise RecipeError(
+                f"--checkpoint {self.folder}: job.json cannot be read, which says what was "
+                f"trained: mend it, or remove it if you know"
+            )
         for name in (field.name for field in fields(job) if field.name not in MAY_CHANGE):
             if name in then and then[name] != now[name]:
                 raise RecipeError(
                     f"--checkpoint {self.folder} holds another job: {option(name)} was "
                     f"{then[name]!r} and is {now[name]!r}; name another folder, or start that job"
                 )
+
+
+def _object(content: bytes) -> dict[str, object] | None:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class Saver:
@@ -106,11 +133,11 @@ class Saver:
         """Goes on from what there is; whether there was something.
 
         Raises:
-            RecipeError: The job is to end before that.
+            RecipeError: The job is to end before that, or nothing of what there is can be used.
         """
         if self._saving is None:
             return False
-        found = self._checkpoints.restore(allow_lost=self._saving.allow_lost)
+        found = self._found(self._saving)
         if found is None:
             return False
         self._position.resumed()
@@ -123,6 +150,19 @@ class Saver:
         if self._first and found.exact:
             print(f"outergrad: {found}", file=sys.stderr, flush=True)
         return True
+
+    def _found(self, saving: Saving) -> Restored | None:
+        allowed = {"allow_lost": saving.allow_lost, "allow_foreign": saving.allow_foreign}
+        try:
+            return self._checkpoints.restore(**allowed)
+        except UnusableError as error:
+            options = " ".join(map(option, error.way.names)) if error.way else ""
+            remedy = f"; {options} goes on with what there is" if options else ""
+            raise RecipeError(
+                f"--checkpoint {saving.folder} cannot be gone on from, and nothing in it was "
+                f"changed: {'; '.join(error.problems)}. Mend these files or bring them back, or "
+                f"move the folder away to begin anew{remedy}"
+            ) from error
 
     def step(self) -> bool:
         """A step is done: saves, if it is time to; whether the training is to pause."""

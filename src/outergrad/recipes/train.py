@@ -128,14 +128,15 @@ def _prepare(
     if files.record is not None:
         pace = files.every, files.budget
         recorder = recorder_into(files.record, *pace, group, present=present, again=again)
-    return data, deal(job, data), _open(files.log, again=again), recorder
+    return data, deal(job, data), _open(files.log), recorder
 
 
-def _open(log: Path | None, *, again: bool) -> IO[str]:
+def _open(log: Path | None) -> IO[str]:
+    """Open to be read, too: what it holds is needed if the training goes on."""
     if log is None:
         return Path(os.devnull).open("w")
     try:
-        return log.open("r+" if again and log.exists() else "w", buffering=1)
+        return log.open("r+" if log.is_file() else "w", buffering=1)
     except OSError as error:
         raise RecipeError(f"--log {log}: {error.strerror}") from error
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 
 from outergrad._version import __version__
+from outergrad._whole_files import write_whole
 from outergrad.report._load import Recording, UnreadableRunError, load_thinned, require
 from outergrad.report._series import POINTS, series
 from outergrad.report._summary import (
@@ -52,13 +53,14 @@ def write_page(runs: Sequence[str | Path], path: str | Path) -> Page:
     Raises:
         ImportError: pandas or plotly is missing.
         UnreadableRunError: nothing of any of the runs can be shown.
-        OSError: the page cannot be written.
+        OSError: the page cannot be written; one that was there before stays.
     """
     require("pandas", "plotly")
     recordings, problems = _load_all(list(dict.fromkeys(map(Path, runs))))
     path = Path(path)
-    path.write_text(_page(recordings, problems), encoding="utf-8")
-    return Page(path=path, size_bytes=path.stat().st_size, problems=tuple(problems))
+    content = _page(recordings, problems).encode()
+    write_whole(path, content)
+    return Page(path=path, size_bytes=len(content), problems=tuple(problems))
 
 
 def _load_all(runs: Sequence[Path]) -> tuple[dict[str, Recording], list[str]]:

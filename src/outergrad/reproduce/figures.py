@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outergrad._whole_files import whole_file
 from outergrad.report._load import require
 from outergrad.reproduce.axes import label, prepare
 from outergrad.reproduce.frames import Result
@@ -55,9 +56,9 @@ def _write(wanted: Mapping[str, Any], made: Picture, folder: Path) -> Path:
     from matplotlib import rc_context
 
     path = folder / f"{wanted['name']}.png"
-    with rc_context(_LOOK):
-        figure = draw(wanted, made)
-        figure.savefig(path, dpi=_DPI, metadata={"Title": wanted.get("title", wanted["name"])})
+    title = wanted.get("title", wanted["name"])
+    with rc_context(_LOOK), whole_file(path) as file:
+        draw(wanted, made).savefig(file, format="png", dpi=_DPI, metadata={"Title": title})
     return path
 
 

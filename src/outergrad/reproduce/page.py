@@ -11,6 +11,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from outergrad._version import __version__
+from outergrad._whole_files import write_whole
 from outergrad.reproduce.frames import Result
 from outergrad.reproduce.quantities import text, title
 from outergrad.reproduce.tables import Cell, Table
@@ -39,7 +40,7 @@ def write_page(
         OSError: A figure cannot be read, or the page not be written.
     """
     path = folder / "report.html"
-    path.write_text(_page(experiment, list(results), tables, figures), encoding="utf-8")
+    write_whole(path, _page(experiment, list(results), tables, figures))
     return path
 
 

@@ -87,14 +87,18 @@ def draw(experiment: Experiment, folder: Path) -> Path:
     """Writes tables, figures and the page of what has run so far.
 
     Raises:
-        RecipeError: There is nothing, or a table or figure asks for what is not there.
+        RecipeError: There is nothing, a table or figure asks for what is not there, or the
+            folder cannot be written to.
     """
     results = Store(folder).results(experiment.tasks)
     if not results:
         raise RecipeError(f"nothing has run yet that could be drawn: {experiment.command}")
-    tables = write_tables(experiment.tables, results, folder)
-    figures = write_figures(experiment.figures, results, folder)
-    return write_page(experiment, results, tables, figures, folder)
+    try:
+        tables = write_tables(experiment.tables, results, folder)
+        figures = write_figures(experiment.figures, results, folder)
+        return write_page(experiment, results, tables, figures, folder)
+    except OSError as error:
+        raise RecipeError(f"--out {error.filename or folder}: {error.strerror}") from error
 
 
 class _Bars:

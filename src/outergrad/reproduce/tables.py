@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outergrad._whole_files import write_whole
 from outergrad.recipes.errors import RecipeError
 from outergrad.report._load import require
 from outergrad.reproduce.frames import Result, finals, last_ranks, over_seeds, per_site, varied
@@ -89,9 +90,9 @@ def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -
     frame = chosen(frame, where)
     _require_alike(wanted, frame, rows + columns, values)
     long = concat([_outcomes(frame, rows + columns, value) for value in values])
-    long.to_csv(folder / f"{wanted['name']}.csv", index=False)
+    write_whole(folder / f"{wanted['name']}.csv", long.to_csv(index=False))
     table = _pivot(wanted, frame, rows, columns, values)
-    (folder / f"{table.name}.md").write_text(table.markdown, encoding="utf-8")
+    write_whole(folder / f"{table.name}.md", table.markdown)
     return table
 
 

@@ -2,12 +2,13 @@
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+
+from outergrad._whole_files import whole_file
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -59,11 +60,5 @@ def _read(path: Path, key: str) -> Arrays | None:
 def _write(path: Path, arrays: Arrays) -> None:
     """Writes a file that appears under its name when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with whole_file(path) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]

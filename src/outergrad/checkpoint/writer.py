@@ -1,0 +1,117 @@
+"""One checkpoint is written by all sites, or by none."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import index
+from pathlib import Path
+
+from outergrad._protocols import Comm
+from outergrad._types import ExchangeError, StateDict
+from outergrad.checkpoint import claims
+from outergrad.checkpoint import folder as files
+from outergrad.checkpoint.folder import Save
+from outergrad.checkpoint.talk import gathered
+from outergrad.checkpoint.tree import digests, tensors, without
+from outergrad.comm.agree import agree
+
+_TOGETHER = "call it on every site, after the same step"
+
+
+class Writer:
+    """Writes what the sites have, what is alike in a shared folder once.
+
+    Args:
+        comm: the transport.
+        folder: of this site.
+        number: of this site.
+        firsts: of every site the first one in its folder.
+    """
+
+    def __init__(self, comm: Comm, folder: Path, number: int, firsts: Sequence[int]) -> None:
+        self._comm, self._folder, self._number = comm, folder, number
+        self._firsts = firsts
+        self._proven = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this site does what is to be done once in a folder."""
+        return self._firsts[self._comm.rank] == self._comm.rank
+
+    def write(self, step: int, state_of: Callable[[], StateDict]) -> Save:
+        """Writes a checkpoint; an error leaves nothing of it.
+
+        Args:
+            step: that is done.
+            state_of: of this site.
+
+        Raises:
+            ValueError: on all sites: they are not at the same step, or another could not write.
+            Exception: what this site could not do.
+        """
+        state, error = {}, None
+        try:
+            step, state = _checked(step), state_of()
+        except Exception as raised:  # all sites must hear of it
+            error = raised
+        agree(self._comm, [f"step: {step}"], error, _TOGETHER)
+        save, alike = self._settled(step, state)
+        try:
+            self._write(save, state, alike)
+        except Exception as raised:
+            error = raised
+        self._end(save, error)
+        return save
+
+    def _settled(self, step: int, state: StateDict) -> tuple[Save, set[str]]:
+        """The name of a checkpoint, and the tensors that all have alike who share this folder."""
+        alone = len({*self._firsts}) == self._comm.world_size
+        mine = {} if alone else digests(state)
+        told = gathered(self._comm, [secrets.token_hex(3), list(mine)])
+        sites = self._comm.world_size
+        named = claims.understood(told, lambda _, one: Save(step, sites, one[0]), "a checkpoint")
+        known = claims.understood(told, lambda r, one: {*claims.numbers(r, one[1])}, "its tensors")
+        here = [known[rank] for rank in self._neighbours]
+        return named[0], {mine[d] for d in set.intersection(*here)} if here[1:] else set()
+
+    @property
+    def _neighbours(self) -> list[int]:
+        """The sites that share this one's folder, itself among them."""
+        first = self._firsts[self._comm.rank]
+        return [rank for rank, other in enumerate(self._firsts) if other == first]
+
+    def _write(self, save: Save, state: StateDict, alike: set[str]) -> None:
+        files.begin(self._folder, save)
+        first = self._firsts[self._comm.rank] if alike else None
+        if alike and self.first:
+            shared = {place: t for place, t in tensors(state) if place in alike}
+            files.write(files.shared_file(self._folder, save, self._comm.rank), shared)
+        path = files.site_file(self._folder, save, self._number)
+        files.write(path, {"shared": first, "state": without(state, alike)})
+        if not self._proven:
+            files.read(path)  # before hours depend on it
+            self._proven = True
+
+    def _end(self, save: Save, error: Exception | None) -> None:
+        try:
+            agree(self._comm, [f"saved: {save}"], error, _TOGETHER)
+        except ExchangeError:
+            raise  # a site is lost, and what it wrote may make the checkpoint whole
+        except Exception:
+            files.take_back(self._folder, save, self._number, self._comm.rank)
+            raise
+        self.finish(save)
+
+    def finish(self, save: Save) -> None:
+        """All sites have written theirs; a mark that stays does no harm."""
+        if self.first:
+            with suppress(OSError):
+                files.finish(self._folder, save)
+
+
+def _checked(step: int) -> int:
+    if index(step) < 0:
+        raise ValueError(f"Checkpoints: step={step}; use 0 or more")
+    return index(step)
