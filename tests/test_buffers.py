@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import Boom
+from outergrad.comm.wire import Preamble
 from ranks import run_on_lasting_groups, run_ranks
 
 SITES = 3
@@ -131,7 +132,7 @@ def test_bytes_are_those_of_what_is_written():
             session.detach()
         return sent
 
-    written, flags = STATISTICS + 2 * COUNTER, 4
+    written, start = STATISTICS + 2 * COUNTER, Preamble.nbytes(4, 0)
     for rank, sent in enumerate(run_on_lasting_groups(SITES, body)):
         usual = sent["local"][1]
         assert {kind: evaluated for kind, (_, evaluated) in sent.items()} == dict.fromkeys(
@@ -139,9 +140,9 @@ def test_bytes_are_those_of_what_is_written():
         )
         others = SITES - 1
         assert sent["local"][0] == usual
-        expected = written + flags if rank == 0 else 1
+        expected = start + written * (rank == 0)
         assert sent["broadcast"][0] == usual + others * expected
-        expected = written + flags if rank == 0 else STATISTICS + 2
+        expected = start + (written if rank == 0 else STATISTICS)
         assert sent["mean"][0] == usual + others * expected
 
 

@@ -14,7 +14,7 @@ from outergrad._model import Model
 from outergrad._protocols import Comm
 from outergrad._tapped_layer import TappedLayer
 from outergrad._types import Slot
-from outergrad.comm.header import BlockUse, Header, Join, Use
+from outergrad.comm.header import MOST_ROWS, BlockUse, Header, Join, Use
 
 
 class Loop(NamedTuple):
@@ -95,7 +95,7 @@ class Announcer:
     def _block_use(self, block: Block, formed: set[str]) -> BlockUse:
         nbytes, untapped = self._blocks.announce(block).nbytes, self._blocks[block].untapped_nbytes
         suffices = untapped == 0 and formed.isdisjoint(block.params)
-        return BlockUse(nbytes + _rounded_up(untapped), suffices)
+        return BlockUse(min(nbytes + _rounded_up(untapped), MOST_ROWS - 1), suffices)
 
     def _use(self, slot: Slot, formed: set[str], earlier: Earlier) -> Use:
         layer, k = self._place[slot]

@@ -89,7 +89,7 @@ class Result:
     Attributes:
         means: of what the sites had in `param.grad`, which they replace.
         additions: mean gradients from factors, to be added to what is in `param.grad`.
-        digest: of sums that are the same on every site, if it has any.
+        digest: of sums and messages that are the same on every site.
         state: the worst state that a site sent; if not GOOD, the rest means nothing.
         mixed: parameters that on some site also have a gradient outside their factors.
     """
@@ -98,7 +98,7 @@ class Result:
     additions: Mapping[str, Tensor] = field(default_factory=dict)
     state: State = State.GOOD
     mixed: list[str] = field(default_factory=list)
-    digest: Tensor | None = None
+    digest: Tensor | int | None = None
 
 
 class Pending(Protocol):

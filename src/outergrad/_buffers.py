@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from outergrad._bucket import Sender
 from outergrad._protocols import Work
+from outergrad.comm.checksum import combined
 from outergrad.comm.header import Header, Join
+from outergrad.comm.wire import BUFFERS, Preamble
 
 Kind = Literal["broadcast", "mean", "local"]
 KINDS: tuple[Kind, ...] = ("broadcast", "mean", "local")
@@ -32,6 +34,7 @@ _Seen = tuple[Tensor | None, int]
 class _Place:
     """Where a buffer is registered, and what it was when the sites agreed on it."""
 
+    name: str
     module: nn.Module
     key: str
     shape: torch.Size
@@ -76,6 +79,11 @@ class SharedBuffers:
         """All that are as they were, in the order of the model."""
         return [t for place in self._places if (t := place.tensor) is not None]
 
+    @property
+    def names(self) -> list[str]:
+        """Of all, in the order of the model."""
+        return [place.name for place in self._places]
+
     def note(self) -> None:
         """What is there now is the same on all sites."""
         self._seen = [(place.tensor, _version(place.tensor)) for place in self._places]
@@ -103,7 +111,7 @@ class BufferMessage:
     """Buffers under way.
 
     One site's, the lowest that has a batch, go to all; by "mean" each other site that has one
-    sends its floating ones, too. Before them stands a byte for each: whether it is there.
+    sends its floating ones, too. A preamble says of each whether it is there.
     """
 
     def __init__(self, buffers: SharedBuffers, places: Sequence[_Place], sender: Sender) -> None:
@@ -116,14 +124,24 @@ class BufferMessage:
         self._taken = [p for p in places if p not in self._means]
         self._work: Work | None = None
         self._messages: Sequence[Tensor] = ()
+        self._preambles: list[Preamble] = []
+        self.first = places[0].name if places else ""
+        """The name of one of them."""
         if places:
             sizes = [self._nbytes(header) for header in self._headers]
             self._work = sender.comm.all_gather(self._packed(sizes[self._rank]), sizes)
 
-    def receive(self) -> None:
-        """Waits for those of all sites."""
+    def receive(self) -> int:
+        """Waits for those of all sites; a digest of them.
+
+        Raises:
+            RefusedError: a message is not as it was sent.
+        """
         if self._work is not None:
             self._messages = self._work.wait()
+            pairs = zip(self._messages, self._headers, strict=True)
+            self._preambles = [self._read(*pair) for pair in pairs]
+        return combined(preamble.total for preamble in self._preambles)
 
     def finish(self, *, write: bool) -> None:
         """Writes what came unless the step is void."""
@@ -139,20 +157,30 @@ class BufferMessage:
         return [*means, *(self._taken if site.rank == self._source else [])]
 
     def _nbytes(self, site: Header) -> int:
-        return sum(1 + place.nbytes for place in self._sent_by(site)) or 1
+        places = self._sent_by(site)
+        return Preamble.nbytes(len(places), 0) + sum(place.nbytes for place in places)
+
+    def _preamble(self, site: Header, there: Sequence[bool]) -> Preamble:
+        own = (site.fingerprint, site.step, BUFFERS, site.rank)
+        return Preamble(*own, self._sender.state, tuple(there))
 
     def _packed(self, nbytes: int) -> Tensor:
-        device, places = self._sender.comm.device, self._sent_by(self._headers[self._rank])
+        header = self._headers[self._rank]
+        device, places = self._sender.comm.device, self._sent_by(header)
         message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        for k, (place, part) in enumerate(zip(places, _parts(message, places), strict=True)):
+        for place, part in zip(places, _parts(message, places), strict=True):
             if (t := place.tensor) is not None:
-                message[k] = 1
                 part.copy_(t.detach().contiguous().view(-1).view(torch.uint8))
+        self._preamble(header, [place.tensor is not None for place in places]).write(message)
         return message
 
+    def _read(self, message: Tensor, site: Header) -> Preamble:
+        expected = self._preamble(site, [False] * len(self._sent_by(site)))
+        return Preamble.read(message, expected, site.rank)
+
     def _write(self, messages: Sequence[Tensor]) -> None:
-        pairs = zip(messages, self._headers, strict=True)
-        found = [_read(message, self._sent_by(site)) for message, site in pairs]
+        triples = zip(messages, self._headers, self._preambles, strict=True)
+        found = [_read(message, self._sent_by(site), p.flags) for message, site, p in triples]
         for place in self._taken:
             _put(place, found[self._source].get(place))
         for place in self._means:
@@ -174,7 +202,7 @@ def _places(model: nn.Module, local: Collection[str]) -> Iterator[_Place]:
     for name, t in model.named_buffers():
         prefix, _, key = name.rpartition(".")
         if name not in local and t.numel():
-            yield _Place(modules[prefix], key, t.shape, t.dtype)
+            yield _Place(name, modules[prefix], key, t.shape, t.dtype)
 
 
 def _statistics(places: Sequence[_Place]) -> dict[int, int | None]:
@@ -194,14 +222,13 @@ def _version(t: Tensor | None) -> int:
 
 
 def _parts(message: Tensor, places: Sequence[_Place]) -> Sequence[Tensor]:
-    """The bytes of each, behind those that say whether they are there."""
+    """The bytes of each, behind the preamble."""
     sizes = [place.nbytes for place in places]
-    return message[len(places) : len(places) + sum(sizes)].split(sizes)
+    return message[Preamble.nbytes(len(places), 0) :].split(sizes) if places else []
 
 
-def _read(message: Tensor, places: Sequence[_Place]) -> dict[_Place, Tensor]:
-    there = message[: len(places)].tolist() if places else []
-    parts = zip(places, there, _parts(message, places), strict=True) if places else ()
+def _read(message: Tensor, places: Sequence[_Place], there: Sequence[bool]) -> dict[_Place, Tensor]:
+    parts = zip(places, there, _parts(message, places), strict=True)
     return {
         place: part.clone().view(place.dtype).view(place.shape)  # a copy is aligned for any dtype
         for place, is_there, part in parts

@@ -18,7 +18,7 @@ from outergrad._protocols import Comm, Work
 from outergrad._types import ExchangeError
 from outergrad.comm.checksum import combined
 from outergrad.comm.header import Header
-from outergrad.comm.vote import NOTHING, WORDS, Verdict, Vote
+from outergrad.comm.vote import NOTHING, WORDS, Subjects, Verdict, Vote
 from outergrad.comm.wire import State
 
 _LANE = 2
@@ -45,12 +45,16 @@ class Decision:
     """What came of a vote; the same on every site.
 
     Attributes:
-        verdict: the worst one; REFUSED, too, if the sites received different sums.
+        verdict: the worst one; REFUSED, too, if what the sites received contradicts itself.
         vote: of the first site that said so.
+        apart: sites that received something else than most; all of them if no two of three agree.
+        contradicted: whether a site's messages said that it failed, and its vote did not.
     """
 
     verdict: Verdict
     vote: Vote
+    apart: tuple[int, ...] = ()
+    contradicted: bool = False
 
     @staticmethod
     def all_good(header: Header) -> Decision:
@@ -62,26 +66,39 @@ class Decision:
         """Whether the step counts."""
         return self.verdict == Verdict.GOOD
 
-    def error(self, params: Sequence[str]) -> StepDiscardedError:
+    @property
+    def sites(self) -> tuple[int, ...]:
+        """Where what was decided arose, as far as the votes tell."""
+        if self.apart or self.contradicted:
+            return self.apart
+        return (self.vote.rank if self.vote.site == NOTHING else self.vote.site,)
+
+    def error(self, subjects: Subjects) -> StepDiscardedError:
         """Why it does not, of one that can be gone on from.
 
         Args:
-            params: names, in the order in which votes count them.
+            subjects: what votes can be about.
         """
-        vote = self.vote
-        about = "" if vote.param == NOTHING else f" with the gradient of {params[vote.param]!r}"
-        if self.verdict == Verdict.FAILED:
-            why = f"the backward of site {vote.rank} raised in step {vote.step}"
-        elif vote.site == NOTHING:
-            why = f"site {vote.rank} received other sums than the others in step {vote.step}"
-        else:
-            why = (
-                f"site {vote.rank} refused a message of site {vote.site}{about} in step "
-                f"{vote.step}: it is not what should have been sent"
-            )
         return StepDiscardedError(
-            f"{why}: it was not applied on any site; call optimizer.zero_grad() and go on with the "
-            f"next"
+            f"{self._why(subjects)}: it was not applied on any site; call optimizer.zero_grad() "
+            f"and go on with the next"
+        )
+
+    def _why(self, subjects: Subjects) -> str:
+        vote = self.vote
+        if self.verdict == Verdict.FAILED:
+            return f"the backward of site {vote.rank} raised in step {vote.step}"
+        if self.contradicted:
+            return f"a site said that it failed in step {vote.step}, and voted for it"
+        if len(self.apart) > 1:
+            sites = ", ".join(map(str, self.apart))
+            return f"the sites {sites} received different messages or sums in step {vote.step}"
+        if self.apart:
+            what = "received other messages or sums than the others in step"
+            return f"site {vote.rank} {what} {vote.step}"
+        return (
+            f"site {vote.rank} refused a message of site {vote.site}{subjects.words(vote.param)} "
+            f"in step {vote.step}: it is not what should have been sent"
         )
 
 
@@ -91,13 +108,14 @@ class Ballot:
     Args:
         comm: the transport.
         header: this site's of the step.
-        params: names, in the order in which votes count them.
+        subjects: what it can be about.
     """
 
-    def __init__(self, comm: Comm, header: Header, params: Sequence[str]) -> None:
-        self._comm, self._params = comm, params
+    def __init__(self, comm: Comm, header: Header, subjects: Subjects) -> None:
+        self._comm, self._subjects = comm, subjects
         self._vote = Vote(header.fingerprint, header.step, header.rank)
-        self._sums: list[Tensor] = []
+        self._sums: list[Tensor | int] = []
+        self._heard = State.GOOD
         self._work: Work | None = None
         self._is_cast = False
 
@@ -105,14 +123,18 @@ class Ballot:
         """Gets ready for the others' votes; only of a step that all sites go through to its end."""
         self._comm.expect([WORDS] * self._comm.world_size, torch.int64, lane=_LANE)
 
-    def note_sum(self, digest: Tensor) -> None:
-        """A digest of a sum that this site received."""
+    def note_sum(self, digest: Tensor | int) -> None:
+        """A digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
 
-    def refuse(self, site: int, param: str) -> None:
-        """A message of a site, which carried this parameter, was not as it had been sent."""
+    def hear(self, state: State) -> None:
+        """The worst state that messages of this step told of."""
+        self._heard = state
+
+    def refuse(self, site: int, name: str) -> None:
+        """A message of a site, which carried this, was not as it had been sent."""
         self._vote = replace(
-            self._vote, verdict=Verdict.REFUSED, param=self._index(param), site=site
+            self._vote, verdict=Verdict.REFUSED, param=self._index(name), site=site
         )
 
     def cast(self, state: State, param: str | None = None) -> None:
@@ -136,7 +158,7 @@ class Ballot:
             raise ExchangeError("this site stood still for longer than the others wait")
 
     def _digest(self) -> int:
-        return combined(int(part.item()) for part in self._sums)
+        return combined(int(part) for part in self._sums)
 
     @property
     def is_good(self) -> bool:
@@ -146,19 +168,22 @@ class Ballot:
     def count(self) -> Decision:
         """Waits for all votes."""
         assert self._work is not None
-        parts = self._work.wait()
-        votes = [Vote.parse(part.tolist(), self._vote, rank) for rank, part in enumerate(parts)]
+        parts, counts = self._work.wait(), (len(self._subjects.names), self._comm.world_size)
+        pairs = enumerate(parts)
+        votes = [Vote.parse(part.tolist(), self._vote, rank, *counts) for rank, part in pairs]
         worst = max(votes, key=lambda vote: vote.verdict)  # the first of these
-        odd = _odd(votes)
-        if worst.verdict == Verdict.GOOD and odd is not None:
-            return Decision(Verdict.REFUSED, odd)
+        apart, contradicted = _apart(votes), self._heard != State.GOOD
+        if worst.verdict == Verdict.GOOD and (apart or contradicted):
+            first = votes[apart[0] if apart else 0]
+            return Decision(Verdict.REFUSED, first, apart, contradicted and not apart)
         return Decision(worst.verdict, worst)
 
-    def _index(self, param: str) -> int:
-        return list(self._params).index(param)
+    def _index(self, name: str) -> int:
+        return self._subjects.names.index(name)
 
 
-def _odd(votes: Sequence[Vote]) -> Vote | None:
-    """The first whose digest is not that of most."""
-    usual = Counter(vote.digest for vote in votes).most_common(1)[0][0]
-    return next((vote for vote in votes if vote.digest != usual), None)
+def _apart(votes: Sequence[Vote]) -> tuple[int, ...]:
+    """The sites whose digest is not that of more than half; all, if there is none such."""
+    usual, count = Counter(vote.digest for vote in votes).most_common(1)[0]
+    most = 2 * count > len(votes)
+    return tuple(vote.rank for vote in votes if not (most and vote.digest == usual))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender
 from outergrad._layout import Layout
-from outergrad._message import Cargo, book_received, read_all, sums_of_riders
+from outergrad._message import Cargo, book_received, digest_of, factors_of, read_all, sums_of_riders
 from outergrad._protocols import Work
 from outergrad._types import Factors
 from outergrad.comm.wire import Preamble, State
@@ -97,10 +97,9 @@ class _FactorPending:
         messages, cargo = self._work.wait(), self._bucket.cargo
         preambles, state = read_all(messages, self._expected)
         if state != State.GOOD:
-            return Result(state=state)
+            return Result(state=state, digest=digest_of(preambles))
         cargo.agree(preambles)
-        pairs = list(zip(self._layouts, messages, strict=True))
-        parts_SK = [layout.factors(message) for layout, message in pairs]
+        parts_SK = factors_of(self._layouts, messages, self._sender.comm.rank)
         params, reading = self._sender.params, self._sender.reading
         if reading is not None:
             for slot, parts_S in zip(cargo.slots, zip(*parts_SK, strict=True), strict=True):
@@ -109,7 +108,8 @@ class _FactorPending:
         additions.update(self._computed_again(messages))
         means = self._bucket.gradients(parts_SK, params, tapped=False)
         means.update(sums_of_riders(self._layouts, messages))
-        return Result(means, additions, state, cargo.mixed(preambles))
+        mixed = cargo.mixed(preambles)
+        return Result(means, additions, state, mixed, digest_of(preambles))
 
     def _computed_again(self, messages: Sequence[Tensor]) -> dict[str, Tensor]:
         """The mean gradients of blocks, which every site computes for all sites."""

@@ -18,10 +18,12 @@ from outergrad._class_swap import ClassSwap
 from outergrad._protocols import Comm
 from outergrad._tap import DeltaTap, will_run
 from outergrad.comm.agree import fingerprint
-from outergrad.comm.wire import State
+from outergrad.comm.checksum import combined
+from outergrad.comm.header import Header
+from outergrad.comm.wire import DELTAS, Preamble, State
 from outergrad.replay.structure import flattened, rebuilt
 
-_STATE_BYTES = 16
+_START = Preamble.nbytes(0, 0)
 _LANE = 1
 """Apart from the messages of the step: a site that failed cannot know what came between them."""
 
@@ -40,12 +42,16 @@ class JointParts:
     Args:
         parts: modules that are each site's own, by full name.
         on_delta: is given a point and this site's delta, and returns the mean.
+
+    Attributes:
+        params: of the parts.
     """
 
     def __init__(
         self, parts: dict[str, nn.Module], on_delta: Callable[[Point, Tensor], Tensor]
     ) -> None:
         self._on_delta, self._points = on_delta, list[Point]()
+        self.params = [p for module in parts.values() for p in module.parameters()]
         self._swaps = [self._joined(name, module) for name, module in parts.items()]
 
     def remove(self) -> None:
@@ -93,10 +99,30 @@ class JointStep:
     Args:
         points: of this backward.
         comm: the transport.
+        header: this site's of the step; needed where there are points.
+        params: whose gradients come of the averages.
     """
 
-    def __init__(self, points: Sequence[Point], comm: Comm) -> None:
+    def __init__(
+        self,
+        points: Sequence[Point],
+        comm: Comm,
+        header: Header | None = None,
+        params: Sequence[nn.Parameter] = (),
+    ) -> None:
         self._waiting, self._comm = list(points), comm
+        self._header, self._params = header, params
+        self._digests: list[int] = []
+
+    @property
+    def digest(self) -> int:
+        """Of all messages so far: where it differs, a site sent different ones."""
+        return combined(self._digests)
+
+    def clear(self) -> None:
+        """The step does not count: what came of its averages is not to be applied."""
+        for p in self._params:
+            p.grad = None
 
     def check(self, joints: Sequence[tuple[int, int]]) -> None:
         """Checks that all sites average the same deltas; none are, if they do not.
@@ -113,12 +139,18 @@ class JointStep:
             )
 
     def mean(self, point: Point, delta: Tensor) -> Tensor:
-        """The mean over the sites; this site's own if some site has failed: the step is void."""
+        """The mean over the sites; this site's own if some site has failed: the step is void.
+
+        Raises:
+            RefusedError: a message is not as it was sent; the step is to be voted down.
+        """
         self._waiting.remove(point)
-        messages = self._exchange(point, delta, State.GOOD)
-        if any(int(message[0]) != State.GOOD for message in messages):
+        messages, expected = self._exchange(point, delta, State.GOOD)
+        preambles = [Preamble.read(m, expected, rank) for rank, m in enumerate(messages)]
+        self._digests.append(combined(preamble.total for preamble in preambles))
+        if any(preamble.state != State.GOOD for preamble in preambles):
             return delta
-        parts = [m[_STATE_BYTES:].view(delta.dtype).view(delta.shape) for m in messages]
+        parts = [m[_START:].view(delta.dtype).view(delta.shape) for m in messages]
         return sum(parts[1:], parts[0]) / len(parts)
 
     def give_up(self) -> None:
@@ -130,14 +162,20 @@ class JointStep:
         while self._waiting:
             self._exchange(self._waiting.pop(), None, State.FAILED)
 
-    def _exchange(self, point: Point, delta: Tensor | None, state: State) -> list[Tensor]:
-        nbytes = _STATE_BYTES + point.shape.numel() * point.dtype.itemsize
+    def _exchange(
+        self, point: Point, delta: Tensor | None, state: State
+    ) -> tuple[list[Tensor], Preamble]:
+        """The messages of all sites, and how they should begin."""
+        assert self._header is not None
+        nbytes = _START + point.shape.numel() * point.dtype.itemsize
         message = torch.zeros(nbytes, dtype=torch.uint8, device=self._comm.device)
-        message[0] = int(state)
         if delta is not None:
-            message[_STATE_BYTES:].view(point.dtype).copy_(delta.reshape(-1))
+            message[_START:].view(point.dtype).copy_(delta.reshape(-1))
+        own, place = self._header, DELTAS + len(self._waiting)
+        preamble = Preamble(own.fingerprint, own.step, place, own.rank, state, ())
+        preamble.write(message)
         sizes = [nbytes] * self._comm.world_size
-        return self._comm.all_gather(message, sizes, lane=_LANE).wait()
+        return self._comm.all_gather(message, sizes, lane=_LANE).wait(), preamble
 
 
 def joint_parts(model: nn.Module, local: Sequence[str]) -> dict[str, nn.Module]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outergrad._coding import aligned
 from outergrad._rows import Rows
-from outergrad._types import Factors
+from outergrad._types import Factors, Slot
 from outergrad.comm.wire import Piece
 
 
@@ -92,13 +92,28 @@ class Layout:
         return [Rows(fields, written) if fields else None for fields, written in pairs]
 
     def factors(self, message: Tensor) -> list[Factors | None]:
-        """What the rows hold: views of it where they are not encoded; None where there are none."""
-        return [None if rows is None else rows.read() for rows in self.rows(message)]
+        """What the rows hold: views of it where they are not encoded; None where there are none.
+
+        Raises:
+            ValueError: they hold ids that no row of their table has.
+        """
+        found = [None if rows is None else rows.read() for rows in self.rows(message)]
+        for piece, factors in zip(self.pieces, found, strict=True):
+            if factors is not None and piece.slot.lookup:
+                _check_ids(piece.slot, factors.a_GRI)
+        return found
 
     def blobs(self, message: Tensor) -> list[Tensor | None]:
         """Views of what is no rows; None where there is nothing."""
         views = (spot.view(message) for spot in self._blobs)
         return [view if len(view) else None for view in views]
+
+
+def _check_ids(slot: Slot, ids_R: Tensor) -> None:
+    lowest, highest = (int(t) for t in ids_R.aminmax())
+    if lowest < 0 or highest >= slot.inputs:
+        outside = lowest if lowest < 0 else highest
+        raise ValueError(f"{slot.weight!r} has {slot.inputs} rows, and none of id {outside}")
 
 
 class _Spot(NamedTuple):

@@ -205,11 +205,11 @@ class Listener:
             return LocalStep(task, model, turn.used, self._blocks, None)
         waiting = (self._unshared | turn.released) & model.params.keys()
         announced = turn.used | turn.earlier.params
-        points = self._joint.points() if self._joint else []
+        points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
         agreed = turn.earlier, described(points) if self._joint else None
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
         header = announcer.header(self._stats.step, announced, waiting, *agreed, loop)
-        parts = turn.earlier, self._blocks, JointStep(points, self._comm)
+        parts = turn.earlier, self._blocks, JointStep(points, self._comm, header, trained)
         reading = self._reporter.reading(self._stats.step)
         own = (model, planner, self._comm, header, turn.used, *parts, reading, self._buffers)
         step = SharedStep(task, *own, skips_bad=self._mishaps.skips_bad)
@@ -243,7 +243,7 @@ class Listener:
     def _take_note(self, step: _Step) -> None:
         """Of what all sites decided."""
         if isinstance(step, SharedStep) and step.decision is not None:
-            self._mishaps.decided(step.decision, list(step.params))
+            self._mishaps.decided(step.decision, step.subjects.names)
 
     def _close(self, step: _Step) -> None:
         self._step, turn, self._turn = None, self._turn, None

@@ -12,7 +12,8 @@ from outergrad._blocks import Block
 from outergrad._bucket import Carried, Load, Sender, copy_scaled
 from outergrad._layout import Layout
 from outergrad._protocols import Exchange
-from outergrad._types import Factors, Part, Slot, tensors_of
+from outergrad._types import Factors, Part, RefusedError, Slot, tensors_of
+from outergrad.comm.checksum import combined
 from outergrad.comm.header import Header
 from outergrad.comm.wire import Piece, Preamble, State
 from outergrad.record.gauge import Reading
@@ -159,6 +160,38 @@ def read_all(messages: Sequence[Tensor], expected: Preamble) -> tuple[list[Pream
     """The preambles of all sites, checked, and the worst of their states."""
     preambles = [Preamble.read(m, expected, rank) for rank, m in enumerate(messages)]
     return preambles, max(preamble.state for preamble in preambles)
+
+
+def digest_of(preambles: Sequence[Preamble]) -> int:
+    """Of messages that every site sent to all: where it differs, one sent different ones."""
+    return combined(preamble.total for preamble in preambles)
+
+
+def factors_of(
+    layouts: Sequence[Layout], messages: Sequence[Tensor], rank: int
+) -> list[list[Factors | None]]:
+    """What the rows of every site's message hold.
+
+    Args:
+        layouts: of the messages.
+        messages: of every site.
+        rank: this site: what it cannot read of itself is its own error.
+
+    Raises:
+        RefusedError: those of another site cannot be read.
+    """
+    pairs = enumerate(zip(layouts, messages, strict=True))
+    return [_factors_of(site, *pair, own=site == rank) for site, pair in pairs]
+
+
+def _factors_of(site: int, layout: Layout, message: Tensor, *, own: bool) -> list[Factors | None]:
+    try:
+        return layout.factors(message)
+    except Exception as error:  # codecs may be the user's, and raise what they like
+        if own:
+            raise
+        what = f"a message of site {site} cannot be read: {error}"
+        raise RefusedError(what, site) from error
 
 
 def sums_of_riders(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dict[str, Tensor]:

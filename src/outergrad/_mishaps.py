@@ -70,8 +70,7 @@ class Mishaps:
         vote = decision.vote
         layer = "" if vote.param == NOTHING else names[vote.param]
         if decision.verdict in _WHAT:
-            site = vote.rank if vote.site == NOTHING else vote.site
-            self._record(vote.step, _WHAT[decision.verdict], (site,), layer)
+            self._record(vote.step, _WHAT[decision.verdict], decision.sites, layer)
         if decision.verdict == Verdict.BAD:
             self._skip(vote, layer)
 

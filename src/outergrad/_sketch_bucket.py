@@ -154,7 +154,7 @@ class _SketchPending:
     def wait(self) -> Result:
         """From the sums of the second sketches to the gradients."""
         if self._state != State.GOOD:
-            return Result(state=self._state)
+            return Result(state=self._state, digest=self._digest)
         assert self._second is not None
         sender, bucket = self._sender, self._bucket
         second = self._second.wait()

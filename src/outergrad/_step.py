@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
@@ -23,12 +23,12 @@ from outergrad._plan import Planner
 from outergrad._protocols import Comm
 from outergrad._types import ExchangeError, Factors, RefusedError, Slot, Unit
 from outergrad._writing import Writer
-from outergrad.comm.header import Header
-from outergrad.comm.vote import Verdict
+from outergrad.comm.header import Header, digest
+from outergrad.comm.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.comm.wire import State
 from outergrad.linalg.gradients import scaled
 from outergrad.record.gauge import Reading
-from outergrad.record.stats import Stats
+from outergrad.record.stats import Since, Stats
 
 
 class SharedStep:
@@ -62,7 +62,7 @@ class SharedStep:
         self._shared_buffers = buffers or SharedBuffers()
         self._sent_buffers: BufferMessage | None = None
         self._wait_s = 0.0
-        self._sent_before, self._received_before = comm.sent_bytes, comm.received_bytes
+        self._since = Since(comm)
         self.choice: Choice | None = None
         self.decision: Decision | None = None
         self._error: Exception | None = None
@@ -81,7 +81,9 @@ class SharedStep:
         own = (comm, model.params, header, index, rows, set[str](), blocks)
         self.sender = Sender(*own, reading=reading, skips_bad=skips_bad)
         self._writer = Writer(model, planner, self.sender)
-        self._ballot = Ballot(comm, header, list(model.params))
+        self.subjects = Subjects(list(model.params), self._shared_buffers.names)
+        """What votes on it can be about."""
+        self._ballot = Ballot(comm, header, self.subjects)
         foreseen = planner.foresight.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
@@ -95,11 +97,6 @@ class SharedStep:
         words = self._comm.control(header.words())
         self.sender.header = header
         self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
-
-    @property
-    def params(self) -> Mapping[str, nn.Parameter]:
-        """What it shares, in the order in which votes count them."""
-        return self._model.params
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -118,10 +115,14 @@ class SharedStep:
         """The mean over the sites of a delta below a shared part."""
         if self.choice is None:
             self._adopt()
-        began = time.perf_counter()
-        mean = self._joint.mean(point, scaled(delta, self.sender.scale))
-        self._wait_s += time.perf_counter() - began
-        return mean
+        began, own = time.perf_counter(), scaled(delta, self.sender.scale)
+        try:
+            return self._joint.mean(point, own)
+        except RefusedError as error:
+            self._ballot.refuse(error.site, MEAN_DELTAS)
+            return own  # backward goes on to the vote, with what nobody will apply
+        finally:
+            self._wait_s += time.perf_counter() - began
 
     def on_gradient(self, name: str) -> None:
         """Notes that autograd has a gradient, besides what taps captured."""
@@ -156,6 +157,7 @@ class SharedStep:
         self._wait_s += time.perf_counter() - began
         ours = self.sender.header
         headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
+        self._ballot.note_sum(digest(words))
         self._plan(headers)
         self._joint.check([header.joint for header in headers])
         self._planner.foresight.exchanged(headers)
@@ -206,7 +208,7 @@ class SharedStep:
         if self._error is not None:
             raise self._error
         if decision.verdict in (Verdict.REFUSED, Verdict.FAILED):
-            raise decision.error(list(self._model.params))
+            raise decision.error(self.subjects)
 
     def settle(self, decision: Decision) -> None:
         """The step is over; where it does not count, there are no gradients that could be applied.
@@ -219,6 +221,7 @@ class SharedStep:
         self._planner.settle(applied=decision.good)
         self._calls.release()
         if not decision.good:
+            self._joint.clear()
             for name in self.sender.used:
                 self._model.params[name].grad = None
 
@@ -228,16 +231,8 @@ class SharedStep:
         Args:
             step: synchronised steps so far, this one too.
         """
-        return Stats(
-            step=step,
-            sent_bytes=self._comm.sent_bytes - self._sent_before,
-            received_bytes=self._comm.received_bytes - self._received_before,
-            total_sent_bytes=self._comm.sent_bytes,
-            compress_s=self.sender.compress_s,
-            replay_s=self.sender.replay_s,
-            wait_s=self._wait_s,
-            layers=self.sender.layers,
-        )
+        seconds = {"compress_s": self.sender.compress_s, "replay_s": self.sender.replay_s}
+        return self._since.stats(step, **seconds, wait_s=self._wait_s, layers=self.sender.layers)
 
     def abandon(self) -> None:
         """Ends a step whose backward raised on this site, together with the other sites.
@@ -263,7 +258,8 @@ class SharedStep:
         self._start_second_rounds()
         last = self._receive()
         self.place = "the buffers"
-        self._sent_buffers.receive()
+        self._receive_buffers(self._sent_buffers)
+        self._ballot.note_sum(self._joint.digest)
         try:
             self._ballot.cast(self.sender.state, self.sender.bad)
         finally:  # another site may have heard the vote, and count the step
@@ -295,6 +291,7 @@ class SharedStep:
             if last is not None and state == State.GOOD:
                 self._writer.write(*last)
             state, last = max(state, result.state), (bucket, result)
+        self._ballot.hear(state)
         if state != State.GOOD:
             return None
         if last is not None and self._writer.mixes(last[1]):
@@ -324,6 +321,12 @@ class SharedStep:
         if result.digest is not None:
             self._ballot.note_sum(result.digest)
         return result
+
+    def _receive_buffers(self, buffers: BufferMessage) -> None:
+        try:
+            self._ballot.note_sum(buffers.receive())
+        except RefusedError as error:
+            self._ballot.refuse(error.site, buffers.first)
 
     def _wait_for(self, bucket: Bucket) -> str:
         """Says that a message is what this site waits for; returns its first parameter."""
@@ -360,5 +363,5 @@ class SharedStep:
         blocks = tuple(replace(use, tapped=use.tapped and b not in settled) for b, use in members)
         self.choice, self._pending, self.sender.state = None, [], State.GOOD
         self.sender.forget()
-        self._ballot = Ballot(self._comm, header, list(self._model.params))
+        self._ballot = Ballot(self._comm, header, self.subjects)
         self._announce(replace(header, uses=uses, blocks=blocks))

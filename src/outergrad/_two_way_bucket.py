@@ -11,9 +11,18 @@ from torch import Tensor
 
 from outergrad._bucket import Pending, Result, Sender
 from outergrad._layout import Layout
-from outergrad._message import Cargo, book, book_received, read_all, sums_of_riders
+from outergrad._message import (
+    Cargo,
+    book,
+    book_received,
+    digest_of,
+    factors_of,
+    read_all,
+    sums_of_riders,
+)
 from outergrad._protocols import Merger, Work
 from outergrad._types import ExchangeError, Factors, RefusedError, Slot
+from outergrad.comm.checksum import combined
 from outergrad.comm.wire import Piece, State
 from outergrad.linalg.gradients import add_gradients
 
@@ -72,7 +81,7 @@ class _TwoWayPending:
         self._ours = [bucket.layout(pieces_SK[self._rank], owner) for owner in sites]
         self._theirs = [bucket.layout(pieces_K, self._rank) for pieces_K in pieces_SK]
         self._merged = [bucket.layout(merged_K, owner) for owner in sites]
-        self._state, self._mixed = State.GOOD, list[str]()
+        self._state, self._mixed, self._digest = State.GOOD, list[str](), 0
         self._second: Work | None = None
         self._first = self._send()
 
@@ -107,6 +116,7 @@ class _TwoWayPending:
             preambles, self._state = read_all(messages, self._expected)
         except RefusedError as error:
             raise ExchangeError(str(error)) from error
+        self._digest = combined(preamble.said for preamble in preambles)
         if self._state != State.GOOD:
             return  # on all sites alike
         cargo.agree(preambles)
@@ -122,12 +132,11 @@ class _TwoWayPending:
 
     def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
         layout, others = self._merged[self._rank], self._sender.comm.world_size - 1
-        pairs = list(zip(self._theirs, messages, strict=True))
         sums = sums_of_riders(self._theirs, messages)
         for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])
             self._sender.add(name, "dense", sent=view.nbytes * others)
-        parts_KS = zip(*(theirs.factors(message) for theirs, message in pairs), strict=True)
+        parts_KS = zip(*factors_of(self._theirs, messages, self._rank), strict=True)
         for piece, rows, parts_S in zip(layout.pieces, layout.rows(merged), parts_KS, strict=True):
             began = time.perf_counter()
             if rows is not None:
@@ -142,29 +151,31 @@ class _TwoWayPending:
     def wait(self) -> Result:
         """Takes the gradients from what every owner sent."""
         if self._state != State.GOOD:
-            return Result(state=self._state)
+            return Result(state=self._state, digest=self._digest)
         assert self._second is not None
         messages = self._second.wait()
-        _, state = read_all(messages, self._expected)
+        preambles, state = read_all(messages, self._expected)
+        digest = combined([self._digest, digest_of(preambles)])
         if state != State.GOOD:
-            return Result(state=state)
+            return Result(state=state, digest=digest)
         means: dict[str, Tensor] = {}
         additions: dict[str, Tensor] = {}
-        for layout, message in zip(self._merged, messages, strict=True):
+        parts_SK = factors_of(self._merged, messages, self._rank)
+        for layout, message, parts_K in zip(self._merged, messages, parts_SK, strict=True):
             means.update(layout.by_name(layout.flats(message)))
-            self._add_gradients(layout, message, means, additions)
-        return Result(means, additions, state, self._mixed)
+            self._add_gradients(layout, parts_K, means, additions)
+        return Result(means, additions, state, self._mixed, digest)
 
     def _add_gradients(
         self,
         layout: Layout,
-        message: Tensor,
+        parts_K: Sequence[Factors | None],
         means: dict[str, Tensor],
         additions: dict[str, Tensor],
     ) -> None:
         tapped, params = self._bucket.cargo.tapped, self._sender.params
         reading = self._sender.reading
-        for piece, factors in zip(layout.pieces, layout.factors(message), strict=True):
+        for piece, factors in zip(layout.pieces, parts_K, strict=True):
             if factors is not None:
                 if reading is not None:
                     reading.came(piece.slot, [factors], 1.0)

@@ -138,8 +138,18 @@ class TopK:
         return [rows.gather(-1, places), places]
 
     def decode(self, written: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """In the dtype of the values."""
+        """In the dtype of the values.
+
+        Raises:
+            ValueError: a place is outside of its row.
+        """
         values, places = written
+        if places.numel():
+            lowest, highest = (int(t) for t in places.aminmax())
+            if lowest < 0 or highest >= shape[-1]:
+                raise ValueError(
+                    f"TopK: a place {lowest if lowest < 0 else highest} in a row of {shape[-1]}"
+                )
         return values.new_zeros(shape).scatter_(-1, places.long(), values)
 
     def _count(self, width: int) -> int:

@@ -28,6 +28,8 @@ BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(s)) for s i
 torch.manual_seed(3)
 MODEL = nn.Sequential(mlp(6, 24, 24), nn.LayerNorm(24), nn.Linear(24, 5))
 FEW = ["dense", "dad", "rank-dad, two ways", "rank-dad, all_reduce", "edad blocks"]
+SUMS = ["dense", "powersgd, full rank"]
+"""Of two sites that have different sums, nobody can say which one is right."""
 EXACT = [name for name in TABLE if name != "rank-dad, rank 2"]
 
 
@@ -101,7 +103,8 @@ def test_a_damaged_message_is_refused_by_all_sites(faulty, name, sites):
         assert all(p.grad is None for p in model.parameters())
         own_comm().armed = False
         if caught.type is og.StepDiscardedError:
-            assert f"site {sites - 1} re" in str(caught.value)
+            two = "the sites 0, 1 received different" if name in SUMS and sites == 2 else None
+            assert (two or f"site {sites - 1} re") in str(caught.value)
             backward(model, rank, 4)
             assert_right(model, sites, 4)
             session.detach()

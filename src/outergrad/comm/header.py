@@ -12,8 +12,9 @@ from enum import IntEnum
 import torch
 
 from outergrad._types import ExchangeError
+from outergrad.comm.checksum import combined
 
-MAGIC = 0x6F757465726703  # "outerg", version 3 of the format
+MAGIC = 0x6F757465726704  # "outerg", version 4 of the format
 _FIXED_WORDS = 64
 KNOWN = 4
 """Words of a header and of a vote, at the start, that whoever reads them knows beforehand."""
@@ -25,6 +26,10 @@ _BITS = 9
 _PER_WORD = 60
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes that factors travel in, by code."""
+MOST_ROWS = 1 << 41
+"""Above what a site may say of rows and of bytes; what it says of a weight is below 2^53."""
+_MOST_WEIGHT = 1 << 53
+_MOST_JOINT = 1 << 31
 
 
 class Join(IntEnum):
@@ -58,8 +63,13 @@ class Use:
 
     @staticmethod
     def decode(word: int) -> Use:
-        """The inverse of `encode`."""
-        return Use(word >> 4, bool(word & 1), DTYPES[word >> 1 & 7])
+        """The inverse of `encode`.
+
+        Raises:
+            ValueError: the rows or the dtype cannot be.
+        """
+        rows, code = bounded("rows:", word >> 4, MOST_ROWS), word >> 1 & 7
+        return Use(rows, bool(word & 1), DTYPES[bounded("a dtype of number", code, len(DTYPES))])
 
 
 @dataclass(frozen=True)
@@ -80,8 +90,12 @@ class BlockUse:
 
     @staticmethod
     def decode(word: int) -> BlockUse:
-        """The inverse of `encode`."""
-        return BlockUse(word >> 1, bool(word & 1))
+        """The inverse of `encode`.
+
+        Raises:
+            ValueError: so many bytes cannot be.
+        """
+        return BlockUse(bounded("bytes of a block:", word >> 1, MOST_ROWS), bool(word & 1))
 
 
 @dataclass(frozen=True)
@@ -125,14 +139,20 @@ class Header:
         """What of it is not about rows."""
         return self.used, self.alone, self.weight, self.join, self.buffers
 
+    @property
+    def length(self) -> int:
+        """In words; small models share one, so that a mix-up is seen, not fatal."""
+        flags = words_for(len(self.used)) + words_for(len(self.buffers))
+        count = _BITS + flags + len(self.uses) + len(self.blocks)
+        return math.ceil(count / _FIXED_WORDS) * _FIXED_WORDS
+
     def words(self) -> list[int]:
-        """Its int64 words; small models share one length, so that a mix-up is seen, not fatal."""
+        """Its int64 words."""
         fixed = [MAGIC, self.fingerprint, self.step, self.rank, int(self.alone) | self.join << 1]
         words = [*fixed, self.weight, *self.joint, 0, *bit_words(self.used)]
         words += [*bit_words(self.buffers), *(use.encode() for use in self.uses)]
         words += [use.encode() for use in self.blocks]
-        padded = math.ceil(len(words) / _FIXED_WORDS) * _FIXED_WORDS
-        words += [0] * (padded - len(words))
+        words += [0] * (self.length - len(words))
         words[_SUM] = sum_of_words(words[KNOWN:])
         return words
 
@@ -141,8 +161,11 @@ class Header:
         """Another site's header, checked against this site's own.
 
         Raises:
-            ExchangeError: it is not the header of the same step of the same session.
+            ExchangeError: it is not the header of the same step of the same session, or says what
+                cannot be.
         """
+        if len(words) != expected.length:
+            raise ExchangeError(f"site {rank} sent a header of {len(words)} words")
         magic, fingerprint, step, sender = words[:4]
         if (magic, fingerprint) != (MAGIC, expected.fingerprint):
             raise ExchangeError(
@@ -151,13 +174,21 @@ class Header:
             )
         if (step, sender) != (expected.step, rank):
             raise ExchangeError(
-                f"site {sender} is in its synchronised backward {step}, this site "
-                f"({expected.rank}) in {expected.step}; every site must run the same number"
+                f"site {rank} sent the header of synchronised backward {step} of site {sender}, "
+                f"this site ({expected.rank}) is in {expected.step}; every site must run the same "
+                f"number"
             )
         unsummed = [*words[KNOWN:_SUM], 0, *words[_BITS:]]
         if words[_SUM] != sum_of_words(unsummed):
             raise ExchangeError(f"the checksum of the header of site {rank} is wrong")
-        join = Join(words[4] >> 1)
+        try:
+            return Header._decoded(words, expected, rank)
+        except ValueError as error:
+            raise ExchangeError(f"the header of site {rank} says what cannot be: {error}") from None
+
+    @staticmethod
+    def _decoded(words: Sequence[int], expected: Header, rank: int) -> Header:
+        join, weight = Join(words[4] >> 1), bounded("a weight of", words[5], _MOST_WEIGHT)
         _check_join(rank, join, expected)
         after = _BITS + words_for(len(expected.used))
         used = bits(words[_BITS:], len(expected.used))
@@ -167,8 +198,9 @@ class Header:
         stop = middle + len(expected.blocks)
         uses = tuple(Use.decode(word) for word in words[start:middle])
         blocks = tuple(BlockUse.decode(word) for word in words[middle:stop])
-        own, joint = (fingerprint, step, sender), (words[6], words[7])
-        loop = (words[5], join, buffers)
+        own = (expected.fingerprint, expected.step, rank)
+        joint = bounded("joint deltas:", words[6], _MOST_JOINT), words[7]
+        loop = (weight, join, buffers)
         return Header(*own, used, uses, bool(words[4] & 1), blocks, joint, *loop)
 
 
@@ -179,6 +211,22 @@ def _check_join(rank: int, join: Join, expected: Header) -> None:
             f"site {rank} is {where}inside session.join(), this site ({expected.rank}) is "
             f"{here}inside; all sites must run their loops in it, or none"
         )
+
+
+def bounded(what: str, value: int, most: int) -> int:
+    """A number that another site sent, if it is at least 0 and below `most`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 <= value < most:
+        raise ValueError(f"{what} {value}")
+    return value
+
+
+def digest(words_S: Sequence[Sequence[int]]) -> int:
+    """Of the headers of all sites: where it differs, a site sent different ones."""
+    return combined(words[_SUM] for words in words_S)
 
 
 def sum_of_words(words: Sequence[int]) -> int:

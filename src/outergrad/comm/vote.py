@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from outergrad._types import ExchangeError
-from outergrad.comm.header import KNOWN, MAGIC, sum_of_words
+from outergrad.comm.header import KNOWN, MAGIC, bounded, sum_of_words
 
 NOTHING = -1
 WORDS = 9
+MEAN_DELTAS = "the mean deltas below a site's own parts"
 
 
 class Verdict(IntEnum):
@@ -29,6 +30,34 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True)
+class Subjects:
+    """What votes can be about, in the order in which they count it.
+
+    Attributes:
+        params: names of parameters: about their gradients.
+        buffers: names of buffers.
+    """
+
+    params: Sequence[str]
+    buffers: Sequence[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all."""
+        return [*self.params, *self.buffers, MEAN_DELTAS]
+
+    def words(self, index: int) -> str:
+        """What a message carried, behind "a message of site 1"."""
+        if index == NOTHING:
+            return ""
+        name = self.names[index]
+        if name == MEAN_DELTAS:
+            return f" with {name}"
+        kind = "gradient of" if index < len(self.params) else "buffer"
+        return f" with the {kind} {name!r}"
+
+
+@dataclass(frozen=True)
 class Vote:
     """One site's.
 
@@ -37,9 +66,9 @@ class Vote:
         step: as in `Header`.
         rank: the sender.
         verdict: how it fared.
-        param: index of the parameter that this is about, or NOTHING.
+        param: index of what this is about among its `Subjects`, or NOTHING.
         site: whose message was refused, or NOTHING.
-        digest: of the sums that this site has received: they must be the same everywhere.
+        digest: of the messages and sums that this site has received: the same everywhere.
     """
 
     fingerprint: int
@@ -57,14 +86,30 @@ class Vote:
         return [*words, sum_of_words(words[KNOWN:])]
 
     @staticmethod
-    def parse(words: Sequence[int], expected: Vote, rank: int) -> Vote:
+    def parse(
+        words: Sequence[int],
+        expected: Vote,
+        rank: int,
+        subjects: int = 1 << 31,
+        sites: int = 1 << 31,
+    ) -> Vote:
         """Another site's, checked against this site's own.
 
+        Args:
+            words: as they came.
+            expected: this site's.
+            rank: of the other site.
+            subjects: how many there are.
+            sites: how many there are.
+
         Raises:
-            ExchangeError: it is not a vote on the same step of the same session.
+            ExchangeError: it is not a vote on the same step of the same session, or says what
+                cannot be.
         """
+        if len(words) != WORDS:
+            raise ExchangeError(f"site {rank} sent a vote of {len(words)} words")
         *words, total = words
-        magic, fingerprint, step, sender, verdict, *about = words
+        magic, fingerprint, step, sender, verdict, param, site, digest = words
         ours = MAGIC, expected.fingerprint, expected.step, rank
         if (magic, fingerprint, step, sender) != ours:
             raise ExchangeError(
@@ -73,4 +118,9 @@ class Vote:
             )
         if total != sum_of_words(words[KNOWN:]):
             raise ExchangeError(f"the checksum of the vote of site {rank} is wrong")
-        return Vote(fingerprint, step, sender, Verdict(verdict), *about)
+        try:
+            bounded("a subject of number", param + 1, subjects + 1)
+            bounded("a message of site", site + 1, sites + 1)
+            return Vote(fingerprint, step, sender, Verdict(verdict), param, site, digest)
+        except ValueError as error:
+            raise ExchangeError(f"the vote of site {rank} says what cannot be: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -12,7 +12,21 @@ from torch import Tensor
 from outergrad._coding import Codecs, Field, aligned
 from outergrad._types import RefusedError, Slot
 from outergrad.comm.checksum import checksum
-from outergrad.comm.header import MAGIC, RANK, bit_words, bits, words_for
+from outergrad.comm.header import (
+    MAGIC,
+    MOST_ROWS,
+    RANK,
+    bit_words,
+    bits,
+    bounded,
+    sum_of_words,
+    words_for,
+)
+
+BUFFERS = 1 << 32
+"""In place of a bucket's index: the message of the buffers."""
+DELTAS = 1 << 33
+"""And that of the first mean delta below a site's own parts; the others follow it."""
 
 
 class State(IntEnum):
@@ -86,6 +100,7 @@ class Preamble:
         state: whether the sender could follow the plan.
         flags: per parameter of the bucket, whether it also has a gradient outside its factors.
         wanted_rows: per slot of the bucket, how many rows the sender would send next time.
+        total: the checksum of its message, where it was read.
     """
 
     fingerprint: int
@@ -95,6 +110,12 @@ class Preamble:
     state: State
     flags: tuple[bool, ...]
     wanted_rows: tuple[int, ...] = ()
+    total: int = field(default=0, compare=False)
+
+    @property
+    def said(self) -> int:
+        """A checksum of what stands in every message of its bucket, whoever it goes to."""
+        return sum_of_words([self.state, *bit_words(self.flags), *self.wanted_rows])
 
     @staticmethod
     def nbytes(params: int, slots: int) -> int:
@@ -116,21 +137,35 @@ class Preamble:
             RefusedError: the message belongs elsewhere, or is not as it was sent.
         """
         size = Preamble.nbytes(len(expected.flags), len(expected.wanted_rows))
+        if len(message) < size:
+            raise RefusedError(f"site {rank} sent a message of {len(message)} bytes", rank)
         words = message[:size].view(torch.int64).tolist()
         ours = [MAGIC, expected.fingerprint, expected.step, expected.bucket, rank]
         if words[:5] != ours:
             raise RefusedError(
-                f"site {rank} sent a message that is not bucket {expected.bucket} of step "
+                f"site {rank} sent a message that is not {_named(expected.bucket)} of step "
                 f"{expected.step}",
                 rank,
             )
-        if words[_SUM] != _sum_of(message):
+        total = _sum_of(message)
+        if words[_SUM] != total:
             raise RefusedError(f"the checksum of a message of site {rank} is wrong", rank)
         flags = bits(words[_FIXED:], len(expected.flags))
         start = _FIXED + words_for(len(flags))
-        wanted_rows = tuple(words[start : start + len(expected.wanted_rows)])
-        step, bucket = expected.step, expected.bucket
-        return Preamble(words[1], step, bucket, rank, State(words[5]), flags, wanted_rows)
+        told = words[start : start + len(expected.wanted_rows)]
+        own = (expected.fingerprint, expected.step, expected.bucket, rank)
+        try:
+            wanted_rows = tuple(bounded("rows:", rows, MOST_ROWS) for rows in told)
+            return Preamble(*own, State(words[_STATE]), flags, wanted_rows, total)
+        except ValueError as error:
+            what = f"a message of site {rank} says what cannot be: {error}"
+            raise RefusedError(what, rank) from None
+
+
+def _named(bucket: int) -> str:
+    if bucket == BUFFERS:
+        return "that of the buffers"
+    return f"mean delta {bucket - DELTAS}" if bucket >= DELTAS else f"bucket {bucket}"
 
 
 _RANK, _BUCKET, _STATE, _SUM = 4, 3, 5, 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class LayerStats:
     replay_s: float = 0.0
 
 
+class Traffic(Protocol):
+    """A transport that counts bytes."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
 @dataclass(frozen=True)
 class Stats:
     """What this site did.
@@ -52,3 +60,16 @@ class Stats:
     replay_s: float = 0.0
     wait_s: float = 0.0
     layers: Mapping[str, LayerStats] = field(default_factory=dict)
+
+
+class Since:
+    """What a transport has counted since this was made: at the beginning of a step."""
+
+    def __init__(self, comm: Traffic) -> None:
+        self._comm, self._before = comm, (comm.sent_bytes, comm.received_bytes)
+
+    def stats(self, step: int, **more: Any) -> Stats:
+        """Of the step, with seconds and layers as `Stats` has them."""
+        total, received = self._comm.sent_bytes, self._comm.received_bytes
+        sent_before, received_before = self._before
+        return Stats(step, total - sent_before, received - received_before, total, **more)

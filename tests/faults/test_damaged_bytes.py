@@ -1,0 +1,227 @@
+"""What reaches a site damaged, or other than it reaches the others, is applied by none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from faulty import FaultyComm, own_comm
+from torch import Tensor, nn
+
+import outergrad as og
+from cases import mlp
+from outergrad.comm import header, wire
+from outergrad.comm.header import KNOWN
+from ranks import run_on_lasting_groups, run_ranks
+
+STEPS, DAMAGED = 6, 3
+SIZE = 24
+Hit = Callable[[Tensor], None]
+"""Changes the words of a message that begins with a preamble."""
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    class Comm(FaultyComm):
+        pass
+
+    monkeypatch.setattr("outergrad._attach.TorchComm", Comm)
+    return Comm
+
+
+class Recorded:
+    every = 1000
+
+    def __init__(self):
+        self.mishaps = []
+
+    def record(self, event):
+        if isinstance(event, og.events.Mishap):
+            self.mishaps.append((event.what, event.step, event.sites, event.layer))
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, SIZE), nn.BatchNorm1d(SIZE), nn.Tanh())
+        self.head = mlp(SIZE, SIZE, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+JOINT = og.PerLayer({"encoder.*": og.Local(), "*": og.DAD(always=True)}, joint=True)
+torch.manual_seed(4)
+MODEL = Parts()
+
+
+def to_site_1(of: Callable[[int], bool], hit: Hit) -> Callable[[int, int, list[Tensor]], None]:
+    """Hits what site 1 receives of site 0 in messages of these buckets, the first time."""
+
+    def change(rank, index, parts):
+        words = parts[0].view(-1).view(torch.uint8)
+        words = words[: len(words) // 8 * 8].view(torch.int64)
+        marked = len(words) > 7 and int(words[0]) == header.MAGIC
+        if rank == 1 and marked and of(int(words[3])) and own_comm().armed:
+            hit(words)
+            own_comm().armed = False
+
+    return change
+
+
+def flipped(words: Tensor) -> None:
+    words[len(words) * 2 // 3] ^= 1 << 40
+
+
+def resealed(change: Hit) -> Hit:
+    """With a checksum that is right: as a site would send that tells every site something else."""
+
+    def hit(words):
+        change(words)
+        wire._seal(words.view(torch.uint8))
+
+    return hit
+
+
+def failed(words: Tensor) -> None:
+    words[5] = wire.State.FAILED
+
+
+def buffers(bucket: int) -> bool:
+    return bucket == wire.BUFFERS
+
+
+def deltas(bucket: int) -> bool:
+    return bucket >= wire.DELTAS
+
+
+def factors(bucket: int) -> bool:
+    return bucket < wire.BUFFERS
+
+
+def second_round(bucket: int) -> bool:
+    return bucket < 0
+
+
+def trained(method: Any, rank: int, group: Any, model: nn.Module, **options: Any) -> Any:
+    """What the damaged step was told to be, and the buffers and gradients of the last one."""
+    recorded = Recorded()
+    session = og.distribute(model, method, group=group, recorder=recorded, **options)
+    generator = torch.Generator().manual_seed(rank)
+    told = None
+    for step in range(STEPS):
+        model.zero_grad()
+        own_comm().armed = step == DAMAGED
+        y = model(torch.randn(5, 6, generator=generator))
+        if step == DAMAGED:
+            with pytest.raises(og.StepDiscardedError) as caught:
+                y.square().mean().backward()
+            told = str(caught.value)
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            y.square().mean().backward()
+    own = session.own_names
+    session.detach()
+    state = {n: t.clone() for n, t in model.named_buffers() if n not in own}
+    return told, recorded.mishaps, state | {n: p.grad for n, p in model.named_parameters()}
+
+
+def outcome(sites: int, method: Any, **options: Any) -> tuple[str, Any]:
+    """What all sites were told, in the same words; in the end they are alike."""
+
+    def body(rank, group):
+        return trained(method, rank, group, copy.deepcopy(MODEL), **options)
+
+    results = run_on_lasting_groups(sites, body)
+    (told, mishaps, state), *others = results
+    for other_told, other_mishaps, other in others:
+        assert (other_told, other_mishaps) == (told, mishaps)
+        assert all(torch.equal(other[name], t) for name, t in state.items() if "head" in name)
+        assert all(t.isfinite().all() for t in other.values())
+    return told, mishaps
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "mean"])
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)])
+def test_a_flipped_bit_of_a_buffer_is_refused(faulty, method, sites, kind):
+    faulty.change = staticmethod(to_site_1(buffers, flipped))
+    told, mishaps = outcome(sites, method, buffers=kind)
+    name = "encoder.1.running_mean"
+    assert f"site 1 refused a message of site 0 with the buffer {name!r} in step 3" in told
+    assert mishaps == [("discarded", DAMAGED, (0,), name)]
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_a_flipped_bit_of_a_mean_delta_is_refused(faulty, sites):
+    """The site that sees it goes on to the vote; its own parts have no gradients of it either."""
+    faulty.change = staticmethod(to_site_1(deltas, flipped))
+    told, mishaps = outcome(sites, JOINT)
+    assert "site 1 refused a message of site 0 with the mean deltas below a site's own" in told
+    assert [mishap[:3] for mishap in mishaps] == [("discarded", DAMAGED, (0,))]
+
+
+EQUIVOCATED: dict[str, Any] = {
+    "factors": (og.DAD(always=True), factors, flipped),
+    "triplets": (og.RankDAD(rank=2), factors, flipped),
+    "merged triplets": (og.RankDAD(rank=2, reduce="two_way"), second_round, flipped),
+    "blocks": (og.EDAD(blocks=["head"], inputs="raw", always=True), factors, flipped),
+    "state": (og.DAD(always=True), factors, failed),
+    "buffers": (og.DAD(), buffers, flipped),
+    "mean deltas": (JOINT, deltas, flipped),
+}
+
+
+@pytest.mark.parametrize("what", EQUIVOCATED)
+@pytest.mark.parametrize("sites", [2, 3])
+def test_a_site_that_tells_each_site_something_else_is_found_out(faulty, what, sites):
+    """Each message by itself is as it was sent; of two sites nobody can say which is right."""
+    method, of, change = EQUIVOCATED[what]
+    faulty.change = staticmethod(to_site_1(of, resealed(change)))
+    told, mishaps = outcome(sites, method, buffers="mean")
+    if sites == 2:
+        assert "the sites 0, 1 received different messages or sums in step 3" in told
+    else:
+        assert "site 1 received other messages or sums than the others in step 3" in told
+    assert mishaps == [("discarded", DAMAGED, (0, 1) if sites == 2 else (1,), "")]
+
+
+def test_headers_that_differ_per_receiver_are_found_out(faulty):
+    """In the first step, which has headers; the plan is the same with either."""
+
+    def change(rank, index, parts):
+        if rank == 1:
+            parts[0][5] += 1  # the weight
+            words = parts[0].tolist()
+            parts[0][8] = header.sum_of_words([*words[KNOWN:8], 0, *words[9:]])
+
+    faulty.change, faulty.kind = staticmethod(change), "header"
+
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        session = og.distribute(model, og.Dense(), group=group)
+        own_comm().armed = True
+        with pytest.raises(og.StepDiscardedError, match="the sites 0, 1 received different"):
+            model(torch.ones(5, 6)).square().mean().backward()
+        own_comm().armed = False
+        session.detach()
+
+    run_ranks(2, body)
+
+
+def test_a_site_that_says_that_it_failed_and_votes_otherwise_is_found_out(faulty):
+    """Nobody has its gradients then: without a word the step would count and bring nothing."""
+
+    def change(rank, index, parts):
+        words = parts[0].view(torch.int64)
+        if int(words[0]) == header.MAGIC and factors(int(words[3])):
+            failed(words)
+            wire._seal(parts[0])
+
+    faulty.change = staticmethod(change)
+    told, mishaps = outcome(3, og.DAD(always=True))
+    assert "a site said that it failed in step 3, and voted for it" in told
+    assert mishaps == [("discarded", DAMAGED, (), "")]
