@@ -10,6 +10,7 @@ from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
 from outergrad._blocks import Block, Sent, SentRun
 from outergrad._coding import Codecs
+from outergrad._types import RefusedError
 from outergrad.linalg.gradients import scaled
 from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
 
@@ -133,9 +134,44 @@ def block_gradients(
         tapped: the block.
         data_S: what each site sent; None where it did not use the block.
         scale: for all.
+
+    Raises:
+        RefusedError: what a site sent cannot be read, or cannot be computed again.
     """
-    sent = [Message.read(data, tapped.codecs) for data in data_S if data is not None]
-    return tapped.replayer.gradients([run for part in sent for run in _sent_runs(*part, scale)])
+    runs_S = [_runs_of(tapped, rank, data, scale) for rank, data in enumerate(data_S)]
+    try:
+        return tapped.replayer.gradients([run for runs in runs_S for run in runs])
+    except Exception as error:
+        _refuse(tapped, runs_S, error)
+        raise
+
+
+def _runs_of(tapped: TappedBlock, rank: int, data: Tensor | None, scale: float) -> list[SentRun]:
+    try:
+        return [] if data is None else _sent_runs(*Message.read(data, tapped.codecs), scale)
+    except Exception as error:  # codecs may be the user's, and raise what they like
+        what = f"what site {rank} sent of {tapped.block.name!r} cannot be read: {error}"
+        raise RefusedError(what, rank) from error
+
+
+def _refuse(tapped: TappedBlock, runs_S: Sequence[list[SentRun]], error: Exception) -> None:
+    """Names the site of whose runs alone it comes; if all raise, it is not for what they sent.
+
+    Raises:
+        RefusedError: there is one.
+    """
+    odd = [rank for rank, runs in enumerate(runs_S) if runs and not _works(tapped, runs)]
+    if odd and len(odd) < sum(map(bool, runs_S)):
+        what = f"what site {odd[0]} sent of {tapped.block.name!r} cannot be computed: {error}"
+        raise RefusedError(what, odd[0]) from error
+
+
+def _works(tapped: TappedBlock, runs: list[SentRun]) -> bool:
+    try:
+        tapped.replayer.gradients(runs)
+    except Exception:
+        return False
+    return True
 
 
 def _sent_runs(runs: Sequence[Run], tensors: Sequence[Tensor], scale: float) -> list[SentRun]:

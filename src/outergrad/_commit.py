@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outergrad._protocols import Comm, Work
-from outergrad._types import ExchangeError
+from outergrad._types import ExchangeError, RefusedError
 from outergrad.comm.checksum import combined
 from outergrad.comm.header import Header
 from outergrad.comm.vote import NOTHING, WORDS, Subjects, Verdict, Vote
@@ -131,11 +131,10 @@ class Ballot:
         """The worst state that messages of this step told of."""
         self._heard = state
 
-    def refuse(self, site: int, name: str) -> None:
-        """A message of a site, which carried this, was not as it had been sent."""
-        self._vote = replace(
-            self._vote, verdict=Verdict.REFUSED, param=self._index(name), site=site
-        )
+    def refuse(self, error: RefusedError, name: str) -> None:
+        """A message of a site, which carried this, was not as it should be."""
+        index = self._index(name)
+        self._vote = replace(self._vote, verdict=Verdict.REFUSED, param=index, site=error.site)
 
     def cast(self, state: State, param: str | None = None) -> None:
         """Starts to exchange the votes.

@@ -13,7 +13,7 @@ from outergrad._commit import StepDiscardedError
 from outergrad._exchanges import Exchanges
 from outergrad._model import Model
 from outergrad._plan import Planner
-from outergrad._pooling import Fate
+from outergrad._rank_reports import Fate
 from outergrad._step import SharedStep
 from outergrad._types import ExchangeError, Unit
 

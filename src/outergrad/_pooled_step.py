@@ -10,7 +10,8 @@ from outergrad._calls import Calls, overwrite
 from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._model import Model
-from outergrad._pooling import Conclusion, Fate, Pooling, Report, Verdict, pool
+from outergrad._pooling import Conclusion, Pooling, pool
+from outergrad._rank_reports import Fate, Report, Verdict
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
 from outergrad._types import ExchangeError, Factors, Slot

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import reduce
 
 import torch
@@ -15,24 +12,16 @@ from outergrad._bucket import copy_scaled
 from outergrad._layout import Layout
 from outergrad._message import sums_of_riders
 from outergrad._model import Model, part_of
-from outergrad._types import Factors, Slot, Unit
-from outergrad.comm.header import Header, Use
+from outergrad._rank_reports import Fate, Report, Verdict, fate_of, told_words
+from outergrad._types import ExchangeError, Factors, Slot, Unit
+from outergrad.comm.header import Use
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.wire import Piece
 from outergrad.exchange._owners import owners
 
+_MOST_TEXT = 1 << 24
 _LEAST_BYTES = 16
 """Of a message: a transport may not like empty ones."""
-
-
-class Fate(IntEnum):
-    """What has become of a step on one rank; the worst one counts."""
-
-    GOOD = 0
-    FAILED = 1
-    """It raised: nothing of the step may be applied."""
-    LOST = 2
-    """It cannot reach its counterparts at the other sites any more."""
 
 
 def shares(model: Model, ranks: int) -> list[Model]:
@@ -43,32 +32,6 @@ def shares(model: Model, ranks: int) -> list[Model]:
     owner = owners(sizes, ranks)
     names = [{n for key, rank in owner.items() if rank == r for n in key} for r in range(ranks)]
     return [part_of(model, names[rank]) for rank in range(ranks)]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank tells the others of its site at the end of backward.
-
-    Attributes:
-        header: what it has of every parameter and slot.
-        fate: of its backward.
-        mixed: per parameter, whether autograd has a gradient besides what taps captured.
-    """
-
-    header: Header
-    fate: Fate
-    mixed: tuple[bool, ...]
-
-    def words(self) -> list[int]:
-        """Its int64 words."""
-        return [*self.header.words(), self.fate, *map(int, self.mixed)]
-
-    @staticmethod
-    def parse(words: Sequence[int], expected: Header, rank: int) -> Report:
-        """Another rank's, checked as `Header.parse` does."""
-        start = len(expected.words())
-        header = Header.parse(words[:start], expected, rank)
-        return Report(header, Fate(words[start]), tuple(map(bool, words[start + 1 :])))
 
 
 class Pooling:
@@ -152,12 +115,6 @@ def pool(
     return sums_of_riders(layouts, arrived), stacked
 
 
-def told_fates(comm: TorchComm, fate: Fate) -> list[Fate]:
-    """Of every rank of the site."""
-    words = comm.all_gather(comm.control([fate]), [1] * comm.world_size).wait()
-    return [Fate(int(word)) for word in words]
-
-
 def _length(layout: Layout) -> int:
     return max(layout.nbytes, _LEAST_BYTES)
 
@@ -172,34 +129,6 @@ def _filled(
         if views is not None:
             views.fill(rows[piece.slot])
     return message
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What has become of a share between the sites.
-
-    Attributes:
-        fate: of it.
-        used: per parameter of the share, whether some site has a gradient for it.
-        wanted: per unit of the share, whether to tap it in the next forward.
-        words: per unit, how it travelled; empty if as in the last step.
-    """
-
-    fate: Fate
-    used: tuple[bool, ...] = ()
-    wanted: tuple[bool, ...] = ()
-    words: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> bytes:
-        """The words, as they are sent."""
-        return json.dumps(self.words).encode() if self.words else b""
-
-    def numbers(self, share: Model) -> list[int]:
-        """All but the words themselves, as many of a share as ever."""
-        used = self.used or (False,) * len(share.params)
-        wanted = self.wanted or (False,) * len(share.units)
-        return [self.fate, len(self.text), *map(int, (*used, *wanted))]
 
 
 class Conclusion:
@@ -220,7 +149,7 @@ class Conclusion:
     @property
     def fates(self) -> list[Fate]:
         """Of each rank's share."""
-        return [Fate(numbers[0]) for numbers in self._numbers]
+        return [fate_of(numbers[0], rank) for rank, numbers in enumerate(self._numbers)]
 
     def wanted(self) -> dict[Unit, bool]:
         """Of all units."""
@@ -241,15 +170,18 @@ class Conclusion:
         arrived = comm.all_gather(message, [_length(layout) for layout in layouts]).wait()
         means: dict[str, Tensor] = {}
         words: dict[Unit, str] = {}
-        for share, layout, part in zip(self._shares, layouts, arrived, strict=True):
+        triples = zip(self._shares, layouts, arrived, strict=True)
+        for rank, (share, layout, part) in enumerate(triples):
             means.update(layout.by_name(layout.flats(part)))
             text = layout.blobs(part)[0]
             if text is not None:
-                told = json.loads(bytes(text.tolist()).decode())
+                told = told_words(text.cpu().numpy().tobytes(), rank, len(share.units))
                 words.update(zip(share.units, told, strict=True))
         return means, words
 
     def _layout(self, rank: int) -> Layout:
         share, (_, length, *flags) = self._shares[rank], self._numbers[rank]
+        if not 0 <= length < _MOST_TEXT:
+            raise ExchangeError(f"local rank {rank} announced {length} bytes of words")
         pairs = zip(share.params.items(), flags[: len(share.params)], strict=True)
         return Layout(0, {name: p for (name, p), used in pairs if used}, [], [length])

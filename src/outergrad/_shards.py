@@ -21,7 +21,7 @@ from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
 from outergrad._model import Model
-from outergrad._pooling import Fate, told_fates
+from outergrad._rank_reports import Fate, told_fates
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK, at_end_of_backward

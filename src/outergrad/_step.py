@@ -119,7 +119,7 @@ class SharedStep:
         try:
             return self._joint.mean(point, own)
         except RefusedError as error:
-            self._ballot.refuse(error.site, MEAN_DELTAS)
+            self._ballot.refuse(error, MEAN_DELTAS)
             return own  # backward goes on to the vote, with what nobody will apply
         finally:
             self._wait_s += time.perf_counter() - began
@@ -308,7 +308,7 @@ class SharedStep:
             with torch.no_grad():
                 result = pending.wait()
         except RefusedError as error:
-            self._ballot.refuse(error.site, first)
+            self._ballot.refuse(error, first)
             result = Result(state=State.FAILED)
         except ExchangeError:
             raise
@@ -326,7 +326,7 @@ class SharedStep:
         try:
             self._ballot.note_sum(buffers.receive())
         except RefusedError as error:
-            self._ballot.refuse(error.site, buffers.first)
+            self._ballot.refuse(error, buffers.first)
 
     def _wait_for(self, bucket: Bucket) -> str:
         """Says that a message is what this site waits for; returns its first parameter."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from outergrad._protocols import Comm
 from outergrad._session import Session
 from outergrad._types import ExchangeError
+from outergrad.comm.letters import refuse_compressed
 from outergrad.comm.torch import TorchComm
 
 _END = b"\0"
@@ -69,7 +70,12 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(content: bytes) -> Any:
-    """The same again."""
+    """The same again.
+
+    Raises:
+        ValueError: it would take more memory than it has bytes.
+    """
+    refuse_compressed(content)
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
 
 

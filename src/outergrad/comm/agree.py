@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from outergrad._protocols import Comm
+from outergrad._types import ExchangeError
 
+_MOST_TEXT = 1 << 24
 _CHUNK_BYTES = 1 << 26
 _SAME = "build the same model and method with the same versions everywhere"
 
@@ -43,6 +45,7 @@ def agree(
     Raises:
         ValueError: two sites differ, the same message on every site, naming the first difference
             and the rank that has it; or another site could not describe itself.
+        ExchangeError: what a site sent is no description.
     """
     mine = [f"error: {error}"] if error else list(lines)
     print_ = fingerprint(mine)
@@ -50,16 +53,31 @@ def agree(
     theirs = [t.tolist() for t in comm.all_gather(words, [2] * comm.world_size).wait()]
     if error is None and all(t == theirs[0] for t in theirs):
         return print_
-    texts = _exchange_texts(comm, mine, [size for _, size in theirs])
+    texts = _exchange_texts(comm, mine, theirs, who)
     if error is not None:
         raise error
     raise ValueError(_first_difference(texts, remedy, who))
 
 
-def _exchange_texts(comm: Comm, mine: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-    text = torch.frombuffer(bytearray("\n".join(mine).encode()), dtype=torch.uint8)
-    parts = comm.all_gather(text, sizes).wait()
-    return [bytes(part.tolist()).decode().split("\n") for part in parts]
+def _exchange_texts(
+    comm: Comm, mine: Sequence[str], announced: Sequence[Sequence[int]], who: str
+) -> list[list[str]]:
+    """Of all sites, each as long as it was announced and with that fingerprint."""
+    text = "\n".join(mine).encode()
+    for rank, (_, size) in enumerate(announced):
+        if not 0 < size <= max(_MOST_TEXT, 4 * len(text)):
+            raise ExchangeError(f"{who} {rank} announced a description of {size} bytes")
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    parts = comm.all_gather(own, [size for _, size in announced]).wait()
+    pairs = enumerate(zip(parts, announced, strict=True))
+    return [_lines(part, print_, f"{who} {rank}") for rank, (part, (print_, _)) in pairs]
+
+
+def _lines(part: Tensor, print_: int, whose: str) -> list[str]:
+    lines = part.cpu().numpy().tobytes().decode(errors="replace").split("\n")
+    if fingerprint(lines) != print_:
+        raise ExchangeError(f"the description of {whose} is not as it was sent")
+    return lines
 
 
 def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> str:
@@ -76,7 +94,7 @@ def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> 
                 f"the sites do not agree: {who} {odd} has {found!r} where {who} {normal} has "
                 f"{expected!r}; {remedy}"
             )
-    raise AssertionError("equal descriptions with different fingerprints")
+    raise AssertionError("descriptions that differ in no line")
 
 
 def all_came(comm: Comm) -> None:

@@ -8,7 +8,7 @@ import time
 import torch
 
 from outergrad._protocols import Comm
-from outergrad._types import Link
+from outergrad._types import ExchangeError, Link
 
 _SMALL_PAIRS = 4
 _LARGE_PAIRS = 2
@@ -50,4 +50,7 @@ def _exchange_s(comm: Comm, nbytes: int) -> float:
 def _slowest(comm: Comm, link: Link) -> Link:
     words = comm.control([round(1e9 * link.delay_s), round(link.bytes_per_s)])
     told = [t.tolist() for t in comm.all_gather(words, [2] * comm.world_size).wait()]
+    for rank, (delay, rate) in enumerate(told):
+        if delay < 0 or rate <= 0:
+            raise ExchangeError(f"site {rank} measured a delay of {delay} ns and {rate} bytes/s")
     return Link(1e-9 * max(delay for delay, _ in told), float(min(rate for _, rate in told)))

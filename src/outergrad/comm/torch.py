@@ -101,7 +101,7 @@ class TorchComm:
             lane: as for `all_gather`.
         """
         if self.world_size > 1 and self._wire.type == "cpu":
-            parts = [torch.empty(size, dtype=dtype) for size in sizes]
+            parts = [_room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
             self._expected[lane].append(_Receiving(parts, self._receives(parts, _TAG + lane)))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
@@ -135,7 +135,7 @@ class TorchComm:
                 raise ExchangeError("what was expected is not what comes; please report it")
             sends = self._sends(outgoing, _TAG + lane)
         else:
-            parts = [own.new_empty(size) for size in sizes]
+            parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
             receives, sends = self._exchange(outgoing, parts, _TAG + lane)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
@@ -227,6 +227,18 @@ class TorchComm:
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
+
+
+def _room(like: Tensor, size: int, rank: int) -> Tensor:
+    """For what a site announced; memory is taken as it fills.
+
+    Raises:
+        ExchangeError: there is none for so much.
+    """
+    try:
+        return like.new_empty(size)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
 
 
 def ring_bytes(nbytes: int, sites: int) -> int:

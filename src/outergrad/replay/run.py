@@ -21,6 +21,8 @@ DTYPES = (
 """What can be sent, by code."""
 PREVIOUS = -1
 """In the place of a tensor: the output of the use before."""
+_MOST_TEXT, _MOST_DEPTH, _MOST_DIMENSIONS, _MOST_ENTRIES = 1 << 24, 32, 16, 1 << 40
+"""Of a description: bytes, containers inside each other, dimensions and their lengths."""
 
 
 class Shape(NamedTuple):
@@ -99,13 +101,20 @@ class Message:
 
     @staticmethod
     def read(data: Tensor, codecs: Codecs) -> tuple[tuple[Run, ...], list[Tensor]]:
-        """The runs of a site, and their tensors: views where they were not encoded."""
-        length = int(data[:8].cpu().view(torch.int64))
-        told = json.loads(bytes(data[8 : 8 + length].tolist()))
-        shapes = [Shape(tuple(sizes), DTYPES[dtype]) for dtype, sizes in told["tensors"]]
-        runs = tuple(_run(run) for run in told["runs"])
-        fields = [shape.field(codecs) for shape in shapes]
-        pairs = zip(fields, _views(data, aligned(8 + length), fields), strict=True)
+        """The runs of a site, and their tensors: views where they were not encoded.
+
+        Raises:
+            ValueError: it is not what `write` writes.
+        """
+        length = int(data[:8].cpu().view(torch.int64)) if len(data) >= 8 else -1
+        if not 0 <= length <= min(len(data) - 8, _MOST_TEXT):
+            raise ValueError(f"a description of {length} bytes in a message of {len(data)}")
+        runs, shapes = _told(data[8 : 8 + length].cpu().numpy().tobytes())
+        fields, start = [shape.field(codecs) for shape in shapes], aligned(8 + length)
+        needed = sum(_nbytes(plain) for field in fields for plain in field.tensors())
+        if start + needed != len(data):
+            raise ValueError(f"{start + needed} bytes are described in a message of {len(data)}")
+        pairs = zip(fields, _views(data, start, fields), strict=True)
         return runs, [decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs]
 
 
@@ -136,6 +145,54 @@ def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
     return json.dumps(told, separators=(",", ":")).encode()
 
 
-def _run(told: Any) -> Run:
-    links = (Link(member, about, tuple(places)) for member, about, places in told["links"])
-    return Run(tuple(links), tuple(told["deltas"]))
+def _told(text: bytes) -> tuple[tuple[Run, ...], list[Shape]]:
+    """The inverse of `_text`.
+
+    Raises:
+        ValueError: it is nothing that `_text` makes.
+    """
+    try:
+        told = json.loads(text)
+        shapes = [_shape(dtype, sizes) for dtype, sizes in told["tensors"]]
+        return tuple(_run(run, len(shapes)) for run in told["runs"]), shapes
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"its description cannot be read: {type(error).__name__}") from error
+
+
+def _shape(dtype: Any, sizes: Any) -> Shape:
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise ValueError(f"{len(sizes)} dimensions")
+    found = tuple(_whole(size, 0, _MOST_ENTRIES) for size in sizes)
+    if math.prod(size or 1 for size in found) >= _MOST_ENTRIES:
+        raise ValueError(f"a tensor of shape {found}")
+    return Shape(found, DTYPES[_whole(dtype, 0, len(DTYPES))])
+
+
+def _run(told: Any, tensors: int) -> Run:
+    links = [
+        Link(_whole(member, 0, _MOST_ENTRIES), _shallow(about), _places(places, PREVIOUS, tensors))
+        for member, about, places in told["links"]
+    ]
+    if not links:
+        raise ValueError("a run of nothing")
+    return Run(tuple(links), _places(told["deltas"], 0, tensors))
+
+
+def _places(told: Any, least: int, tensors: int) -> tuple[int, ...]:
+    return tuple(_whole(place, least, tensors) for place in told)
+
+
+def _whole(value: Any, least: int, below: int) -> int:
+    if type(value) is not int or not least <= value < below:
+        raise ValueError(f"{value!r} is no whole number from {least} to below {below}")
+    return value
+
+
+def _shallow(value: Any, depth: int = 0) -> Any:
+    """The same, unless it is too deep for what goes through it by recursion."""
+    if depth > _MOST_DEPTH:
+        raise ValueError("containers inside each other")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _shallow(item, depth + 1)
+    return value

@@ -1,0 +1,113 @@
+"""What the ranks of one site tell each other: how each fares, and how its share travelled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from outergrad._model import Model
+from outergrad._types import ExchangeError
+from outergrad.comm.header import Header
+from outergrad.comm.torch import TorchComm
+
+
+class Fate(IntEnum):
+    """What has become of a step on one rank; the worst one counts."""
+
+    GOOD = 0
+    FAILED = 1
+    """It raised: nothing of the step may be applied."""
+    LOST = 2
+    """It cannot reach its counterparts at the other sites any more."""
+
+
+def fate_of(word: int, rank: int) -> Fate:
+    """What a rank sent.
+
+    Raises:
+        ExchangeError: it is none.
+    """
+    try:
+        return Fate(word)
+    except ValueError:
+        raise ExchangeError(f"local rank {rank} sent a fate of {word}") from None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the others of its site at the end of backward.
+
+    Attributes:
+        header: what it has of every parameter and slot.
+        fate: of its backward.
+        mixed: per parameter, whether autograd has a gradient besides what taps captured.
+    """
+
+    header: Header
+    fate: Fate
+    mixed: tuple[bool, ...]
+
+    def words(self) -> list[int]:
+        """Its int64 words."""
+        return [*self.header.words(), self.fate, *map(int, self.mixed)]
+
+    @staticmethod
+    def parse(words: Sequence[int], expected: Header, rank: int) -> Report:
+        """Another rank's, checked as `Header.parse` does."""
+        start = expected.length
+        header = Header.parse(words[:start], expected, rank)
+        fate, *mixed = words[start:] or [-1]
+        if len(mixed) != len(expected.used):
+            raise ExchangeError(f"site {rank} sent a report of {len(words)} words")
+        return Report(header, fate_of(fate, rank), tuple(map(bool, mixed)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What has become of a share between the sites.
+
+    Attributes:
+        fate: of it.
+        used: per parameter of the share, whether some site has a gradient for it.
+        wanted: per unit of the share, whether to tap it in the next forward.
+        words: per unit, how it travelled; empty if as in the last step.
+    """
+
+    fate: Fate
+    used: tuple[bool, ...] = ()
+    wanted: tuple[bool, ...] = ()
+    words: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> bytes:
+        """The words, as they are sent."""
+        return json.dumps(self.words).encode() if self.words else b""
+
+    def numbers(self, share: Model) -> list[int]:
+        """All but the words themselves, as many of a share as ever."""
+        used = self.used or (False,) * len(share.params)
+        wanted = self.wanted or (False,) * len(share.units)
+        return [self.fate, len(self.text), *map(int, (*used, *wanted))]
+
+
+def told_fates(comm: TorchComm, fate: Fate) -> list[Fate]:
+    """Of every rank of the site."""
+    words = comm.all_gather(comm.control([fate]), [1] * comm.world_size).wait()
+    return [fate_of(int(word), rank) for rank, word in enumerate(words)]
+
+
+def told_words(text: bytes, rank: int, units: int) -> list[str]:
+    """How the units of a rank's share travelled, as it says.
+
+    Raises:
+        ExchangeError: it says something else.
+    """
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, list) or [type(word) for word in told] != [str] * units:
+        raise ExchangeError(f"local rank {rank} did not say how its share travelled")
+    return told
