@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
-from outergrad._blocks import Block, Sent, SentRun
+from outergrad._blocks import Block, Replayer, ReplayError, Sent, SentRun
 from outergrad._coding import Codecs
 from outergrad._types import RefusedError
 from outergrad.linalg.gradients import scaled
@@ -21,12 +21,14 @@ class BlockMessage:
     Args:
         uses: in the order of forward.
         codecs: what numbers go through.
+        replayer: computes them again.
 
     Attributes:
         nbytes: how long it is.
     """
 
-    def __init__(self, uses: Sequence[Use], codecs: Codecs) -> None:
+    def __init__(self, uses: Sequence[Use], codecs: Codecs, replayer: Replayer) -> None:
+        self._codecs, self._replayer = codecs, replayer
         self._sources: list[tuple[Use, str, int]] = []
         self._shapes: list[Shape] = []
         self._places: dict[Hashable, int] = {}
@@ -44,7 +46,8 @@ class BlockMessage:
             PREVIOUS if follows and k == use.entry else self._place(use, k)
             for k in range(len(use.shapes))
         ]
-        return Link(use.member, use.about, tuple(places))
+        marks = [self._add((use, "marks", k), Shape.of(mark)) for k, mark in enumerate(use.marks)]
+        return Link(use.member, use.about, tuple(places), *marks)
 
     def _place(self, use: Use, k: int) -> int:
         """Of a tensor; what several uses are given, as a mask, is sent once."""
@@ -67,7 +70,28 @@ class BlockMessage:
         for place, (_, kind, _) in enumerate(self._sources):
             if kind == "deltas":
                 tensors[place] = scaled(tensors[place], scale)
+        if self._codecs:
+            self._mark_decoded(tensors)
         self._message.write(tensors, out)
+
+    def _mark_decoded(self, tensors: list[Tensor]) -> None:
+        """Puts in fingerprints of what the receivers' replays have to give.
+
+        Codecs change what a block is given, and so what it gives: this site computes both.
+        """
+        runs = self._message.runs
+        exact, decoded = (
+            [_sent_run(run, given, 1.0) for run in runs]
+            for given in (tensors, self._message.decoded(tensors))
+        )
+        links = (link for run in runs for link in run.links)
+        try:
+            found = self._replayer.fingerprints(exact, decoded)
+        except ReplayError:
+            return  # it fails on all sites, which then say so
+        for link, one in zip(links, found, strict=True):
+            if link.fingerprint is not None and one is not None:
+                tensors[link.fingerprint] = one
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -111,12 +135,17 @@ class Blocks:
     def announce(self, block: Block) -> BlockMessage:
         """What the current backward will capture of it."""
         tapped = self._tapped[block]
-        self._messages[block] = BlockMessage(tapped.uses(), tapped.codecs)
+        self._messages[block] = BlockMessage(tapped.uses(), tapped.codecs, tapped.replayer)
         return self._messages[block]
 
     def message(self, block: Block) -> BlockMessage:
         """What was announced of it."""
         return self._messages[block]
+
+    def unrepeated(self, param: str, told: str) -> str | None:
+        """What to say of the module with a parameter whose replay was not like its forward."""
+        found = (block.unrepeated(param, told) for block in self)
+        return next((said for said in found if said is not None), None)
 
     def forget(self) -> None:
         """The step is over: lets go of activations and deltas, and counts what passes anew."""
@@ -126,7 +155,7 @@ class Blocks:
 
 
 def block_gradients(
-    tapped: TappedBlock, data_S: Sequence[Tensor | None], scale: float
+    tapped: TappedBlock, data_S: Sequence[Tensor | None], scale: float, rank: int
 ) -> dict[str, Tensor]:
     """Gradients of a block's parameters: the sum over the sites, in their order, times scale.
 
@@ -134,13 +163,18 @@ def block_gradients(
         tapped: the block.
         data_S: what each site sent; None where it did not use the block.
         scale: for all.
+        rank: of this site.
 
     Raises:
-        RefusedError: what a site sent cannot be read, or cannot be computed again.
+        RefusedError: what a site sent cannot be read or computed again, or does not give what that
+            site had in forward.
     """
-    runs_S = [_runs_of(tapped, rank, data, scale) for rank, data in enumerate(data_S)]
+    runs_S = [_runs_of(tapped, site, data, scale) for site, data in enumerate(data_S)]
+    pairs = [(site, run) for site, runs in enumerate(runs_S) for run in runs]
     try:
-        return tapped.replayer.gradients([run for runs in runs_S for run in runs])
+        return tapped.gradients([run._replace(site=s, own=s == rank) for s, run in pairs])
+    except RefusedError:
+        raise
     except Exception as error:
         _refuse(tapped, runs_S, error)
         raise
@@ -148,7 +182,8 @@ def block_gradients(
 
 def _runs_of(tapped: TappedBlock, rank: int, data: Tensor | None, scale: float) -> list[SentRun]:
     try:
-        return [] if data is None else _sent_runs(*Message.read(data, tapped.codecs), scale)
+        runs, tensors = ((), []) if data is None else Message.read(data, tapped.codecs)
+        return [_sent_run(run, tensors, scale) for run in runs]
     except Exception as error:  # codecs may be the user's, and raise what they like
         what = f"what site {rank} sent of {tapped.block.name!r} cannot be read: {error}"
         raise RefusedError(what, rank) from error
@@ -174,16 +209,13 @@ def _works(tapped: TappedBlock, runs: list[SentRun]) -> bool:
     return True
 
 
-def _sent_runs(runs: Sequence[Run], tensors: Sequence[Tensor], scale: float) -> list[SentRun]:
-    return [
-        SentRun(
-            [_sent(link, tensors) for link in run.links],
-            [tensors[k] * scale for k in run.deltas],  # rather than the gradients, which are larger
-        )
-        for run in runs
-    ]
+def _sent_run(run: Run, tensors: Sequence[Tensor], scale: float) -> SentRun:
+    """A run with its tensors, and the deltas times scale: the gradients are larger."""
+    links = [_sent(link, tensors) for link in run.links]
+    return SentRun(links, [tensors[k] * scale for k in run.deltas])
 
 
 def _sent(link: Link, tensors: Sequence[Tensor]) -> Sent:
     found = [None if place == PREVIOUS else tensors[place] for place in link.places]
-    return Sent(link.member, link.about, found)
+    mark = None if link.fingerprint is None else tensors[link.fingerprint]
+    return Sent(link.member, link.about, found, mark)

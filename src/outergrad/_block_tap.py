@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from outergrad._block_use import Following, Use, use_of
-from outergrad._blocks import UNSENDABLE, Block, Replayer
+from outergrad._blocks import UNSENDABLE, Block, Replayer, ReplayError, SentRun
 from outergrad._class_swap import ClassSwap
 from outergrad._coding import Codecs
 from outergrad._node_ref import NodeRef
 from outergrad._own_parameters import OwnParameters
 from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
+from outergrad._types import RefusedError
+from outergrad._unrepeated import unrepeated
 from outergrad.replay.run import Shape
 
 
@@ -131,7 +133,9 @@ class TappedBlock:
         if not leaves:
             return traced.rebuild(traced.outputs)
         shapes = [Shape.of(t) for t in tensors]
-        use = Use(member, traced.about, shapes, constants, [Shape.of(t) for t in leaves])
+        outputs = [Shape.of(t) for t in leaves]
+        marks = () if traced.fingerprint is None else (traced.fingerprint,)
+        use = Use(member, traced.about, shapes, constants, outputs, marks)
         saved = [t for t, needs in zip(tensors, grads, strict=True) if needs]
         params = [p.parameter for p in self._watched[member]]
         tapped = BlockTap.apply(self, use, saved, len(leaves), *leaves, *params)
@@ -144,6 +148,26 @@ class TappedBlock:
             self._following.note(use, tapped)
         new = iter(tapped)
         return traced.rebuild([next(new) if t.is_floating_point() else t for t in traced.outputs])
+
+    def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
+        """The sum of what the runs add to the gradients, by full name.
+
+        Raises:
+            RefusedError: a replay failed, or gave something else than the forward.
+        """
+        try:
+            return self.replayer.gradients(runs)
+        except ReplayError as error:
+            name, param = self._names[error.member], self._watched[error.member][0].name
+            told = unrepeated(name, "this backward computed it again and", explicit=self._explicit)
+            raise RefusedError(told, error.site, param) from error.__cause__
+
+    def unrepeated(self, param: str, told: str) -> str | None:
+        """What to say of the module with this parameter, if it is one of these."""
+        for name, params in zip(self._names, self._watched, strict=True):
+            if any(p.name == param for p in params):
+                return unrepeated(name, told, explicit=self._explicit)
+        return None
 
     def params_of(self, use: Use) -> set[str]:
         """Full names of the parameters of the module that was used."""

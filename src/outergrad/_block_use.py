@@ -25,6 +25,7 @@ class Use:
         shapes: of its tensors.
         constants: those that need no gradient, by place, with their versions.
         outputs: shapes of its floating outputs.
+        marks: their fingerprint, if it is sent.
         entry: the place of the tensor that is the only output of another use, if one is.
         previous: that use.
         linked: whether nothing else is known to read that output, so that its delta follows.
@@ -40,6 +41,7 @@ class Use:
     shapes: list[Shape]
     constants: dict[int, tuple[Tensor, int]]
     outputs: list[Shape]
+    marks: tuple[Tensor, ...] = ()
     entry: int | None = None
     previous: Use | None = None
     linked: bool = False
@@ -60,7 +62,7 @@ class Use:
     @property
     def as_sent(self) -> Sent:
         """As if it had travelled."""
-        return Sent(self.member, self.about, self.kept)
+        return Sent(self.member, self.about, self.kept, *self.marks)
 
 
 class _Latest(NamedTuple):

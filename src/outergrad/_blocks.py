@@ -50,12 +50,15 @@ class Traced(NamedTuple):
         tensors: what is sent of it.
         outputs: all tensors of its output.
         rebuild: the output, with others in the place of these tensors.
+        fingerprint: of the floating outputs, to compare a replay with; None where all that a
+            replay reads is compared otherwise.
     """
 
     about: Any
     tensors: list[Tensor]
     outputs: list[Tensor]
     rebuild: Callable[[Sequence[Tensor]], Any]
+    fingerprint: Tensor | None = None
 
 
 class Sent(NamedTuple):
@@ -65,11 +68,13 @@ class Sent(NamedTuple):
         member: which of the block's modules.
         about: as in `Traced`.
         tensors: as in `Traced`; None for the one that is the output of the use before.
+        fingerprint: as in `Traced`.
     """
 
     member: int
     about: Any
     tensors: Sequence[Tensor | None]
+    fingerprint: Tensor | None = None
 
 
 class SentRun(NamedTuple):
@@ -78,10 +83,27 @@ class SentRun(NamedTuple):
     Attributes:
         links: the uses.
         deltas: of the floating outputs of the last one.
+        site: which site sent it.
+        own: whether that is this one.
     """
 
     links: Sequence[Sent]
     deltas: Sequence[Tensor]
+    site: int = 0
+    own: bool = True
+
+
+class ReplayError(Exception):
+    """A replay failed, or gave something else than the forward.
+
+    Attributes:
+        site: whose forward it was.
+        member: which of the block's modules.
+    """
+
+    def __init__(self, site: int, member: int) -> None:
+        super().__init__(f"module {member} of a block of site {site}")
+        self.site, self.member = site, member
 
 
 class Replayer(Protocol):
@@ -108,5 +130,20 @@ class Replayer(Protocol):
 
         Returns:
             By full name; the same to the bit from the same bytes.
+
+        Raises:
+            ReplayError: it could not be computed as in the forward of the site.
+        """
+        ...
+
+    def fingerprints(
+        self, exact: Sequence[SentRun], decoded: Sequence[SentRun]
+    ) -> list[Tensor | None]:
+        """Of what a replay of decoded runs gives, per link of every run; of links that have some.
+
+        One that no replay is like stands for a module whose exact replay is not as its forward.
+
+        Raises:
+            ReplayError: a replay failed.
         """
         ...

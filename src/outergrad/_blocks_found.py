@@ -212,7 +212,7 @@ class BlockFinder:
         spaces = [Between(tuple(part)) for part in between[:-1]]
         params = self._params(modules)
         label = f"{names[0]} ... {names[-1]}"
-        replayer = Chain(layers, spaces, self._full_names)
+        replayer = Chain(layers, spaces, self._full_names, exact=not self._codecs)
         block = Block(label, params)
         place = host, start, last
         return FoundBlock(

@@ -230,7 +230,7 @@ class Sender:
     def computed_again(self, block: Block, data_S: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The mean gradients of a block from what every site sent of it; books the seconds."""
         began = time.perf_counter()
-        found = block_gradients(self.blocks[block], data_S, 1.0 / len(data_S))
+        found = block_gradients(self.blocks[block], data_S, 1.0 / len(data_S), self.comm.rank)
         self.add(block.name, "replayed", replay_s=time.perf_counter() - began)
         dtypes = {name: self.params[name].dtype for name in found}
         return {name: gradient.to(dtypes[name]) for name, gradient in found.items()}

@@ -85,7 +85,7 @@ class Calls:
                 self.settled.add(block)
 
     def _compute_again(self, block: Block, use: Use) -> None:
-        gradients = self._blocks[block].replayer.gradients([SentRun([use.as_sent], use.deltas)])
+        gradients = self._blocks[block].gradients([SentRun([use.as_sent], use.deltas)])
         use.release()
         params = self._model.params
         wanted = {n: g.to(params[n].dtype) for n, g in gradients.items() if n in self._used}

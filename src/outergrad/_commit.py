@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from outergrad._block_message import Blocks
 from outergrad._protocols import Comm, Work
 from outergrad._types import ExchangeError, RefusedError
 from outergrad.comm.checksum import combined
@@ -73,16 +74,28 @@ class Decision:
             return self.apart
         return (self.vote.rank if self.vote.site == NOTHING else self.vote.site,)
 
-    def error(self, subjects: Subjects) -> StepDiscardedError:
-        """Why it does not, of one that can be gone on from.
+    def error(self, subjects: Subjects, blocks: Blocks) -> RuntimeError:
+        """Why it does not; a StepDiscardedError where training can go on with the next step.
 
         Args:
             subjects: what votes can be about.
+            blocks: of the model.
         """
+        unrepeated = self._unrepeated(subjects, blocks)
+        if unrepeated is not None:
+            return RuntimeError(f"step {self.vote.step} was not applied on any site. {unrepeated}")
         return StepDiscardedError(
             f"{self._why(subjects)}: it was not applied on any site; call optimizer.zero_grad() "
             f"and go on with the next"
         )
+
+    def _unrepeated(self, subjects: Subjects, blocks: Blocks) -> str | None:
+        """What to say of a block of which a replay was not like its forward, if it is that."""
+        vote = self.vote
+        if self.verdict != Verdict.UNREPEATED or vote.param == NOTHING:
+            return None
+        told = f"site {vote.rank} computed again what site {vote.site} sent of it and"
+        return blocks.unrepeated(subjects.names[vote.param], told)
 
     def _why(self, subjects: Subjects) -> str:
         vote = self.vote
@@ -118,6 +131,8 @@ class Ballot:
         self._heard = State.GOOD
         self._work: Work | None = None
         self._is_cast = False
+        self.cause: BaseException | None = None
+        """Why this site could not compute something again."""
 
     def expect(self) -> None:
         """Gets ready for the others' votes; only of a step that all sites go through to its end."""
@@ -131,10 +146,17 @@ class Ballot:
         """The worst state that messages of this step told of."""
         self._heard = state
 
-    def refuse(self, error: RefusedError, name: str) -> None:
-        """A message of a site, which carried this, was not as it should be."""
-        index = self._index(name)
-        self._vote = replace(self._vote, verdict=Verdict.REFUSED, param=index, site=error.site)
+    def refuse(self, error: RefusedError, first: str) -> None:
+        """Something of a message was not as it should be, or could not be computed again.
+
+        Args:
+            error: what.
+            first: the first parameter or buffer of the message.
+        """
+        verdict = Verdict.UNREPEATED if error.param else Verdict.REFUSED
+        index = self._index(error.param or first)
+        self._vote = replace(self._vote, verdict=verdict, param=index, site=error.site)
+        self.cause = error.__cause__
 
     def cast(self, state: State, param: str | None = None) -> None:
         """Starts to exchange the votes.

@@ -13,7 +13,8 @@ from outergrad.comm.vote import NOTHING, Verdict, Vote
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 
-_WHAT = {Verdict.BAD: "skipped", Verdict.REFUSED: "discarded", Verdict.FAILED: "discarded"}
+_DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED)
+_WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}
 
 
 class BadStepsError(RuntimeError):

@@ -207,8 +207,8 @@ class SharedStep:
         self.settle(decision)
         if self._error is not None:
             raise self._error
-        if decision.verdict in (Verdict.REFUSED, Verdict.FAILED):
-            raise decision.error(self.subjects)
+        if decision.verdict >= Verdict.REFUSED:
+            raise decision.error(self.subjects, self.sender.blocks) from self._ballot.cause
 
     def settle(self, decision: Decision) -> None:
         """The step is over; where it does not count, there are no gradients that could be applied.

@@ -34,15 +34,17 @@ class ExchangeError(RuntimeError):
 
 
 class RefusedError(RuntimeError):
-    """A message was not as it had been sent.
+    """A message was not as it had been sent, or does not say what it should.
 
     Attributes:
         site: whose.
+        param: full name of a parameter of the module whose replay was not like its forward; empty
+            where the message itself is damaged.
     """
 
-    def __init__(self, message: str, site: int) -> None:
+    def __init__(self, message: str, site: int, param: str = "") -> None:
         super().__init__(message)
-        self.site = site
+        self.site, self.param = site, param
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def test_what_cannot_be_sent_is_named():
     def body(rank, group):
         model = Outer()
         og.distribute(model, og.EDAD(blocks=["odd"], always=True), group=group)
-        with pytest.raises(TypeError, match=r"block 'odd': it was called with a object"):
+        with pytest.raises(TypeError, match=r"block 'odd': its argument 'helper' holds an object"):
             model(torch.randn(3, 4))
 
     run_on_lasting_groups(2, body)

@@ -27,6 +27,8 @@ class Verdict(IntEnum):
     """A message that reached it was not as it had been sent."""
     FAILED = 4
     """Its backward raised."""
+    UNREPEATED = 5
+    """A block that it computed again gave another output than in the sender's forward."""
 
 
 @dataclass(frozen=True)

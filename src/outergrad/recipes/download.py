@@ -58,10 +58,12 @@ def _refuse_unprotected(url: str) -> None:
 class _Redirects(HTTPRedirectHandler):
     """Follows where a server sends, but not from https to http."""
 
-    def redirect_request(self, *args: Any) -> Request | None:
+    def redirect_request(
+        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Request | None:
         """The next request, if there is to be one."""
-        _refuse_unprotected(args[-1])
-        return super().redirect_request(*args)
+        _refuse_unprotected(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _is_right(path: Path, md5: str) -> bool:

@@ -10,6 +10,7 @@ with f' taken from A_{l+1} where that is enough. Source: Baker et al., arXiv 210
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from outergrad._blocks import Sent, SentRun, Traced
+from outergrad._blocks import ReplayError, Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
+from outergrad.replay.compare import Comparison
 from outergrad.replay.find import has_hooks, keeps_rows_apart
+from outergrad.replay.fingerprint import fingerprint, tolerance
 from outergrad.replay.from_output import delta_before, is_known, reshapes
 from outergrad.replay.layer import Layer, backward, is_batched, output
 from outergrad.replay.modes import modes_as, modes_now
@@ -64,12 +67,19 @@ class Chain:
         layers: in their order, each with a bias or without.
         between: what stands between each two of them.
         full_names: of the trained parameters, by identity.
+        exact: whether activations arrive as they were.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], between: Sequence[Between], full_names: Mapping[int, str]
+        self,
+        layers: Sequence[Layer],
+        between: Sequence[Between],
+        full_names: Mapping[int, str],
+        *,
+        exact: bool = True,
     ) -> None:
         self._layers, self._between, self._full_names = layers, between, full_names
+        self._exact = exact
         parts = zip(layers, [*between, Between(())], strict=True)
         self.modules = [m for layer, part in parts for m in (layer, *part.modules)]
         self._params = {id(p): p for module in self.modules for p in module.parameters()}
@@ -89,8 +99,13 @@ class Chain:
             y = output(layer, activations[-1], detached)
             shapes.append(tuple(y.shape))
         about = {"seeds": seeds, "shapes": shapes, "autocast": autocast_now(self._device)}
-        about["training"] = modes_now(self.modules)
+        about["training"], about["settings"] = modes_now(self.modules), self._settings()
         return Traced(about, activations, [y], lambda new: new[0])
+
+    def _settings(self) -> str:
+        """Of all modules, as text of one length: with these and what is sent, the rest follows."""
+        told = [[getattr(m, name, None) for name in _constants(m)] for m in self.modules]
+        return f"{zlib.crc32(repr(told).encode()):08x}"
 
     def _through(
         self, between: Between, y: Tensor, params: Mapping[int, Tensor]
@@ -125,8 +140,20 @@ class Chain:
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: the rows of all sites at once where nothing is drawn."""
+        for run in runs:
+            if run.links[0].about["settings"] != self._settings():
+                raise ReplayError(run.site, 0)
         together = [_stacked(runs)] if self._may_stack(runs) else runs
-        return summed(self._of_run(*run) for run in together)
+        comparison = Comparison()
+        gradients = summed(self._of_run(run, comparison) for run in together)
+        comparison.check()
+        return gradients
+
+    def fingerprints(
+        self, exact: Sequence[SentRun], decoded: Sequence[SentRun]
+    ) -> list[Tensor | None]:
+        """See `Replayer`: it has none."""
+        return [None for run in exact for _ in run.links]
 
     def _may_stack(self, runs: Sequence[SentRun]) -> bool:
         """Whether all differ in their number of rows alone, which nothing mixes or draws for."""
@@ -137,9 +164,9 @@ class Chain:
         batched = map(is_batched, self._layers, about["shapes"])
         return all(batched) and all(between.keeps_rows_apart for between in self._between)
 
-    def _of_run(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _of_run(self, run: SentRun, comparison: Comparison) -> dict[str, Tensor]:
         """Backward through the layers, from the last one's delta."""
-        (link,), (d,) = links, deltas
+        (link,), (d,) = run.links, run.deltas
         detached = {key: p.detach() for key, p in self._params.items()}
         found: dict[int, Tensor] = {}
         modes = modes_as(self.modules, link.about["training"])
@@ -150,9 +177,19 @@ class Chain:
                 d = d.reshape(link.about["shapes"][k])
                 d = backward(self._layers[k], a, d, found, inputs=k > 0)
                 if k:
-                    d = self._before(k - 1, link, d, detached, found)
+                    d, again = self._before(k - 1, link, d, detached, found)
+                    self._compare(run, k, again, comparison)
         names = self._full_names
         return {names[key]: gradient for key, gradient in found.items() if key in names}
+
+    def _compare(self, run: SentRun, k: int, again: Tensor | None, comparison: Comparison) -> None:
+        """Notes activations that were drawn again: the device may draw others than the site's."""
+        link, sent = run.links[0], run.links[0].tensors[k]
+        if again is None or sent is None or link.about["seeds"][k - 1] is None or not self._exact:
+            return
+        dtypes = {again.dtype, sent.dtype, self._layers[k - 1].weight.dtype}
+        room = tolerance(dtypes, again.device, same_machine=run.own)
+        comparison.note(run.site, 0, fingerprint([sent]), fingerprint([again]), room)
 
     def _before(
         self,
@@ -161,15 +198,18 @@ class Chain:
         d: Tensor,
         params: Mapping[int, Tensor],
         found: dict[int, Tensor],
-    ) -> Tensor:
-        """Delta of the output of layer k, from that of what the functions behind it made of it."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Delta of the output of layer k, from that of what the functions behind it made of it.
+
+        And what they make of it now, where that had to be computed.
+        """
         between, (a, after) = self._between[k], link.tensors[k : k + 2]
         assert a is not None
         assert after is not None
         if between.is_known:
             for module in reversed(between.modules):
                 d = delta_before(module, after, d)
-            return d
+            return d, None
         seed = link.about["seeds"][k]
         own = [p for module in between.modules for p in module.parameters()]
         copies = {id(p): params[id(p)].detach().requires_grad_() for p in own}
@@ -179,12 +219,17 @@ class Chain:
         inputs = [y, *copies.values()]
         d, *gradients = torch.autograd.grad(made, inputs, d.view(made.shape).to(made.dtype))
         found.update(zip(copies, gradients, strict=True))
-        return d
+        return d, made.detach()
+
+
+def _constants(module: nn.Module) -> Sequence[str]:
+    """Names of its settings, as modules of PyTorch list them."""
+    return getattr(module, "__constants__", ())
 
 
 def _all_but_rows(run: SentRun) -> Hashable:
     """What runs must have in common, for their rows to be computed together."""
-    (link,), (delta,) = run
+    (link,), (delta,) = run.links, run.deltas
     about = link.about
     drawn = tuple(seed is not None for seed in about["seeds"])
     shapes = [tuple(t.shape[1:]) for t in link.tensors if t is not None]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from outergrad._blocks import Sent, SentRun, Traced
+from outergrad._blocks import ReplayError, Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
+from outergrad.replay.compare import Comparison, failures_told
+from outergrad.replay.fingerprint import fingerprint, never_like, tolerance
+from outergrad.replay.forward import Forward, other_tensors
 from outergrad.replay.modes import modes_as, modes_now
 from outergrad.replay.run import DTYPES
 from outergrad.replay.streams import recorded, replayed
 from outergrad.replay.structure import flattened, rebuilt
 from outergrad.replay.sums import summed
+from outergrad.replay.unchanged import unchanged
 
 
 class Modules:
@@ -31,7 +35,7 @@ class Modules:
         self, names: Sequence[str], modules: Sequence[nn.Module], full_names: Mapping[int, str]
     ) -> None:
         self._names, self._modules = names, modules
-        self._forwards = [_Forward(module) for module in modules]
+        self._forwards = [Forward(module) for module in modules]
         self._trained = [
             {n: full_names[id(p)] for n, p in module.named_parameters() if id(p) in full_names}
             for module in modules
@@ -45,18 +49,18 @@ class Modules:
             RuntimeError: the module changed a buffer, or what it was given.
         """
         module, name = self._modules[member], self._names[member]
-        structure, tensors = self._flattened(name, (args, kwargs))
+        structure, tensors = self._taken_in(member, args, kwargs)
         device = next(module.parameters()).device
         given = [(t, t._version) for t in tensors]
-        buffers = {n: (b, b._version) for n, b in module.named_buffers()}
+        held = [(n, t, t._version) for n, t in other_tensors(module)]
         detached = {n: p.detach() for n, p in module.named_parameters()}
         with recorded(device) as draws:
             output = self._forwards[member].with_parameters(detached, args, kwargs)
-        for n, (buffer, version) in buffers.items():
-            if buffer._version != version:
+        for n, t, version in held:
+            if t._version != version:
                 raise RuntimeError(
-                    f"block {name!r}: its forward changes the buffer {n!r}, so other sites could "
-                    f"not compute it again: leave it out of blocks="
+                    f"block {name!r}: its forward changes {n} in place, so other sites could not "
+                    f"compute it again: leave it out of blocks="
                 )
         if any(t._version != version for t, version in given):
             raise RuntimeError(
@@ -65,9 +69,23 @@ class Modules:
             )
         about = {"in": structure, "seed": draws.seed, "autocast": autocast_now(device)}
         about["training"] = modes_now([module])
-        shape, leaves = self._flattened(name, output)
+        shape, leaves = self._flattened(name, output, "it returned")
         self._check_dtypes(name, [*tensors, *(t for t in leaves if t.requires_grad)])
-        return Traced(about, tensors, leaves, lambda new: rebuilt(shape, new))
+        floating = [t for t in leaves if t.is_floating_point()]
+        found = fingerprint(floating) if floating else None
+        return Traced(about, tensors, leaves, lambda new: rebuilt(shape, new), found)
+
+    def _taken_in(
+        self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """The arguments, taken apart; the error names the one that cannot be sent."""
+        try:
+            return flattened((args, kwargs))
+        except TypeError:
+            for argument, value in self._forwards[member].named(args, kwargs):
+                told = f"its argument {argument!r} holds"
+                self._flattened(self._names[member], value, told)
+            raise
 
     def _check_dtypes(self, name: str, tensors: Sequence[Tensor]) -> None:
         odd = next((t.dtype for t in tensors if t.dtype not in DTYPES), None)
@@ -87,27 +105,90 @@ class Modules:
 
     def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
         """See `Replayer`: inputs and outputs."""
-        tensors = self._flattened(self._names[member], ((args, kwargs), y))[1]
-        return sum(t.nbytes for t in tensors)
+        tensors = [*self._taken_in(member, args, kwargs)[1]]
+        tensors += self._flattened(self._names[member], y, "it returned")[1]
+        return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
-    def _flattened(self, name: str, value: Any) -> tuple[Any, list[Tensor]]:
+    def _flattened(self, name: str, value: Any, told: str) -> tuple[Any, list[Tensor]]:
         try:
             return flattened(value)
         except TypeError as error:
-            raise TypeError(f"block {name!r}: {error}; or leave it out of blocks=") from None
+            raise TypeError(f"block {name!r}: {told} {error}; or leave it out of blocks=") from None
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: one run after the other, for their memory."""
-        return summed(self._of_run(*run) for run in runs)
+        comparison = Comparison()
+        with self._unchanged():
+            gradients = summed(self._of_run(run, comparison) for run in runs)
+        comparison.check()
+        return gradients
 
-    def _of_run(self, links: Sequence[Sent], deltas: Sequence[Tensor]) -> dict[str, Tensor]:
+    def fingerprints(
+        self, exact: Sequence[SentRun], decoded: Sequence[SentRun]
+    ) -> list[Tensor | None]:
+        """See `Replayer`."""
+        links = [link for run in exact for link in run.links]
+        with self._unchanged():
+            found = [fingerprint(y) for run in decoded for _, y in self._forwards_of(run, {})]
+            odd = self._odd_member(exact)
+        return [
+            never_like(one) if link.member == odd else one
+            for link, one in zip(links, found, strict=True)
+        ]
+
+    def _odd_member(self, runs: Sequence[SentRun]) -> int | None:
+        """The first whose replays are not like its forwards, if one is so."""
+        comparison = Comparison()
+        try:
+            for run in runs:
+                for link, leaves in self._forwards_of(run, {}):
+                    self._compare(run, link, leaves, comparison)
+            comparison.check()
+        except ReplayError as error:
+            return error.member
+        return None
+
+    def _unchanged(self) -> AbstractContextManager[None]:
+        return unchanged(self._modules, next(self._modules[0].parameters()).device)
+
+    def _forwards_of(
+        self, run: SentRun, copies: dict[str, Tensor]
+    ) -> Iterator[tuple[Sent, list[Tensor]]]:
+        """The links, each with its floating outputs, which have a graph to the copies."""
+        entry = None
+        for link in run.links:
+            tensors = [entry if t is None else t for t in link.tensors]
+            with failures_told(run.site, link.member):
+                leaves = self._forward(link, tensors, copies)
+            yield link, leaves
+            entry = leaves[0]
+
+    def _of_run(self, run: SentRun, comparison: Comparison) -> dict[str, Tensor]:
         """Forward through all links, then back from the deltas of the last."""
         copies: dict[str, Tensor] = {}
-        entry, leaves = None, list[Tensor]()
-        for link in links:
-            tensors = [entry if t is None else t for t in link.tensors]
-            leaves = self._forward(link, tensors, copies)
-            entry = leaves[0]
+        leaves, member = list[Tensor](), run.links[-1].member
+        for link, leaves in self._forwards_of(run, copies):
+            self._compare(run, link, leaves, comparison)
+        with failures_told(run.site, member):
+            return self._backward(leaves, run.deltas, copies)
+
+    def _compare(
+        self, run: SentRun, link: Sent, leaves: Sequence[Tensor], comparison: Comparison
+    ) -> None:
+        """Notes what a replay gave and what the forward did."""
+        module = self._modules[link.member]
+        known = [*leaves, *(t for t in link.tensors if t is not None), *module.parameters()]
+        dtypes = {t.dtype for t in known}
+        if link.about["autocast"] is not None:
+            dtypes.add(getattr(torch, link.about["autocast"]))
+        room = tolerance(dtypes, leaves[0].device, same_machine=run.own)
+        assert link.fingerprint is not None
+        comparison.note(run.site, link.member, link.fingerprint, fingerprint(leaves), room)
+
+    def _backward(
+        self, leaves: Sequence[Tensor], deltas: Sequence[Tensor], copies: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The gradients of copies of the parameters from the deltas of the floating outputs."""
         pairs = [(y, d) for y, d in zip(leaves, deltas, strict=True) if y.requires_grad]
         if not pairs:
             return {}
@@ -144,18 +225,3 @@ def _apart(gradients: Mapping[str, Tensor], deltas: Sequence[Tensor]) -> dict[st
         apart[name] = gradient.clone() if expanded or place in seen else gradient
         seen.add(place)
     return apart
-
-
-class _Forward(nn.Module):
-    """The forward of a module's own class, without its hooks and whatever its class is now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self._plain = module, type(module)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain.forward(self.module, *args, **kwargs)
-
-    def with_parameters(self, params: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-        """Computes with these in the place of the parameters."""
-        return functional_call(self, {f"module.{n}": p for n, p in params.items()}, args, kwargs)

@@ -50,11 +50,13 @@ class Link:
         member: which of the block's modules.
         about: plain values that its replay needs.
         places: of each of its tensors among those of the message, or `PREVIOUS`.
+        fingerprint: place of that of its outputs; None where there is none.
     """
 
     member: int
     about: Any
     places: tuple[int, ...]
+    fingerprint: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Message:
             for view, part in zip(parts, encode(field.codecs, tensor), strict=True):
                 view.copy_(part)
 
+    def decoded(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the receivers have of these."""
+        pairs = zip(self._fields, tensors, strict=True)
+        return [_decoded(field, encode(field.codecs, t)) for field, t in pairs]
+
     @staticmethod
     def read(data: Tensor, codecs: Codecs) -> tuple[tuple[Run, ...], list[Tensor]]:
         """The runs of a site, and their tensors: views where they were not encoded.
@@ -115,7 +122,12 @@ class Message:
         if start + needed != len(data):
             raise ValueError(f"{start + needed} bytes are described in a message of {len(data)}")
         pairs = zip(fields, _views(data, start, fields), strict=True)
-        return runs, [decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs]
+        return runs, [_decoded(field, views) for field, views in pairs]
+
+
+def _decoded(field: Field, written: Sequence[Tensor]) -> Tensor:
+    """In the dtype that the forward had, for the replay to compute in it, too."""
+    return decode(field.codecs, written, field.shape, field.dtype).to(field.dtype)
 
 
 def _views(data: Tensor, start: int, fields: Sequence[Field]) -> list[list[Tensor]]:
@@ -137,7 +149,10 @@ def _nbytes(plain: Plain) -> int:
 def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
     told = {
         "runs": [
-            {"links": [[x.member, x.about, x.places] for x in run.links], "deltas": run.deltas}
+            {
+                "links": [[x.member, x.about, x.places, x.fingerprint] for x in run.links],
+                "deltas": run.deltas,
+            }
             for run in runs
         ],
         "tensors": [[DTYPES.index(shape.dtype), shape.sizes] for shape in shapes],
@@ -170,8 +185,13 @@ def _shape(dtype: Any, sizes: Any) -> Shape:
 
 def _run(told: Any, tensors: int) -> Run:
     links = [
-        Link(_whole(member, 0, _MOST_ENTRIES), _shallow(about), _places(places, PREVIOUS, tensors))
-        for member, about, places in told["links"]
+        Link(
+            _whole(member, 0, _MOST_ENTRIES),
+            _shallow(about),
+            _places(places, PREVIOUS, tensors),
+            None if mark is None else _whole(mark, 0, tensors),
+        )
+        for member, about, places, mark in told["links"]
     ]
     if not links:
         raise ValueError("a run of nothing")

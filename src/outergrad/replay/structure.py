@@ -45,10 +45,12 @@ def _taken_apart(value: Any, tensors: list[Tensor]) -> Structure:
     for kind, of_kind in _KINDS.items():
         if type(value) is of_kind:
             return {kind: [_taken_apart(item, tensors) for item in value]}
-    raise TypeError(
-        f"it was called with a {type(value).__name__}, which cannot be sent; pass tensors, "
-        f"numbers, text, None, lists, tuples or dicts of them"
-    )
+    kind = type(value).__name__
+    told = f"an object of type {kind}, which cannot be sent"
+    if kind.endswith("Cache"):
+        remedy = "call the model with use_cache=False, or set use_cache=False in its config"
+        raise TypeError(f"{told}: {remedy}")
+    raise TypeError(f"{told}; pass tensors, numbers, text, None, lists, tuples or dicts of them")
 
 
 def _place(tensor: Tensor, tensors: list[Tensor]) -> int:
