@@ -130,6 +130,7 @@ def distribute(
     )
     session = _session(view, comm, levels, shards, agreed, method, settings)
     counted.watch(model)
+    session.watch(model, view.watch)
     return session
 
 

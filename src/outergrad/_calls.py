@@ -152,7 +152,7 @@ class LocalStep:
         blocks: Blocks,
         accumulated: Accumulated | None,
     ) -> None:
-        self.task = task
+        self.task, self.used = task, used
         self._calls = Calls(model, used, blocks, accumulated)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:

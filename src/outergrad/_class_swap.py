@@ -1,15 +1,16 @@
-"""A module computes by another forward, and is the same otherwise."""
+"""A module computes by another forward, or tells of its calls, and is the same otherwise."""
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
-from outergrad._untraced import untraced
+from outergrad._untraced import itself_untraced, untraced
 
 
 class ClassSwap:
@@ -32,7 +33,8 @@ class ClassSwap:
         in_graphs: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._plain = module, type(module)
-        module.__class__ = _subclass(self._plain, module, untraced(forward), in_graphs)
+        body = {"forward": _forward(self._plain, module, untraced(forward), in_graphs)}
+        self._own = module.__class__ = _subclass(self._plain, body)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -40,15 +42,57 @@ class ClassSwap:
 
     def restore(self) -> None:
         """Gives the module its own class back."""
-        self._module.__class__ = self._plain
+        _take_out(self._module, self._own, self._plain)
 
 
-def _subclass(
+class CallSwap:
+    """Gives one module a subclass of its class, which says when the module is called.
+
+    Its forward, and so its signature, stays its own, and so do graphs of torch.compile.
+
+    Args:
+        module: the module, which it does not keep alive.
+        before: called before each call of the module, but not in graphs.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[[], None]) -> None:
+        self._module, self._plain = ref(module), type(module)
+        body = {"__call__": _call(self._plain, self._module, untraced(before))}
+        self._own = module.__class__ = _subclass(self._plain, body)
+
+    def restore(self) -> None:
+        """Gives the module its own class back."""
+        module = self._module()
+        if module is not None:
+            _take_out(module, self._own, self._plain)
+
+
+def _take_out(module: nn.Module, own: type[nn.Module], plain: type[nn.Module]) -> None:
+    """Takes a subclass away, also from below those that `parametrize` has made of it since."""
+    if type(module) is own:
+        module.__class__ = plain
+    for above in type(module).__mro__:
+        if own in above.__bases__:
+            above.__bases__ = tuple(plain if base is own else base for base in above.__bases__)
+
+
+def _call(
+    plain: type[nn.Module], module: ref[nn.Module], before: Callable[[], None]
+) -> Callable[..., Any]:
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if not torch.compiler.is_dynamo_compiling() and self is module():
+            before()
+        return plain.__call__(self, *args, **kwargs)
+
+    return itself_untraced(__call__)
+
+
+def _forward(
     plain: type[nn.Module],
     module: nn.Module,
     instead: Callable[..., Any],
     in_graphs: Callable[..., Any] | None,
-) -> type[nn.Module]:
+) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is not module:
             return plain.forward(self, *args, **kwargs)
@@ -63,17 +107,20 @@ def _subclass(
 
         return outside_graphs(instead, args, kwargs)
 
+    return forward
+
+
+def _subclass(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module]:
     def __reduce_ex__(self: nn.Module, protocol: int) -> Any:  # noqa: N807
         _, _, *state = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
         return copyreg._reconstructor, (first, object, None), *state  # type: ignore[attr-defined]
 
     first = vars(plain).get("_before_swaps", plain)  # a module may be swapped twice
-    body = {
+    same = {
         "_before_swaps": first,
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
-        "forward": forward,
         "__reduce_ex__": __reduce_ex__,
     }
-    return type(plain.__name__, (plain,), body)
+    return type(plain.__name__, (plain,), {**same, **body})

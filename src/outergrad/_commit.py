@@ -84,6 +84,9 @@ class Decision:
         unrepeated = self._unrepeated(subjects, blocks)
         if unrepeated is not None:
             return RuntimeError(f"step {self.vote.step} was not applied on any site. {unrepeated}")
+        if self.verdict == Verdict.CHANGED:
+            about = "" if self.vote.param == NOTHING else repr(subjects.names[self.vote.param])
+            return _changed(self.vote.rank, self.vote.step, about)
         return StepDiscardedError(
             f"{self._why(subjects)}: it was not applied on any site; call optimizer.zero_grad() "
             f"and go on with the next"
@@ -113,6 +116,15 @@ class Decision:
             f"site {vote.rank} refused a message of site {vote.site}{subjects.words(vote.param)} "
             f"in step {vote.step}: it is not what should have been sent"
         )
+
+
+def _changed(site: int, step: int, param: str) -> StepDiscardedError:
+    what = f"{param} of the model of site {site}" if param else f"the model of site {site}"
+    return StepDiscardedError(
+        f"{what} was changed after og.distribute(): step {step} was not applied on any site; call "
+        f"session.detach(), change the model alike, and call og.distribute(model, ...) again on "
+        f"every site"
+    )
 
 
 class Ballot:
@@ -157,6 +169,11 @@ class Ballot:
         index = self._index(error.param or first)
         self._vote = replace(self._vote, verdict=verdict, param=index, site=error.site)
         self.cause = error.__cause__
+
+    def note_change(self, param: str) -> None:
+        """The model is not what the sites agreed on: this parameter, or one that is new."""
+        index = self._index(param) if param in self._subjects.params else NOTHING
+        self._vote = replace(self._vote, verdict=Verdict.CHANGED, param=index)
 
     def cast(self, state: State, param: str | None = None) -> None:
         """Starts to exchange the votes.

@@ -11,6 +11,7 @@ from torch import nn
 from outergrad._assignment import Assignment
 from outergrad._blocks import Block
 from outergrad._blocks_found import BlockFinder, FoundBlock
+from outergrad._changes import ModelWatch
 from outergrad._claims import is_claimed
 from outergrad._exchanges import Exchanges
 from outergrad._host import Host
@@ -55,6 +56,7 @@ class View:
         local_buffers: names of buffers that it does, too.
         joint_parts: modules whose outputs' deltas are averaged over the sites, by name.
         every: of each trained one, at every how many-th synchronised backward it travels.
+        watch: tells whether the model has changed since.
         norms_over_sites: names of `SyncBatchNorm`s, of which every forward is a meeting.
     """
 
@@ -67,6 +69,7 @@ class View:
     local_buffers: frozenset[str]
     joint_parts: dict[str, nn.Module]
     every: dict[str, int]
+    watch: ModelWatch
     norms_over_sites: tuple[str, ...] = ()
 
 
@@ -105,7 +108,8 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
     joint = isinstance(method, PerLayer) and method.joint
     parts = joint_parts(model, list(local)) if joint else {}
     norms = tuple(n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm))
-    found = (shared_model, exchanges, layers, blocks, frozen, local, buffers, parts, every)
+    watch = ModelWatch(model, trained, local, lambda name: is_local(method, name))
+    found = (shared_model, exchanges, layers, blocks, frozen, local, buffers, parts, every, watch)
     return View(*found, norms)
 
 
@@ -142,8 +146,12 @@ def _travels_plain(assignment: Assignment, name: str) -> bool:
 def _local_buffers(model: nn.Module, method: Any) -> frozenset[str]:
     if not isinstance(method, PerLayer):
         return frozenset()
-    names = (name for name, _ in model.named_buffers())
-    return frozenset(name for name in names if isinstance(method.method_of(name), Local))
+    return frozenset(name for name, _ in model.named_buffers() if is_local(method, name))
+
+
+def is_local(method: Any, name: str) -> bool:
+    """Whether what has this name is each site's own."""
+    return isinstance(method, PerLayer) and isinstance(method.method_of(name), Local)
 
 
 def _check_model(model: nn.Module) -> None:

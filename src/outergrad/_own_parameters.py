@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from outergrad._changes import are_lent
 from outergrad._tap import WatchedParameter
 
 
@@ -37,7 +38,7 @@ class OwnParameters:
             found = reduce(_child, path, module)
             if found is watched.parameter and found.dtype == watched.dtype:
                 continue
-            if found is None or isinstance(found, nn.Parameter):
+            if found is None or (isinstance(found, nn.Parameter) and not are_lent()):
                 raise RuntimeError(
                     f"{watched.name!r} was replaced or converted after og.distribute(): call "
                     f"session.detach(), convert or load, and distribute again on every site"

@@ -177,6 +177,7 @@ class PooledStep(LevelStep):
         self._conclude(conclusion.fates)
         if self.applied:
             means, self.words = conclusion.gradients()
+            self.used = set(means)
             self.wanted = conclusion.wanted()
             site.has_told(verdict.words)
             others = {n: g for n, g in means.items() if n not in site.share.params}

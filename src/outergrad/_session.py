@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from outergrad._groups import end_unfinished, lost_sites_told, on_group
-from outergrad._join import Joining
 from outergrad._state import Progress, resumed, saved
 from outergrad._tap import NO_TASK, current_task
 from outergrad._types import StateDict
+from outergrad._watching import Watching
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 
 
-class Session(Joining):
+class Session(Watching):
     """What `distribute` returns: the model's gradients are shared as long as it is attached."""
 
     @contextmanager
@@ -136,6 +136,7 @@ class Session(Joining):
         self._attached = False
         on_group(self._comm.group).attached.discard(self)
         end_unfinished(self._comm.group)
+        self._forget_model()
         self._weighting.remove()
         for layer in [*self._layers, *self._blocks]:
             layer.restore()

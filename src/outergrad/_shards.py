@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.hooks import RemovableHandle
 
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._calls import LocalStep
-from outergrad._claims import Claim, is_claimed
+from outergrad._changes import ModelWatch, ShardWatch
+from outergrad._claims import is_claimed
 from outergrad._groups import end_unfinished, on_group
-from outergrad._inspect import View, inspect
+from outergrad._held_hooks import HeldHooks, HookedClaim
+from outergrad._inspect import View, inspect, is_local
 from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
 from outergrad._model import Model
+from outergrad._optimizer_steps import listen
 from outergrad._rank_reports import Fate, told_fates
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK, at_end_of_backward
+from outergrad._tap import NO_TASK, at_end_of_backward, refuse_checkpoint_backward
 from outergrad._two_levels import LevelsSession
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.header import Header
@@ -107,7 +110,11 @@ def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[View, Shards]:
     for name, p in model.named_parameters():
         _check_parameter(name, p, ranks)
     shards = Shards(model)
-    return inspect(shards.module, method, {}), shards
+    view = inspect(shards.module, method, {})
+    trained = {name: shards.params[name] for name in view.model.params}
+    local = {name: shards.params[name] for name in view.local}
+    watch = ShardWatch(model, trained, local, lambda name: is_local(method, name))
+    return replace(view, watch=watch), shards
 
 
 def _check_methods(method: Any) -> None:
@@ -180,6 +187,7 @@ class ShardStep(LevelStep):
         self._shards.take()
         fate = self._between(self._shared, fate)
         self._shards.give_back()
+        self.used |= set() if self.shared is None else self.shared.sender.used
         self._conclude(told_fates(self._levels.local, fate))
         if self.shared is not None and self.shared.choice is not None:
             units = self._model.units
@@ -213,23 +221,30 @@ class ShardedSession(LevelsSession):
         self._shards, self._fingerprint = shards, fingerprint
         self._planner = SharePlanner(view.model, view.exchanges, levels.site.world_size)
         trained = {name: shards.params[name] for name in view.model.params}
-        self._claims = [Claim(p, self) for p in trained.values()]
-        self._hooks: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(lambda _, name=name: self.on_ready(name))
-            for name, p in trained.items()
-        ]
+        self._claims = {n: _ShardClaim(p, partial(self.on_ready, n)) for n, p in trained.items()}
 
     def detach(self) -> None:
         """As `Session.detach`; FSDP2 goes on inside the site."""
-        for handle in [*self._hooks, *self._claims]:
-            handle.remove()
+        for claim in self._claims.values():
+            claim.remove()
         super().detach()
 
+    def watch(self, model: nn.Module, watch: ModelWatch) -> None:
+        """Looks at the model before steps of optimizers: else FSDP2 has its own tensors in it."""
+        self._model_watch = lambda: watch
+        self._thread = get_ident()
+        listen(self)
+
+    def _hooks(self) -> dict[str, HeldHooks]:
+        return {name: claim.hooks for name, claim in self._claims.items()}
+
     def _begin(self, task: int) -> None:
-        _refuse_reentrant()
+        refuse_checkpoint_backward()
         end_unfinished(self._comm.group)
         self._refuse_lost()
         self._refuse_unfrozen()
+        for claim in self._claims.values():
+            claim.hooks.hold()
         step = self._step = self._sharded(task) if self._synchronise else self._kept(task)
         at_end_of_backward(lambda: self._finish(step))
 
@@ -255,22 +270,15 @@ class ShardedSession(LevelsSession):
                 )
 
 
-def _refuse_reentrant() -> None:
-    """Checks that no checkpoint's own backward runs: it would be taken for the whole one.
+class _ShardClaim(HookedClaim):
+    """Tells of a shard that FSDP2 has its gradient."""
 
-    FSDP2 calls hooks from within custom functions, so that `refuse_nested_backward` is of no use.
+    def __init__(self, p: nn.Parameter, tell: Callable[[], None]) -> None:
+        super().__init__(p, tell)
+        self._tell = tell
 
-    Raises:
-        RuntimeError: it is a reentrant checkpoint's.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            raise RuntimeError(
-                "a backward runs inside another one, as with checkpoint(use_reentrant=True); use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        frame = frame.f_back
+    def _after(self, _: Tensor) -> None:
+        self._tell()
 
 
 class _KeptStep(LocalStep):
@@ -283,6 +291,7 @@ class _KeptStep(LocalStep):
     def on_ready(self, name: str) -> None:
         """FSDP2 has added to the gradient of a shard."""
         self._unshared.add(name)
+        self.used.add(name)
 
 
 def broadcast_shards(levels: Levels, view: View, model: nn.Module) -> None:

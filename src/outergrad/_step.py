@@ -234,12 +234,14 @@ class SharedStep:
         seconds = {"compress_s": self.sender.compress_s, "replay_s": self.sender.replay_s}
         return self._since.stats(step, **seconds, wait_s=self._wait_s, layers=self.sender.layers)
 
-    def abandon(self) -> None:
-        """Ends a step whose backward raised on this site, together with the other sites.
+    def abandon(self, changed: str | None = None) -> None:
+        """Ends a step whose backward raised here, or whose model changed, with the other sites.
 
         The last message has not gone yet, so all of them see the failure.
         """
         self.sender.state = State.FAILED
+        if changed is not None:
+            self._ballot.note_change(changed)
         if self.choice is None:
             self._adopt()
         self._joint.give_up()

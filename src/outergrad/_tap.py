@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
-from outergrad._claims import Claim
+from outergrad._held_hooks import HookedClaim
 from outergrad._untraced import untraced
 
 NO_TASK = -1
@@ -31,6 +32,10 @@ class ParameterSink(Protocol):
 
     def on_ready(self, name: str) -> None:
         """Everything that this backward has for the parameter is there."""
+        ...
+
+    def on_stale(self, name: str) -> None:
+        """A gradient for the parameter has come by another node than the one that was watched."""
         ...
 
 
@@ -78,6 +83,21 @@ def refuse_nested_backward() -> None:
         if runs_function and inner not in OURS and not _is_compiled(inner):
             raise RuntimeError(_REENTRANT)
         inner, frame = frame.f_code, frame.f_back
+
+
+def refuse_checkpoint_backward() -> None:
+    """Checks that no checkpoint's own backward runs: it would be taken for the whole one.
+
+    FSDP2 calls hooks from within custom functions, so that `refuse_nested_backward` is of no use.
+
+    Raises:
+        RuntimeError: it is a reentrant checkpoint's.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise RuntimeError(_REENTRANT)
+        frame = frame.f_back
 
 
 def _is_compiled(code: CodeType | None) -> bool:
@@ -151,7 +171,7 @@ class DeltaTap(torch.autograd.Function):
 OURS = {Tap.backward.__code__, BlockTap.backward.__code__, DeltaTap.backward.__code__}
 
 
-class WatchedParameter(Claim):
+class WatchedParameter(HookedClaim):
     """A trainable parameter: its accumulator node and the hooks that report to a sink."""
 
     def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
@@ -159,7 +179,6 @@ class WatchedParameter(Claim):
         self.dtype = parameter.dtype
         self.node: Node = get_gradient_edge(parameter).node
         super().__init__(parameter, sink)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
 
     def accumulates(self) -> bool:
         """Whether the current backward leaves a gradient in the parameter.
@@ -183,9 +202,11 @@ class WatchedParameter(Claim):
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
-        self.accumulates()
+        if not self.accumulates():
+            self._sink.on_stale(self.name)
         if torch.is_grad_enabled():
             raise RuntimeError(_double_backward(self.name))
+        self.hooks.hold()
         if gradient is not None:
             self._sink.on_gradient(self.name)
 

@@ -99,6 +99,11 @@ class LevelsSession(Session):
             raise self._lost_by(error) from error
         finally:
             self._close(step)
+        self._run_hooks(step.used if step.applied else ())
+
+    def _can_tell(self) -> bool:
+        """The ranks of a mesh go through a step together, from a backward alone."""
+        return False
 
     def _close(self, step: LocalStep | SharedStep | KeepingStep) -> None:
         if not isinstance(step, LevelStep):

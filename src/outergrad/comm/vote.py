@@ -29,6 +29,8 @@ class Verdict(IntEnum):
     """Its backward raised."""
     UNREPEATED = 5
     """A block that it computed again gave another output than in the sender's forward."""
+    CHANGED = 6
+    """Its model is not what the sites agreed on."""
 
 
 @dataclass(frozen=True)

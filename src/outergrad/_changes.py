@@ -1,0 +1,210 @@
+"""Whether a model still has the parameters that the sites agreed on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, itemgetter
+from types import CodeType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.utils import stateless
+from torch.optim import Optimizer
+
+_SHAPE = attrgetter("shape")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_LENDS: CodeType = stateless._functional_call.__code__
+
+
+@dataclass(frozen=True)
+class Change:
+    """What has become of a parameter since `distribute`.
+
+    Attributes:
+        name: of the parameter.
+        what: that it is not shared as it is now, in words.
+    """
+
+    name: str
+    what: str
+
+    def error(self, site: int) -> RuntimeError:
+        """What the user of the site is told."""
+        return RuntimeError(
+            f"{self.name!r} {self.what} on site {site} and would not be shared: call "
+            f"session.detach(), change the model, and call og.distribute(model, ...) again on "
+            f"every site"
+        )
+
+
+class ModelWatch:
+    """Compares a model with what it was when the sites agreed on it.
+
+    The comparison is one walk over the dicts in which modules keep parameters and modules, without
+    a line of Python per module. Only if something differs the model is looked at by name: frozen
+    and `og.Local()` parameters may come, go and be replaced.
+
+    Args:
+        model: the model; it owns the watch, which does not keep it alive.
+        trained: the shared parameters that require a gradient, by full name.
+        local: those that each site keeps to itself.
+        is_local: whether a parameter of some name would be each site's own, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        local: Mapping[str, nn.Parameter],
+        is_local: Callable[[str], bool],
+    ) -> None:
+        self._model, self._trained, self._is_local = ref(model), dict(trained), is_local
+        self._known = {id(p): p for p in (*trained.values(), *local.values())}
+        self._kinds = [(p.dtype, p.device, p.shape) for p in trained.values()]
+        self._shapes = list(map(_SHAPE, trained.values()))
+        self._nodes: Sequence[Node] = ()
+        self._note(model)
+
+    def follow(self, nodes: Sequence[Node]) -> None:
+        """Compares the trained parameters' nodes of autograd, too: a conversion makes new ones.
+
+        Args:
+            nodes: which accumulate their gradients, in the order of the model.
+        """
+        self._nodes = nodes
+
+    def change(self) -> Change | None:
+        """The first difference that matters."""
+        model = self._model()
+        if model is None or torch._C._are_functorch_transforms_active():
+            return None
+        converted = self._converted() if self._nodes else None
+        if converted is not None:
+            return Change(converted, "was replaced or converted after og.distribute()")
+        return None if self._is_as_noted() or are_lent() else self._difference(model)
+
+    def _converted(self) -> str | None:
+        """The first parameter that has another dtype, device or shape, or had in between."""
+        params = list(self._trained.values())
+        found, shapes = _accumulators(params), list(map(_SHAPE, params))
+        if found == self._nodes and shapes == self._shapes:
+            return None
+        kept = map(_is_kept, found, self._nodes)
+        pairs = zip(self._trained, kept, shapes, self._shapes, strict=True)
+        return next((name for name, same, now, then in pairs if not same or now != then), None)
+
+    @contextmanager
+    def as_agreed(self) -> Iterator[None]:
+        """Meanwhile the trained parameters are of the kinds that messages are made for."""
+        pairs = list(zip(self._trained.values(), self._kinds, strict=True))
+        converted = [(p, p.data, kind) for p, kind in pairs if (p.dtype, p.device, p.shape) != kind]
+        try:
+            for p, _, (dtype, device, shape) in converted:
+                p.data = torch.zeros(1, dtype=dtype, device=device).expand(shape)
+            yield
+        finally:
+            for p, own, _ in converted:
+                p.data = own
+
+    def holds_some_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is about parameters that the model has or had."""
+        model = self._model()
+        found = () if model is None else model.parameters()
+        own = {id(p) for p in (*self._trained.values(), *found)}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _is_as_noted(self) -> bool:
+        return self._ids == self._walk() and not any(map(_REQUIRES_GRAD, self._frozen))
+
+    def _walk(self) -> list[int]:
+        """Identities of all that is registered in the modules."""
+        return list(map(id, chain.from_iterable(map(dict.values, self._dicts))))
+
+    def _note(self, model: nn.Module) -> None:
+        modules, places = list(model.modules()), dict(_places(model))
+        self._dicts: list[dict[str, Any]] = [
+            d for module in modules for d in (module._parameters, module._modules)
+        ]
+        self._frozen = [p for name, p in places.items() if self._is_frozen(name, p)]
+        self._held = modules, places  # so that no identity is given to another object
+        self._ids = self._walk()
+
+    def _is_frozen(self, name: str, p: nn.Parameter) -> bool:
+        return not (p.requires_grad or id(p) in self._known or self._is_local(name))
+
+    def _difference(self, model: nn.Module) -> Change | None:
+        found = dict(_places(model))
+        if not all(isinstance(p, nn.Parameter) for p in found.values()):
+            return None  # somebody computes with other tensors for a while
+        found = {name: self._as_agreed(name, p) for name, p in found.items()}
+        change = next(self._changes(found), None)
+        if change is None:
+            self._note(model)
+        return change
+
+    def _as_agreed(self, name: str, p: nn.Parameter) -> nn.Parameter:
+        """What counts as the parameter at a place."""
+        return p
+
+    def _changes(self, found: Mapping[str, nn.Parameter]) -> Iterator[Change]:
+        here, frozen = set(map(id, found.values())), set(map(id, self._frozen))
+        for name, p in self._trained.items():
+            if p.requires_grad and id(p) not in here:
+                gone = "taken out of the model" if name not in found else "replaced or converted"
+                yield Change(name, f"was {gone} after og.distribute()")
+        for name, p in found.items():
+            if p.requires_grad and id(p) not in self._known and not self._is_local(name):
+                was_frozen = id(p) in frozen
+                yield Change(name, _FROZEN if was_frozen else "was added after og.distribute()")
+
+
+_FROZEN = "was frozen when the model was distributed, requires a gradient now"
+
+
+class _Edges(torch.autograd.Function):
+    """Of no use but that its node knows those of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return torch.empty(())
+
+
+def _accumulators(params: Sequence[nn.Parameter]) -> list[Node | None]:
+    """Which nodes accumulate the gradients of parameters, None of those that are not trained."""
+    with torch.enable_grad():
+        node = _Edges.apply(*params).grad_fn
+    return [None] * len(params) if node is None else list(map(itemgetter(0), node.next_functions))
+
+
+def _is_kept(found: Node | None, node: Node) -> bool:
+    return found is None or found is node
+
+
+class ShardWatch(ModelWatch):
+    """Of a model of FSDP2, whose modules hold the whole parameters while they compute."""
+
+    def _as_agreed(self, name: str, p: nn.Parameter) -> nn.Parameter:
+        whole = type(p).__name__ != "DTensor"
+        return self._trained.get(name, p) if whole else p
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every name of every parameter: tied ones have several."""
+    return model.named_parameters(remove_duplicate=False)
+
+
+def are_lent() -> bool:
+    """Whether `torch.func.functional_call` runs: its weights are in the modules meanwhile."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _LENDS:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,151 @@
+"""What others do to the model of a session: changes of it, and hooks behind its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outergrad._calls import LocalStep
+from outergrad._changes import Change, ModelWatch
+from outergrad._class_swap import CallSwap
+from outergrad._groups import on_group
+from outergrad._held_hooks import HeldHooks
+from outergrad._join import Joining
+from outergrad._optimizer_steps import ignore, listen
+from outergrad._step import SharedStep
+from outergrad._tap import NO_TASK, current_task
+from outergrad._types import ExchangeError
+
+
+class Watching(Joining):
+    """Refuses a model that is not what the sites agreed on, and calls hooks that were held.
+
+    The model is looked at when it is called, when a backward begins of which no call was seen, and
+    before an optimizer's step to which no backward came: if every parameter was replaced, autograd
+    has nothing to tell.
+    """
+
+    _swap: CallSwap | None = None
+    _model_watch: Callable[[], ModelWatch | None] = staticmethod(lambda: None)
+    _thread = 0
+    _called = _began = False
+
+    def watch(self, model: nn.Module, watch: ModelWatch) -> None:
+        """Looks at a model from now on."""
+        self._follow_nodes(watch)
+        self._model_watch, self._thread = ref(watch), get_ident()
+        self._swap = CallSwap(model, lambda: self._on_call(watch))
+        listen(self)
+
+    def _follow_nodes(self, watch: ModelWatch) -> None:
+        watch.follow([watched.node for watched in self._watched.values()])
+
+    def _forget_model(self) -> None:
+        """The session ends."""
+        ignore(self)
+        if self._swap is not None:
+            self._swap.restore()
+
+    # -- when the model is looked at ------------------------------------------------------------
+
+    def _on_call(self, watch: ModelWatch) -> None:
+        if torch.is_grad_enabled() and current_task() == NO_TASK and self._attached:
+            self._refuse(watch.change())
+            self._called = True
+
+    def _refuse_changed(self) -> None:
+        watch = self._model_watch()
+        if watch is not None and not self._called:
+            self._refuse(watch.change())
+        self._called, self._began = False, True
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to apply gradients, which no backward of the session made."""
+        if self._began:
+            self._began = False
+            return
+        watch = self._model_watch() if get_ident() == self._thread else None
+        change = None if watch is None else watch.change()
+        if watch is not None and change is not None and watch.holds_some_of(optimizer):
+            self._refuse(change)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Nothing."""
+
+    def on_stale(self, name: str) -> None:
+        """A parameter was converted behind the last look."""
+        self._refuse(Change(name, "was replaced or converted after og.distribute()"))
+
+    # -- what the sites hear of it --------------------------------------------------------------
+
+    def _refuse(self, change: Change | None) -> None:
+        if change is None:
+            return
+        error = change.error(self._comm.rank)
+        try:
+            if self._can_tell():
+                self._tell(change)
+        except RuntimeError as failure:
+            raise error from failure
+        raise error
+
+    def _can_tell(self) -> bool:
+        """Whether a step can be given up that this site has not begun."""
+        lost = on_group(self._comm.group).lost is not None
+        alone = self._comm.world_size == 1
+        return not (lost or alone or self._joint is not None) and self._cadence.always
+
+    def _tell(self, change: Change) -> None:
+        """Gives up the next step together with the other sites, so that none applies it."""
+        watch = self._model_watch()
+        assert watch is not None
+        with watch.as_agreed():
+            step = self._shadow(self._join)
+            try:
+                step.abandon(changed=change.name)
+            except ExchangeError as error:
+                raise self._lost_by(error) from error
+            finally:
+                self._close(step)
+        self._take_note(step)
+
+    # -- hooks that were held -------------------------------------------------------------------
+
+    def _finish(self, step: Any) -> None:
+        if step is not self._step:
+            return
+        turn = self._turn
+        super()._finish(step)
+        if isinstance(step, SharedStep):
+            self._run_hooks(step.sender.used if step.applied else ())
+        elif turn is not None:
+            self._run_hooks(turn.used | turn.released)
+        elif isinstance(step, LocalStep):
+            self._run_hooks(step.used, shared=not self._several)
+
+    def _run_hooks(self, names: Iterable[str], *, shared: bool = True) -> None:
+        """Calls them for these parameters, in the same order on every site.
+
+        Raises:
+            RuntimeError: a hook applied a gradient of this site alone.
+        """
+        hooks, names = self._hooks(), set(names)
+        hooked = [name for name in reversed(list(hooks)) if name in names and hooks[name].any]
+        for name in hooked:
+            if hooks[name].run() and not shared:
+                raise RuntimeError(
+                    f"{name!r} or its gradient was used up by a post-accumulate hook (an optimizer "
+                    f"in backward) inside session.no_sync(), where the gradient is that of site "
+                    f"{self._comm.rank} alone: the sites are no replicas any more; start again "
+                    f"without no_sync()"
+                )
+
+    def _hooks(self) -> dict[str, HeldHooks]:
+        """Of every parameter of the model."""
+        return {name: watched.hooks for name, watched in self._watched.items()}
