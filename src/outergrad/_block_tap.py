@@ -17,6 +17,7 @@ from outergrad._own_parameters import OwnParameters
 from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
 from outergrad._types import RefusedError
 from outergrad._unrepeated import unrepeated
+from outergrad._untappable import may_be_tapped
 from outergrad.replay.run import Shape
 
 
@@ -83,11 +84,12 @@ class TappedBlock:
         Raises:
             ValueError: all that it reads is what enters the model, which may not be sent.
         """
-        if torch.is_grad_enabled() and self._active(member, args, kwargs):
+        tappable = may_be_tapped(args, kwargs)
+        if torch.is_grad_enabled() and tappable and self._active(member, args, kwargs):
             return self._traced(member, args, kwargs)
         y = self.replayer.plain(member, args, kwargs)
         if self._counts(member):
-            may = self._may_send(args, kwargs) and self.replayer.may_trace(member)
+            may = tappable and self._may_send(args, kwargs) and self.replayer.may_trace(member)
             sent = self.replayer.nbytes(member, args, kwargs, y) if may else UNSENDABLE
             self.untapped_nbytes += sent
         return y

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
-from types import CodeType
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.utils import stateless
 from torch.optim import Optimizer
+
+from outergrad._untappable import in_functional_call
 
 _SHAPE = attrgetter("shape")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_LENDS: CodeType = stateless._functional_call.__code__
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class ModelWatch:
         converted = self._converted() if self._nodes else None
         if converted is not None:
             return Change(converted, "was replaced or converted after og.distribute()")
-        return None if self._is_as_noted() or are_lent() else self._difference(model)
+        return None if self._is_as_noted() or in_functional_call() else self._difference(model)
 
     def _converted(self) -> str | None:
         """The first parameter that has another dtype, device or shape, or had in between."""
@@ -198,13 +196,3 @@ class ShardWatch(ModelWatch):
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every name of every parameter: tied ones have several."""
     return model.named_parameters(remove_duplicate=False)
-
-
-def are_lent() -> bool:
-    """Whether `torch.func.functional_call` runs: its weights are in the modules meanwhile."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _LENDS:
-            return True
-        frame = frame.f_back
-    return False

@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from outergrad._untappable import is_traced
 from outergrad._untraced import itself_untraced, untraced
 
 
@@ -21,7 +22,7 @@ class ClassSwap:
 
     Args:
         module: the module.
-        forward: what to call in place of its own forward.
+        forward: what to call in place of its own forward, unless that is being traced.
         in_graphs: what torch.compile traces instead, where there will be a backward; without it,
             forward is called outside of its graphs.
     """
@@ -97,16 +98,19 @@ def _forward(
         if self is not module:
             return plain.forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or torch.compiler.is_exporting():
                 return plain.forward(self, *args, **kwargs)
             if in_graphs is not None:
                 return in_graphs(*args, **kwargs)
+        elif is_traced(args, kwargs):
+            return plain.forward(self, *args, **kwargs)
         else:
             return instead(*args, **kwargs)
         from outergrad._tracing import outside_graphs
 
         return outside_graphs(instead, args, kwargs)
 
+    forward.__wrapped__ = plain.forward  # type: ignore[attr-defined]  # its signature
     return forward
 
 
@@ -115,6 +119,12 @@ def _subclass(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module
         _, _, *state = plain.__reduce_ex__(self, protocol)  # type: ignore[misc]
         return copyreg._reconstructor, (first, object, None), *state  # type: ignore[attr-defined]
 
+    def __prepare_scriptable__(self: nn.Module) -> Any:  # noqa: N807
+        raise RuntimeError(
+            "torch.jit.script cannot read the forward of a distributed model: script a copy, "
+            "torch.jit.script(copy.deepcopy(model)), or call session.detach() first"
+        )
+
     first = vars(plain).get("_before_swaps", plain)  # a module may be swapped twice
     same = {
         "_before_swaps": first,
@@ -122,5 +132,6 @@ def _subclass(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
         "__reduce_ex__": __reduce_ex__,
+        "__prepare_scriptable__": __prepare_scriptable__,
     }
     return type(plain.__name__, (plain,), {**same, **body})

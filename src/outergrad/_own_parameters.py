@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import nn
 
-from outergrad._changes import are_lent
 from outergrad._tap import WatchedParameter
+from outergrad._untappable import in_functional_call
 
 
 class OwnParameters:
@@ -38,7 +39,9 @@ class OwnParameters:
             found = reduce(_child, path, module)
             if found is watched.parameter and found.dtype == watched.dtype:
                 continue
-            if found is None or (isinstance(found, nn.Parameter) and not are_lent()):
+            compiles = torch.compiler.is_dynamo_compiling()  # it cannot look at the stack
+            passed = not compiles and in_functional_call()
+            if not passed and (found is None or isinstance(found, nn.Parameter)):
                 raise RuntimeError(
                     f"{watched.name!r} was replaced or converted after og.distribute(): call "
                     f"session.detach(), convert or load, and distribute again on every site"

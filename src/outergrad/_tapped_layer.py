@@ -16,6 +16,7 @@ from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Rule
 from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
 from outergrad._types import Call, Factors, Slot
+from outergrad._untappable import may_be_tapped
 
 
 class LayerSink(Protocol):
@@ -54,20 +55,21 @@ class TappedLayer:
         self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.active():
-            return self.rule.forward(self.module, self.tap, *args, **kwargs)
         if torch.is_grad_enabled():
-            self.note_untapped(args, kwargs)
+            if not may_be_tapped(args, kwargs):
+                self._note_untappable()
+            elif self._active():
+                return self.rule.forward(self.module, self.tap, *args, **kwargs)
+            else:
+                self.note_untapped(args, kwargs)
         return self._swap.plain_forward(*args, **kwargs)
 
     def restore(self) -> None:
         """Gives the module its own class back."""
         self._swap.restore()
 
-    def active(self) -> bool:
+    def _active(self) -> bool:
         """Whether this forward goes through taps; a recomputation does what the forward did."""
-        if not torch.is_grad_enabled():
-            return False
         if current_task() == NO_TASK:
             watched = [p for params in self._watched for p in params]
             self._decided = self._sink.taps(self) and all(p.tappable() for p in watched)
@@ -145,6 +147,11 @@ class TappedLayer:
             return
         for slot, rows in enumerate(self.rule.rows(self.module, args, kwargs)):
             self._untapped[slot] += rows
+
+    def _note_untappable(self) -> None:
+        """Counts a forward that cannot be tapped as more rows than factors would pay for."""
+        for slot, here in enumerate(self.slots):
+            self._untapped[slot] += here.outputs + here.inputs
 
     def forget_untapped(self) -> None:
         """Starts counting anew."""

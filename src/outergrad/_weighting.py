@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from outergrad._class_swap import ClassSwap
 from outergrad._tap import NO_TASK, current_task
 from outergrad._types import StateDict
+from outergrad._untappable import is_vmapped
 
 Kind = Literal["sites", "samples"]
 KINDS: tuple[Kind, ...] = ("sites", "samples")
@@ -93,7 +94,9 @@ class Weighting:
         self._last = state.get("last")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and current_task() == NO_TASK:
+        if is_vmapped():
+            self._last = None
+        elif torch.is_grad_enabled() and current_task() == NO_TASK:
             n = _samples([*args, *kwargs.values()])
             self._counted = self._counted if n is None else (self._counted or 0) + n
         assert self._swap is not None

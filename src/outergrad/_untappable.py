@@ -1,0 +1,81 @@
+"""Forwards that cannot be tapped: the layer computes as its own class does, autograd the rest.
+
+A tap is an `autograd.Function` around ordinary tensors. Tracers would write it into their graph,
+transforms of `torch.func` and forward-mode AD refuse it, and rows cannot be cut from nested or
+sparse tensors. The gradients that autograd then has for parameters are shared as such.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx import Proxy, _symbolic_trace
+from torch.nn.utils import stateless
+from torch.utils._pytree import tree_leaves
+
+_MODES = torch._C._TorchDispatchModeKey
+_TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+_functorch = torch._C._functorch
+_ORDINARY = {Tensor, nn.Parameter}
+
+
+def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the forward is written down or its shapes are found out, and nothing is trained.
+
+    By `torch.jit.trace`, `torch.export`, `torch.fx.symbolic_trace`, `make_fx` or fake tensors; in
+    this thread, as another one may train meanwhile.
+    """
+    if torch._C._is_tracing():
+        return True
+    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACERS)):
+        return True
+    if not _symbolic_trace._is_fx_tracing_flag:
+        return False
+    return any(isinstance(leaf, Proxy) for leaf in tree_leaves((args, kwargs)))
+
+
+def is_transformed() -> bool:
+    """Whether the forward runs inside a transform of `torch.func` or in forward-mode AD."""
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_vmapped() -> bool:
+    """Whether tensors lack dimensions, because `torch.vmap` goes through them."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(level.key() == _functorch.TransformType.Vmap for level in stack)
+
+
+def may_be_tapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a forward with these arguments may go through taps."""
+    if is_transformed():
+        return False
+    for value in (*args, *kwargs.values()) if kwargs else args:  # half the time of all()
+        if not is_ordinary(value):
+            return False
+    return True
+
+
+def is_ordinary(value: Any) -> bool:
+    """Whether there is no tensor in it that is nested, sparse or computes in a way of its own."""
+    kind = type(value)
+    if kind in _ORDINARY:
+        return value.layout is torch.strided and not value.is_nested
+    if kind is tuple or kind is list:
+        return all(map(is_ordinary, value))
+    if isinstance(value, Tensor):
+        dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+        return not dispatches and value.layout is torch.strided and not value.is_nested
+    return all(map(is_ordinary, value.values())) if isinstance(value, Mapping) else True
+
+
+def in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` runs, which puts others in the place of parameters."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
