@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from outergrad._block_use import Following, Use, use_of
-from outergrad._blocks import UNSENDABLE, Block, Replayer, ReplayError, SentRun
+from outergrad._blocks import UNSENDABLE, Block, Replayer, ReplayError, Sent, SentRun
 from outergrad._class_swap import ClassSwap
 from outergrad._coding import Codecs
 from outergrad._node_ref import NodeRef
 from outergrad._own_parameters import OwnParameters
+from outergrad._returned import is_wanted
 from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
 from outergrad._types import RefusedError
 from outergrad._unrepeated import unrepeated
@@ -138,9 +139,9 @@ class TappedBlock:
         outputs = [Shape.of(t) for t in leaves]
         marks = () if traced.fingerprint is None else (traced.fingerprint,)
         use = Use(member, traced.about, shapes, constants, outputs, marks)
-        saved = [t for t, needs in zip(tensors, grads, strict=True) if needs]
+        read = [t for t in traced.tensors if t.requires_grad]
         params = [p.parameter for p in self._watched[member]]
-        tapped = BlockTap.apply(self, use, saved, len(leaves), *leaves, *params)
+        tapped = BlockTap.apply(self, use, (len(leaves), len(read)), *leaves, *read, *params)
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
             use.node = NodeRef(tapped[0].grad_fn)
             if seen is not None:
@@ -183,22 +184,44 @@ class TappedBlock:
         trains = [any(p.accumulates() for p in params) for params in self._watched]
         return [use for use in alive if use.runs() and trains[use.member]]
 
-    def capture(self, ctx: Any, use: Use, deltas: Sequence[Tensor]) -> None:
+    def capture(self, ctx: Any, use: Use, deltas: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Takes the deltas of one use.
 
+        Returns:
+            What autograd gets for the outputs, what was read, and the parameters.
+
         Raises:
-            RuntimeError: for double backward, reentrant checkpointing and autograd.grad on
-                weights, and where a delta was taken to follow from another one, and does not.
+            RuntimeError: for backward(create_graph=True) and autograd.grad on weights, and where a
+                delta was taken to follow from another one, and does not.
         """
-        if not is_shared(ctx.born_in, self._watched[use.member]):
-            return
-        saved = iter(ctx.saved_tensors)
-        kept = [use.constants.get(k) for k in range(len(use.shapes))]
-        use.kept = [next(saved) if constant is None else constant[0] for constant in kept]
-        use.deltas = deltas
         self._check_unchanged(use)
+        watched, read = self._watched[use.member], ctx.saved_tensors
+        if not is_shared(ctx.born_in, watched):
+            self._following.forget(use)
+            return self._returned(use, read, deltas, [is_wanted(ctx.born_in, p) for p in watched])
+        use.kept, use.deltas = use.tensors([t.detach() for t in read]), deltas
         self._following.check(use)
         self._sink.on_use(self.block, use)
+        return [*deltas, *[None] * (len(read) + len(watched))]
+
+    def _returned(
+        self, use: Use, read: Sequence[Tensor], deltas: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """What autograd itself needs: gradients of parameters, or a graph that leads to them.
+
+        Where the graph is kept, the use is computed again with the real parameters, and all that
+        its outputs depend on gets its gradient from there.
+        """
+        watched, keeps_graph = self._watched[use.member], torch.is_grad_enabled()
+        if not (keeps_graph or any(wanted)):
+            return [*deltas, *[None] * (len(read) + len(watched))]
+        with torch.enable_grad():  # views are without the hooks of what they are views of
+            seen = [t.view_as(t) for t in read]
+            params = {p.name: p.parameter.view_as(p.parameter) for p in watched}
+            outputs = self.replayer.again(Sent(use.member, use.about, use.tensors(seen)), params)
+        asked = [*[keeps_graph] * len(read), *wanted]
+        found = _gradients(outputs, [*seen, *params.values()], asked, deltas)
+        return [*(None if keeps_graph else d for d in deltas), *found]
 
     def _check_unchanged(self, use: Use) -> None:
         for t, version in use.constants.values():
@@ -207,6 +230,23 @@ class TappedBlock:
                     f"block {self._names[use.member]!r}: one of its inputs was changed in place "
                     f"between forward and backward: other sites could not compute it again"
                 )
+
+
+def _gradients(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    asked: Sequence[bool],
+    deltas: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Of the inputs that are asked for; with a graph if one is being made."""
+    pairs = [(y, d) for y, d in zip(outputs, deltas, strict=True) if y.requires_grad]
+    wanted = [t for t, needs in zip(inputs, asked, strict=True) if needs]
+    if not (pairs and wanted):
+        return [None] * len(inputs)
+    options = {"create_graph": torch.is_grad_enabled(), "allow_unused": True}
+    ys, ds = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(ys, wanted, ds, **options))
+    return [next(found) if needs else None for needs in asked]
 
 
 def _any_requires_grad(value: Any) -> bool:

@@ -55,6 +55,12 @@ class Use:
         """Whether the current backward reaches it."""
         return will_run(self.node and self.node())
 
+    def tensors(self, read: Sequence[Tensor]) -> list[Tensor]:
+        """What it read: those that need a gradient, and the constants in their places."""
+        rest = iter(read)
+        kept = [self.constants.get(k) for k in range(len(self.shapes))]
+        return [next(rest) if constant is None else constant[0] for constant in kept]
+
     def release(self) -> None:
         """Lets go of what its step is done with: the graph may be kept, as with a loss."""
         self.kept, self.deltas, self.entry_delta = [], (), None
@@ -126,6 +132,12 @@ class Following:
                 here.entry_delta = delta
 
         seen.register_hook(keep)
+
+    def forget(self, use: Use) -> None:
+        """Nothing is learnt of a backward that does not share the deltas of a use."""
+        for follower in map(use_of, use.followers):
+            if follower is not None:
+                follower.entry_delta = None
 
     def check(self, use: Use) -> None:
         """Learns whether the delta of the only output came from one use alone.

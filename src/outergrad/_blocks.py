@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -123,6 +123,10 @@ class Replayer(Protocol):
 
     def nbytes(self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> int:
         """About what would be sent of a forward that returned y, had it been traced."""
+        ...
+
+    def again(self, sent: Sent, params: Mapping[str, Tensor]) -> list[Tensor]:
+        """The floating outputs of one use, with a graph to parameters, which go by full name."""
         ...
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:

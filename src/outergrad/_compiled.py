@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from outergrad._tap import OURS
 from outergrad._untraced import untraced
 
 
@@ -102,9 +101,6 @@ class GraphTap(torch.autograd.Function):
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
         torch.ops.outergrad.delta(deltas[0], ctx.saved_tensors[0], *ctx.place)
         return deltas[0], *(None for _ in ctx.needs_input_grad[1:])
-
-
-OURS.add(GraphTap.backward.__code__)
 
 
 def _node() -> Any:

@@ -20,18 +20,14 @@ from outergrad._inspect import View
 from outergrad._joint import JointParts, JointStep, Point, described
 from outergrad._lost import Findings, SiteLostError, find_out, lost_error, standing_of
 from outergrad._mishaps import Mishaps
+from outergrad._nested import refuse_nested_backward
 from outergrad._plan import Planner
 from outergrad._protocols import Comm
 from outergrad._reporting import Reporter
 from outergrad._settings import Settings
 from outergrad._state import Owner
 from outergrad._step import SharedStep
-from outergrad._tap import (
-    WatchedParameter,
-    at_end_of_backward,
-    current_task,
-    refuse_nested_backward,
-)
+from outergrad._tap import WatchedParameter, at_end_of_backward, current_task
 from outergrad._tapped_layer import GraphTaps, TappedLayer
 from outergrad._types import ExchangeError, Factors, Slot, Unit
 from outergrad.comm.header import Join

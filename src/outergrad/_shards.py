@@ -23,11 +23,12 @@ from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
 from outergrad._model import Model
+from outergrad._nested import refuse_checkpoint_backward
 from outergrad._optimizer_steps import listen
 from outergrad._rank_reports import Fate, told_fates
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK, at_end_of_backward, refuse_checkpoint_backward
+from outergrad._tap import NO_TASK, at_end_of_backward
 from outergrad._two_levels import LevelsSession
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.header import Header

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction
 
 from outergrad._held_hooks import HookedClaim
+from outergrad._nested import is_nested
 from outergrad._untraced import untraced
 
 NO_TASK = -1
-_REENTRANT = (
-    "a backward runs inside another one, as with checkpoint(use_reentrant=True); "
-    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+_BY_CLONES = (
+    "differentiate by clones: torch.func.functional_call(model, {n: p.clone() for n, p in "
+    "model.named_parameters()}, inputs) and torch.autograd.grad of these"
 )
 
 
@@ -42,8 +39,8 @@ class ParameterSink(Protocol):
 class Capturing(Protocol):
     """Who is told of a block's deltas."""
 
-    def capture(self, ctx: Any, use: Any, deltas: Sequence[Tensor]) -> None:
-        """Takes the deltas of one use."""
+    def capture(self, ctx: Any, use: Any, deltas: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Takes the deltas of one use; returns what autograd gets for the tensors of its tap."""
         ...
 
 
@@ -70,44 +67,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))  # type: ignore[attr-defined]
 
 
-def refuse_nested_backward() -> None:
-    """Checks that the current backward was not started by the backward of a custom function.
-
-    Raises:
-        RuntimeError: it was, as in reentrant checkpointing: parameters would be "ready" once per
-            checkpoint, and the sites would exchange parts of a step.
-    """
-    inner, frame = None, sys._getframe()
-    while frame is not None:
-        runs_function = frame.f_code is BackwardCFunction.apply.__code__
-        if runs_function and inner not in OURS and not _is_compiled(inner):
-            raise RuntimeError(_REENTRANT)
-        inner, frame = frame.f_code, frame.f_back
-
-
-def refuse_checkpoint_backward() -> None:
-    """Checks that no checkpoint's own backward runs: it would be taken for the whole one.
-
-    FSDP2 calls hooks from within custom functions, so that `refuse_nested_backward` is of no use.
-
-    Raises:
-        RuntimeError: it is a reentrant checkpoint's.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            raise RuntimeError(_REENTRANT)
-        frame = frame.f_back
-
-
-def _is_compiled(code: CodeType | None) -> bool:
-    """Whether it is the backward of a graph of torch.compile."""
-    return code is not None and code.co_filename.endswith("_aot_autograd/runtime_wrappers.py")
-
-
 class Tap(torch.autograd.Function):
     """The identity; keeps a and, in backward, hands (a, delta) on instead of a weight gradient.
 
+    Where autograd itself needs a gradient of a or of the parameters, it gets it (`_returned.py`).
     It takes the parameters as inputs so that backward reaches them, and marks y dirty instead of
     copying it, so that an in-place operation may follow.
     """
@@ -122,14 +85,15 @@ class Tap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
-        ctx.layer.capture(ctx, ctx.slot, deltas[0])
-        return deltas[0], *(None for _ in ctx.needs_input_grad[1:])
+        of_a, *of_params = ctx.layer.capture(ctx, ctx.slot, deltas[0])
+        return deltas[0], of_a, None, None, *of_params
 
 
 class BlockTap(torch.autograd.Function):
     """The identity of a use's outputs; in backward hands their deltas on.
 
-    It takes the parameters as inputs so that backward reaches them.
+    It takes the parameters as inputs so that backward reaches them, and what the use read, for
+    where autograd itself needs its gradient.
     """
 
     @staticmethod
@@ -137,21 +101,19 @@ class BlockTap(torch.autograd.Function):
         ctx: Any,
         block: Capturing,
         use: Any,
-        saved: Sequence[Tensor],
-        count: int,
+        counts: tuple[int, int],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*saved)
+        outputs, read = counts
+        ctx.save_for_backward(*tensors[outputs : outputs + read])
         ctx.block, ctx.use, ctx.born_in = block, use, current_task()
         # Copies, because an output may be a view, or saved by what made it.
-        return tuple(t.clone() for t in tensors[:count])
+        return tuple(t.clone() for t in tensors[:outputs])
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
-        ctx.block.capture(ctx, ctx.use, deltas)
-        parameters = len(ctx.needs_input_grad) - 4 - len(deltas)
-        return None, None, None, None, *deltas, *[None] * parameters
+        return None, None, None, *ctx.block.capture(ctx, ctx.use, deltas)
 
 
 class DeltaTap(torch.autograd.Function):
@@ -168,9 +130,6 @@ class DeltaTap(torch.autograd.Function):
         return ctx.instead(ctx, deltas[0]), None
 
 
-OURS = {Tap.backward.__code__, BlockTap.backward.__code__, DeltaTap.backward.__code__}
-
-
 class WatchedParameter(HookedClaim):
     """A trainable parameter: its accumulator node and the hooks that report to a sink."""
 
@@ -184,14 +143,32 @@ class WatchedParameter(HookedClaim):
         """Whether the current backward leaves a gradient in the parameter.
 
         Raises:
-            RuntimeError: it is returned by `torch.autograd.grad` instead.
+            RuntimeError: `torch.autograd.grad` returns it instead, and not to another backward.
         """
         try:
             return will_run(self.node)
         except RuntimeError:
+            self._refuse_at_top()
+            return False
+
+    def is_returned(self) -> bool:
+        """Whether it is returned to another backward, which called `torch.autograd.grad`.
+
+        Raises:
+            RuntimeError: it is returned, but not to another backward.
+        """
+        try:
+            will_run(self.node)
+        except RuntimeError:
+            self._refuse_at_top()
+            return True
+        return False
+
+    def _refuse_at_top(self) -> None:
+        if not is_nested():
             raise RuntimeError(
                 f"torch.autograd.grad of parameter {self.name!r} would return this site's "
-                f"gradient alone; use loss.backward() and .grad, or session.detach() first"
+                f"gradient alone; use loss.backward() and .grad, or {_BY_CLONES}"
             ) from None
 
     def tappable(self) -> bool:
@@ -202,6 +179,8 @@ class WatchedParameter(HookedClaim):
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
+        if self.is_returned():
+            return
         if not self.accumulates():
             self._sink.on_stale(self.name)
         if torch.is_grad_enabled():
@@ -218,23 +197,25 @@ class WatchedParameter(HookedClaim):
 def _double_backward(name: str) -> str:
     return (
         f"{name!r}: backward(create_graph=True) cannot be shared between sites: the gradients of "
-        f"the other sites have no graph here; call session.detach() for double backward"
+        f"the other sites have no graph here; gradients of inputs may be part of the loss by "
+        f"torch.autograd.grad(..., inputs, create_graph=True); for those of weights, {_BY_CLONES}"
     )
 
 
 def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:
-    """Whether this backward leaves gradients in the parameters of what was tapped.
+    """Whether this backward leaves gradients in the parameters of what was tapped in a forward.
+
+    Not where gradients of inputs alone were asked for, or of parameters by the backward of a
+    custom function, nor where it was tapped in a backward, of which no header could tell.
 
     Args:
         born_in: the backward in which it was tapped, or NO_TASK.
         watched: the parameters.
 
     Raises:
-        RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
+        RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
     """
-    accumulates = [p.accumulates() for p in watched]
-    if torch.is_grad_enabled():
-        raise RuntimeError(_double_backward(watched[0].name))
-    if born_in != NO_TASK:
-        raise RuntimeError(_REENTRANT)
-    return any(accumulates)  # or gradients of inputs alone were asked for
+    accumulating = [p for p in watched if p.accumulates()]
+    if accumulating and torch.is_grad_enabled():
+        raise RuntimeError(_double_backward(accumulating[0].name))
+    return bool(accumulating) and born_in == NO_TASK

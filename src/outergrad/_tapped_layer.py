@@ -14,6 +14,7 @@ from outergrad._compiled import key_of
 from outergrad._live_uses import LiveUses
 from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Rule
+from outergrad._returned import returned
 from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
 from outergrad._types import Call, Factors, Slot
 from outergrad._untappable import may_be_tapped
@@ -134,7 +135,7 @@ class TappedLayer:
         """Takes the delta of one use, in copies: the graph uses the memory again.
 
         Raises:
-            RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
+            RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
         """
         if is_shared(NO_TASK, self._watched[slot]):
             self._hand_on(slot, Call(a.clone(), delta.clone()), None)
@@ -189,14 +190,21 @@ class TappedLayer:
         if awaited is not None:
             self._awaited[slot] = awaited - 1
 
-    def capture(self, ctx: Any, slot: int, delta: Tensor) -> None:
+    def capture(self, ctx: Any, slot: int, delta: Tensor) -> Sequence[Tensor | None]:
         """Takes the delta of one use of a slot.
 
+        Returns:
+            What autograd gets for the activations and for each parameter.
+
         Raises:
-            RuntimeError: for double backward, reentrant checkpointing and autograd.grad on weights.
+            RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
         """
-        if is_shared(ctx.born_in, self._watched[slot]):
+        watched = self._watched[slot]
+        if is_shared(ctx.born_in, watched):
             self._hand_on(slot, Call(ctx.saved_tensors[0], delta), ctx)
+            return [None] * (1 + len(watched))
+        factors_of = lambda call: self.rule.factors(self.module, slot, call)  # noqa: E731
+        return returned(ctx, self.slots[slot], watched, factors_of, delta)
 
     def _hand_on(self, slot: int, call: Call, node: Any) -> None:
         self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))

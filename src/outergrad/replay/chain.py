@@ -138,6 +138,24 @@ class Chain:
         widths = [m.weight.shape[1] * getattr(m, "groups", 1) for m in self._layers]
         return x.nbytes * sum(widths) // max(first, 1) + y.nbytes
 
+    def again(self, sent: Sent, params: Mapping[str, Tensor]) -> list[Tensor]:
+        """See `Replayer`: from what enters it, as what is between its layers has a graph, too."""
+        used = {key: params.get(self._name(key), p.detach()) for key, p in self._params.items()}
+        (a, *_), about, device = sent.tensors, sent.about, self._device
+        assert a is not None
+        with modes_as(self.modules, about["training"]), autocast_as(about["autocast"], device):
+            y = output(self._layers[0], a, used)
+            parts = zip(self._layers[1:], self._between, about["seeds"], strict=True)
+            for layer, between, seed in parts:
+                with replayed(seed, device):
+                    a = between(y, used)
+                y = output(layer, a, used)
+        return [y]
+
+    def _name(self, key: int) -> str:
+        """Of a parameter; those that are not trained have none."""
+        return self._full_names.get(key, "")
+
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: the rows of all sites at once where nothing is drawn."""
         for run in runs:

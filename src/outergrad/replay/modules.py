@@ -115,6 +115,11 @@ class Modules:
         except TypeError as error:
             raise TypeError(f"block {name!r}: {told} {error}; or leave it out of blocks=") from None
 
+    def again(self, sent: Sent, params: Mapping[str, Tensor]) -> list[Tensor]:
+        """See `Replayer`."""
+        with self._unchanged():
+            return self._forward(sent, sent.tensors, dict(params))
+
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: one run after the other, for their memory."""
         comparison = Comparison()

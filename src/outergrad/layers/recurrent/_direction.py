@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -59,19 +60,27 @@ class Direction:
     @torch.no_grad()
     def known(self, x_NI: Tensor, first: States) -> Known:
         """The states after every row, by PyTorch's own kernel, and those before."""
-        h, *last = self._run(x_NI, [state.unsqueeze(0) for state in first])
+        h, *last = self._run(x_NI, first, self._params)
         before_NP = self._steps.before(torch.cat([first[0], h.flatten(0, -2)]))
-        return Known(h, tuple(t.squeeze(0) for t in last), before_NP, self._params[1], self._steps)
+        return Known(h, tuple(last), before_NP, self._params[1], self._steps, self.again)
 
-    def _run(self, x_NI: Tensor, first: list[Tensor]) -> tuple[Tensor, ...]:
+    def again(self, x_NI: Tensor, *first: Tensor) -> list[Tensor]:
+        """The same states, with a graph to the parameters, too."""
+        return self._run(x_NI, first, self.module.all_weights[self.place])
+
+    def _run(self, x_NI: Tensor, first: States, params: Sequence[Tensor]) -> list[Tensor]:
         steps, module, kernel = self._steps, self.module, _KERNELS[self.module.mode]
-        hx = first if isinstance(module, nn.LSTM) else first[0]
+        states = [state.unsqueeze(0) for state in first]
+        hx = states if isinstance(module, nn.LSTM) else states[0]
         options = 1, 0.0, False, False  # layers, dropout, training, bidirectional
         with _without_cudnn(x_NI):
             if steps.packed:
-                return kernel(x_NI, steps.sizes_tensor, hx, self._params, module.bias, *options)
-            x_TBI = x_NI.unflatten(0, (len(steps.sizes), steps.batch))
-            return kernel(x_TBI, hx, self._params, module.bias, *options, False)
+                found = kernel(x_NI, steps.sizes_tensor, hx, params, module.bias, *options)
+            else:
+                x_TBI = x_NI.unflatten(0, (len(steps.sizes), steps.batch))
+                found = kernel(x_TBI, hx, params, module.bias, *options, False)
+        h, *last = found
+        return [h, *(state.squeeze(0) for state in last)]
 
 
 def parts_of(module: nn.RNNBase) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from outergrad.layers.recurrent._direction import Direction
 from outergrad.layers.recurrent._sequences import States
@@ -14,6 +13,7 @@ from outergrad.layers.recurrent._walk import (
     Known,
     from_outside,
     hidden_weight,
+    once_differentiable,
     outputs,
     times_sigmoid_slope,
     times_tanh_slope,
@@ -31,7 +31,7 @@ class GRURule(RecurrentRule):
         x_NM, h_NM = one.product(x_NI, "ih"), one.product(known.before_NP, "hh")
         slopes = _slopes(wide(x_NM), wide(h_NM), known.before_NP)
         x_NM, h_NM = one.tap(x_NM, x_NI, "ih"), one.tap(h_NM, known.before_NP, "hh")
-        return _Recursion.apply(x_NM, h_NM, *first, known, slopes)
+        return _Recursion.apply(x_NI, *first, x_NM, h_NM, known, slopes)
 
 
 class _Slopes(NamedTuple):
@@ -62,14 +62,20 @@ class _Recursion(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NM: Tensor, h_NM: Tensor, h_BH: Tensor, known: Known, slopes: _Slopes
+        ctx: Any,
+        x_NI: Tensor,
+        h_BH: Tensor,
+        x_NM: Tensor,
+        h_NM: Tensor,
+        known: Known,
+        slopes: _Slopes,
     ) -> tuple[Tensor, ...]:
-        return outputs(ctx, known, hidden_weight(known, h_NM), *slopes)
+        return outputs(ctx, known, (x_NI, h_BH), hidden_weight(known, h_NM), *slopes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        w_MH, h_NM, n_NH, z_NH = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        w_MH, h_NM, n_NH, z_NH = saved
         steps, d_NM = ctx.steps, torch.empty_like(h_NM)
         dh = from_outside(steps, w_MH, *deltas)
         d_N3H, h_N3H = (t.unflatten(1, (3, -1)) for t in (d_NM, h_NM))
@@ -81,4 +87,4 @@ class _Recursion(torch.autograd.Function):
             before.addcmul_(after, z).addmm_(d, w_MH)
         x_N3H = d_N3H.clone()
         torch.mul(dh[steps.batch :], n_NH, out=x_N3H[:, 2])
-        return x_N3H.flatten(1), d_NM, dh[: steps.batch], None, None
+        return dh[: steps.batch], x_N3H.flatten(1), d_NM, None, None

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from outergrad.layers.recurrent._direction import Direction
 from outergrad.layers.recurrent._sequences import States
@@ -18,6 +17,7 @@ from outergrad.layers.recurrent._walk import (
     Known,
     from_outside,
     hidden_weight,
+    once_differentiable,
     outputs,
     times_sigmoid_slope,
     times_tanh_slope,
@@ -37,7 +37,7 @@ class LSTMRule(RecurrentRule):
         projected_NP = None
         if one.w_PH is not None:  # its product is the hidden state, which is known
             projected_NP = one.tap(known.h.flatten(0, -2).clone(), cells.output_NH, "hr")
-        return _Recursion.apply(gates_NM, projected_NP, *first, known, cells, one.w_PH)
+        return _Recursion.apply(x_NI, *first, gates_NM, projected_NP, known, cells, one.w_PH)
 
 
 @torch.no_grad()
@@ -97,21 +97,23 @@ class _Recursion(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        gates_NM: Tensor,
-        projected_NP: Tensor | None,
+        x_NI: Tensor,
         h_BP: Tensor,
         c_BH: Tensor,
+        gates_NM: Tensor,
+        projected_NP: Tensor | None,
         known: Known,
         cells: _Cells,
         w_PH: Tensor | None,
     ) -> tuple[Tensor, ...]:
         projection = () if w_PH is None else (wide(w_PH.to(gates_NM.dtype)),)
-        return outputs(ctx, known, hidden_weight(known, gates_NM), *cells[:3], *projection)
+        saved = (hidden_weight(known, gates_NM), *cells[:3], *projection)
+        return outputs(ctx, known, (x_NI, h_BP, c_BH), *saved)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        w_MP, gates_NM, c_NH, f_NH, *projection = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        w_MP, gates_NM, c_NH, f_NH, *projection = saved
         steps, batch, d_NM = ctx.steps, ctx.steps.batch, torch.empty_like(gates_NM)
         dh = from_outside(steps, w_MP, *deltas[:2])
         dc = from_outside(steps, f_NH, None, deltas[2])
@@ -127,7 +129,7 @@ class _Recursion(torch.autograd.Function):
             torch.mul(wide_after, ifg, out=d_ifg)
             dc_before.addcmul_(dc_after, f)
             dh_before.addmm_(d, w_MP)
-        return d_NM, dh[batch:] if projection else None, dh[:batch], dc[:batch], None, None, None
+        return dh[:batch], dc[:batch], d_NM, dh[batch:] if projection else None, None, None, None
 
 
 def _cell_and_output(gates_N4H: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from outergrad.layers.recurrent._direction import Direction
 from outergrad.layers.recurrent._sequences import States
-from outergrad.layers.recurrent._walk import Known, from_outside, hidden_weight, outputs, wide
+from outergrad.layers.recurrent._walk import (
+    Known,
+    from_outside,
+    hidden_weight,
+    once_differentiable,
+    outputs,
+    wide,
+)
 from outergrad.layers.recurrent.rule import RecurrentRule
 
 
@@ -23,7 +29,7 @@ class RNNRule(RecurrentRule):
         slope_NH = wide(gates_NH)
         _slope(wide(known.h), out=slope_NH, relu=one.module.mode == "RNN_RELU")
         gates_NH = one.tap(one.tap(gates_NH, x_NI, "ih"), known.before_NP, "hh")
-        return _Recursion.apply(gates_NH, *first, known, slope_NH)
+        return _Recursion.apply(x_NI, *first, gates_NH, known, slope_NH)
 
 
 @torch.no_grad()
@@ -41,17 +47,17 @@ class _Recursion(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gates_NH: Tensor, h_BH: Tensor, known: Known, slope_NH: Tensor
+        ctx: Any, x_NI: Tensor, h_BH: Tensor, gates_NH: Tensor, known: Known, slope_NH: Tensor
     ) -> tuple[Tensor, ...]:
-        return outputs(ctx, known, hidden_weight(known, gates_NH), slope_NH)
+        return outputs(ctx, known, (x_NI, h_BH), hidden_weight(known, gates_NH), slope_NH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        w_HH, slope_NH = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        w_HH, slope_NH = saved
         dh = from_outside(ctx.steps, w_HH, *deltas)
         d_NH = torch.empty_like(slope_NH)
         for (d, slope), (after,), (before,) in reversed(ctx.steps.split((d_NH, slope_NH), (dh,))):
             torch.mul(after, slope, out=d)
             before.addmm_(d, w_HH)
-        return d_NH, dh[: ctx.steps.batch], None, None
+        return dh[: ctx.steps.batch], d_NH, None, None
