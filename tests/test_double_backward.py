@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Branches, Case, pooled, relative_error, rows, run, sequences
+from meshes import run_mesh
 from ranks import run_on_lasting_groups
 
 STEPS = 3
@@ -208,3 +210,200 @@ def test_gradients_of_inputs_may_be_part_of_the_loss(name, sites):
                     beside = relative_error(peer[parameter], expected[parameter])
                     where = f"{label}, rank {rank}, step {k}, {parameter}"
                     assert error < max(5e-6, 2 * beside), f"{where}: {error:.1e}, {beside:.1e}"
+
+
+# -- loops --------------------------------------------------------------------------------------
+
+SITES = 2
+
+
+def copies(*models: nn.Module) -> list[nn.Module]:
+    return [copy.deepcopy(model) for model in models]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], limit: float = 2e-5) -> None:
+    for k, (p, q) in enumerate(zip(found, expected, strict=True)):
+        assert relative_error(p, q.double()) < limit, (k, relative_error(p, q.double()))
+
+
+def parameters_of(*models: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def sample(site: int, step: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + site)
+    return torch.randn(4, width, generator=generator)
+
+
+def adversarial(
+    generator: nn.Module, critic: nn.Module, sites: list[int], dtype: torch.dtype
+) -> list[Tensor]:
+    """Four rounds of WGAN-GP, the critic frozen while the generator learns."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (critic, generator)]
+    share = 1 / len(sites)
+    for k in range(4):
+        optimizers[0].zero_grad()
+        for site in sites:
+            real, noise = (sample(site, 2 * k + i, n).to(dtype) for i, n in enumerate((6, 3)))
+            with torch.no_grad():
+                fake = generator(noise)
+            between = real.lerp(fake, 0.3).requires_grad_()
+            g = slope(critic(between), between).view(len(real), -1)
+            loss = critic(fake).mean() - critic(real).mean() + ((g.norm(dim=1) - 1) ** 2).mean()
+            (share * loss).backward()
+        optimizers[0].step()
+        critic.requires_grad_(False)
+        optimizers[1].zero_grad()
+        for site in sites:
+            (-share * critic(generator(sample(site, 7 * k, 3).to(dtype))).mean()).backward()
+        optimizers[1].step()
+        critic.requires_grad_(True)
+    return parameters_of(generator, critic)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_two_networks_play_against_each_other(method):
+    models = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 6)), perceptron()
+    expected = adversarial(*(m.double() for m in copies(*models)), [0, 1], torch.float64)
+
+    def body(rank, group):
+        generator, critic = copies(*models)
+        for model in (generator, critic):
+            og.distribute(model, method, group=group)
+        return adversarial(generator, critic, [rank], torch.float32)
+
+    for found in run_on_lasting_groups(SITES, body):
+        assert_same(found, expected)
+
+
+def now_and_then(
+    model: nn.Module, sites: list[int], dtype: torch.dtype, session: Any = None
+) -> list[Tensor]:
+    """A penalty in every third step, one on one site alone, and steps of two passes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for k in range(8):
+        optimizer.zero_grad()
+        for micro in range(2):
+            hold = session.no_sync() if session and not micro else nullcontext()
+            for site in sites:
+                x = sample(site, 2 * k + micro, 6).to(dtype).requires_grad_()
+                y = model(x)
+                loss = (y**2).mean() + y.mean()
+                if k % 3 == 2 or (k == 4 and site == 1):
+                    loss = loss + (slope(y, x) ** 2).sum()
+                with hold:
+                    (loss / len(sites)).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_penalties_now_and_then_and_with_accumulation(method):
+    model = perceptron()
+    expected = now_and_then(copies(model)[0].double(), [0, 1], torch.float64)
+
+    def body(rank, group):
+        (own,) = copies(model)
+        session = og.distribute(own, method, group=group)
+        return now_and_then(own, [rank], torch.float32, session)
+
+    for found in run_on_lasting_groups(SITES, body):
+        assert_same(found, expected)
+
+
+def test_of_sites_of_several_ranks():
+    case = CASES["critic"]()
+    expected = pooled(case, 4)
+
+    def body(mesh):
+        model, found = copy.deepcopy(case.model), []
+        og.distribute(model, og.DAD(always=True), mesh=mesh)
+        for _ in range(STEPS):
+            model.zero_grad()
+            run(model, case, case.batches[mesh.number]).backward()
+            found.append({name: p.grad for name, p in model.named_parameters()})
+        return found
+
+    for steps in run_mesh(2, 2, body):
+        for gradients in steps:
+            for name, gradient in gradients.items():
+                assert relative_error(gradient, expected[name]) < 5e-6, name
+
+
+@pytest.mark.parametrize("name", ["dense", "dad forced", "edad raw forced", "rank-dad, full rank"])
+def test_under_autocast_as_right_as_autograd_itself(name):
+    """As PyTorch's examples do it: what is differentiated is scaled, the penalty is not."""
+    case = CASES["critic"]()
+
+    def loss_of(model, x):
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model.critic(x)
+        (g,) = torch.autograd.grad(1024 * y.sum(), x, create_graph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return y.mean() + ((g / 1024).norm(dim=1) - 1).square().mean()
+
+    def gradients(model, ranks):
+        model.zero_grad()
+        for rank in ranks:
+            (loss_of(model, case.batches[rank][0]) / len(ranks)).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    plain, exact = copies(case.model, case.model)
+    by_autograd = gradients(plain, [0, 1])
+    exact.double()
+    expected = {}
+    for rank in (0, 1):
+        x = case.batches[rank][0].double().requires_grad_()
+        y = exact.critic(x)
+        g = slope(y, x).view(len(x), -1)
+        ((y.mean() + (g.norm(dim=1) - 1).square().mean()) / 2).backward()
+    expected = {n: p.grad for n, p in exact.named_parameters()}
+
+    def body(rank, group):
+        (model,) = copies(case.model)
+        og.distribute(model, METHODS[name], group=group)
+        return [gradients(model, [rank]) for _ in range(STEPS)]
+
+    for steps in run_on_lasting_groups(SITES, body):
+        for found in steps:
+            for n, gradient in found.items():
+                beside = relative_error(by_autograd[n], expected[n])
+                assert relative_error(gradient, expected[n]) < 1.5 * beside + 2e-3, n
+
+
+# -- gradients of weights -----------------------------------------------------------------------
+
+
+def test_gradients_of_clones_of_weights_may_be_part_of_the_loss():
+    """MAML: an inner step on clones of the weights, as the errors for weights say."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+    batches = [x for (x,) in rows(6)]
+
+    def adapted(model, x):
+        clones = {name: p.clone() for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, clones, (x,)).square().mean()
+        found = torch.autograd.grad(loss, clones.values(), create_graph=True)
+        fast = {n: p - 0.1 * g for (n, p), g in zip(clones.items(), found, strict=True)}
+        return torch.func.functional_call(model, fast, (x.flip(0),)).sin().mean()
+
+    pooled_model = copies(model)[0].double()
+    for x in batches[:SITES]:
+        (adapted(pooled_model, x.double()) / SITES).backward()
+    expected = [p.grad for p in pooled_model.parameters()]
+
+    def body(rank, group):
+        found = []
+        for method in METHODS.values():
+            (own,) = copies(model)
+            session = og.distribute(own, method, group=group)
+            for _ in range(STEPS):
+                own.zero_grad()
+                adapted(own, batches[rank]).backward()
+                found.append([p.grad for p in own.parameters()])
+            session.detach()
+        return found
+
+    for steps in run_on_lasting_groups(SITES, body):
+        for gradients in steps:
+            assert_same(gradients, expected, 5e-6)

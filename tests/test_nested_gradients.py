@@ -1,4 +1,4 @@
-"""Custom functions that differentiate their own parameters in backward, and return the gradients."""
+"""Custom functions that return gradients of their own parameters, which they differentiate by."""
 
 from __future__ import annotations
 

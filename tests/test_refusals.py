@@ -63,6 +63,65 @@ def test_autograd_grad_of_weights(method, index):
     refused_in_backward(method, use, r"torch\.autograd\.grad of parameter")
 
 
+def test_hessian_vector_products_are_of_clones(method):
+    def use(model):
+        params = list(model.parameters())
+        torch.autograd.grad(model(X).square().sum(), params, create_graph=True)
+
+    refused_in_backward(method, use, r"p\.clone\(\) for n, p in model.named_parameters\(\)")
+
+
+class Reenters(torch.autograd.Function):
+    """Leaves gradients in parameters in its own backward."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        ctx.save_for_backward(x)
+        return model(x)
+
+    @staticmethod
+    def backward(ctx, delta):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.model(x)
+        y.backward(delta)
+        return x.grad, None
+
+
+def test_functions_that_call_backward_in_backward(method):
+    def use(model):
+        Reenters.apply(X.clone().requires_grad_(), model).sum().backward()
+
+    refused_in_backward(method, use, r"should call torch\.autograd\.grad in its backward")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hooks_that_call_backward(method, first):
+    """Before the first event of the outer backward, or in the middle of its step."""
+
+    def use(model):
+        y = model(X) if first else model[0](X)
+        inner = model(X + 1).sum()
+        y.register_hook(lambda delta: inner.backward())
+        (y.sum() if first else model[2:](y).sum()).backward()
+
+    refused_in_backward(method, use, "a backward runs inside another one")
+
+
+def test_joint_parts_in_double_backward():
+    def body(rank, group):
+        model = nn.ModuleDict({"own": nn.Linear(6, 4), "shared": nn.Linear(4, 3)})
+        method = og.PerLayer({"own.*": og.Local(), "*": og.DAD()}, joint=True)
+        og.distribute(model, method, group=group)
+        x = X.clone().requires_grad_()
+        y = model["shared"](model["own"](x))
+        with pytest.raises(RuntimeError, match=r"joint=True.*create_graph=True.*joint=False"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_double_backward(method):
     def use(model):

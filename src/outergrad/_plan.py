@@ -50,6 +50,7 @@ class Planner:
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._block_index = {block: k for k, block in enumerate(model.blocks)}
         self._mixed: set[Unit] = set() if mixed is None else mixed
+        self._outside: set[str] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
         self.packer = Packer(model, exchanges, sites)
         self.foresight = Foresight(self.facts, self._ways)
@@ -66,6 +67,16 @@ class Planner:
             or (unit.block is not None and exchanges[unit].replays_block(unit, [1] * sites))
             for unit in self._model.units
         )
+
+    def note_mixed(self, names: Sequence[str], headers: Sequence[Header]) -> None:
+        """Takes note of parameters that had a dense part although their products were tapped.
+
+        Where no product was, the next step may tap it again, unless this was so before: a custom
+        function that differentiates its own parameters has nothing to tap in any step.
+        """
+        outside = {name for name in names if not self._captures(name, headers)}
+        self.mark_mixed([n for n in names if n not in outside or n in self._outside])
+        self._outside = outside
 
     def mark_mixed(self, names: Sequence[str]) -> None:
         """Sends units of these parameters dense from now on: they also have a dense part."""
@@ -105,7 +116,7 @@ class Planner:
         """Tells the exchanges that a step is over, for all sites alike."""
         self._exchanges.settle(applied=applied)
 
-    def captures(self, name: str, headers: Sequence[Header]) -> bool:
+    def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""
         slots = [k for slot, k in self._slot_index.items() if name in slot.params]
         in_block = any(name in block.params for block in self._block_index)
@@ -178,7 +189,7 @@ class Planner:
         if wanted:
             return "accumulated, or not tapped in the last step; {pays}"
         if unit in self._mixed:
-            return "the weight is also used outside its layer"
+            return "the weight is also used outside its layer, or in a gradient of a gradient"
         if any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :]):
             return "shared by several products; {pays}"
         return "{rows} rows here; {pays}"

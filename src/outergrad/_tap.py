@@ -18,6 +18,11 @@ _BY_CLONES = (
     "differentiate by clones: torch.func.functional_call(model, {n: p.clone() for n, p in "
     "model.named_parameters()}, inputs) and torch.autograd.grad of these"
 )
+_JOINT = (
+    "joint=True: the mean of the sites' deltas is neither differentiated (create_graph=True) nor "
+    "taken in a backward inside another one (a checkpoint with use_reentrant=True, a custom "
+    "function that differentiates): use og.PerLayer(..., joint=False), or leave that out"
+)
 
 
 class ParameterSink(Protocol):
@@ -127,6 +132,8 @@ class DeltaTap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() or is_nested():
+            raise RuntimeError(_JOINT)
         return ctx.instead(ctx, deltas[0]), None
 
 

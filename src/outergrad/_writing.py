@@ -64,7 +64,7 @@ class Writer:
         mixed, headers = self._mixed, self._sender.headers
         if not mixed:
             return
-        self._planner.mark_mixed([n for n in mixed if self._planner.captures(n, headers)])
+        self._planner.note_mixed(list(mixed), headers)
         for name in mixed:
             bucket = self._planner.packer.dense_bucket([name])
             overwrite(self._model, bucket.start(self._sender).wait().means)
