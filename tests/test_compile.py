@@ -551,3 +551,41 @@ def test_a_compiled_graph_is_one_node_that_its_forward_knows(monkeypatch):
         assert all(node is y.grad_fn for node in known)
 
     on_one_site(body)
+
+
+class Recomputed(torch.autograd.Function):
+    """Computes again in backward, and returns the gradients of parameters."""
+
+    @staticmethod
+    def forward(ctx, module, x, *params):
+        ctx.module, ctx.params = module, params
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, delta):
+        (x,) = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = ctx.module(x)
+        return None, *torch.autograd.grad(y, [x, *ctx.params], delta, allow_unused=True)
+
+
+@pytest.mark.parametrize("label", ["dense", "dad forced"])
+def test_a_graph_in_a_function_that_differentiates_it_is_exact_or_refused(label):
+    x = torch.randn(3, 6)
+
+    def body(rank, group):
+        model = nn.Linear(6, 5)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        og.distribute(model, METHODS[label], group=group)
+        compiled = torch.compile(model, backend=BACKEND)
+        y = Recomputed.apply(compiled, x.clone().requires_grad_(), *model.parameters())
+        if label == "dense":
+            y.sum().backward()
+            torch.testing.assert_close(model.weight.grad, x.sum(0).expand(5, 6))
+            return
+        with pytest.raises(RuntimeError, match=r"'weight', which is not in it: .* og.Dense\(\)"):
+            y.sum().backward()
+
+    on_sites(SITES, body)

@@ -6,6 +6,7 @@ import copy
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import outergrad as og
@@ -15,7 +16,20 @@ from ranks import run_on_lasting_groups
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
 
-def test_the_documented_rule_is_exact():
+def squared(model, x):
+    return model(x).square().mean()
+
+
+def penalised(model, x):
+    """With slopes of the input, of which a rule needs to know nothing."""
+    x = x.clone().requires_grad_()
+    y = model(x).sin()
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.mean() + slope.square().sum()
+
+
+@pytest.mark.parametrize("loss_of", [squared, penalised])
+def test_the_documented_rule_is_exact(loss_of):
     code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
     definitions, _ = code.split("session = ")
     names: dict = {}
@@ -26,12 +40,12 @@ def test_the_documented_rule_is_exact():
     def body(rank, group):
         replica = copy.deepcopy(model)
         session = og.distribute(replica, og.DAD(always=True), group=group, rules=rules)
-        replica(batches[rank]).square().mean().backward()
+        loss_of(replica, batches[rank]).backward()
         assert session.coverage()[0].travels == "factors"
         return replica[0].table.grad
 
     pooled = copy.deepcopy(model).double()
     for x in batches:
-        (pooled(x.double()).square().mean() / 2).backward()
+        (loss_of(pooled, x.double()) / 2).backward()
     for found in run_on_lasting_groups(2, body):
         assert relative_error(found, pooled[0].table.grad) < 1e-6

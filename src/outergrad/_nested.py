@@ -6,7 +6,6 @@ import sys
 
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
-from torch.utils.checkpoint import CheckpointFunction
 
 REENTRANT = (
     "a backward runs inside another one and leaves gradients in parameters, as "
@@ -46,18 +45,3 @@ def refuse_nested_backward() -> None:
     """
     if is_nested():
         raise RuntimeError(REENTRANT)
-
-
-def refuse_checkpoint_backward() -> None:
-    """Checks that no checkpoint's own backward runs: it would be taken for the whole one.
-
-    FSDP2 calls hooks from within custom functions, so that `is_nested` is of no use.
-
-    Raises:
-        RuntimeError: it is a reentrant checkpoint's.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            raise RuntimeError(REENTRANT)
-        frame = frame.f_back

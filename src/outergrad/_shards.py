@@ -23,7 +23,7 @@ from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
 from outergrad._model import Model
-from outergrad._nested import refuse_checkpoint_backward
+from outergrad._nested import refuse_nested_backward
 from outergrad._optimizer_steps import listen
 from outergrad._rank_reports import Fate, told_fates
 from outergrad._settings import Settings
@@ -240,7 +240,7 @@ class ShardedSession(LevelsSession):
         return {name: claim.hooks for name, claim in self._claims.items()}
 
     def _begin(self, task: int) -> None:
-        refuse_checkpoint_backward()
+        refuse_nested_backward()
         end_unfinished(self._comm.group)
         self._refuse_lost()
         self._refuse_unfrozen()

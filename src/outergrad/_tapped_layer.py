@@ -135,8 +135,16 @@ class TappedLayer:
         """Takes the delta of one use, in copies: the graph uses the memory again.
 
         Raises:
-            RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
+            RuntimeError: for autograd.grad on weights, also by the backward of a custom function:
+                the graph does not compute the gradient that is asked for.
         """
+        for watched in self._watched[slot]:
+            if watched.is_returned():
+                raise RuntimeError(
+                    f"torch.autograd.grad in the backward of a custom function asks a compiled "
+                    f"graph for the gradient of {watched.name!r}, which is not in it: call the "
+                    f"module uncompiled there, or pass og.Dense() for it"
+                )
         if is_shared(NO_TASK, self._watched[slot]):
             self._hand_on(slot, Call(a.clone(), delta.clone()), None)
 
