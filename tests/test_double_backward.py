@@ -212,6 +212,25 @@ def test_gradients_of_inputs_may_be_part_of_the_loss(name, sites):
                     assert error < max(5e-6, 2 * beside), f"{where}: {error:.1e}, {beside:.1e}"
 
 
+def test_the_first_step_has_factors_and_those_after_it_are_dense():
+    case = CASES["critic"]()
+
+    def body(rank, group):
+        model, ways = copy.deepcopy(case.model), []
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        for _ in range(2):
+            run(model, case, case.batches[rank]).backward()
+            line = session.coverage()[0]
+            ways.append((line.travels, line.why))
+        session.detach()
+        return ways
+
+    for first, second in run_on_lasting_groups(2, body):
+        assert first[0] == "factors"
+        assert second[0] == "dense"
+        assert "gradient of a gradient" in second[1]
+
+
 # -- loops --------------------------------------------------------------------------------------
 
 SITES = 2

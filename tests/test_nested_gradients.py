@@ -278,3 +278,24 @@ def test_functions_may_differentiate_their_own_parameters(name, sites):
                     beside = relative_error(peer[parameter], expected[parameter])
                     where = f"{label}, rank {rank}, step {k}, {parameter}"
                     assert error < max(5e-6, 2 * beside), f"{where}: {error:.1e}, {beside:.1e}"
+
+
+def test_what_a_function_differentiates_travels_dense_and_without_headers_in_the_end():
+    case = CASES["reversible"]()
+
+    def body(rank, group):
+        model, sent = copy.deepcopy(case.model), []
+        session = og.distribute(model, og.DAD(always=True), group=group)
+        for _ in range(6):
+            model.zero_grad()
+            run(model, case, case.batches[rank]).backward()
+            sent.append(session.stats().sent_bytes)
+        ways = {line.parameter: line.travels for line in session.coverage()}
+        session.detach()
+        return ways, sent
+
+    for ways, sent in run_on_lasting_groups(2, body):
+        assert {name for name, way in ways.items() if way == "factors"} == {
+            *("first.weight", "first.bias", "head.weight", "head.bias")
+        }
+        assert sent[-1] == sent[-2] < sent[2] < sent[0]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from outergrad._nested import is_nested
 from outergrad._tap import at_end_of_backward, current_task
 
 runs = torch._C._will_engine_execute_node
@@ -159,6 +160,45 @@ def test_recomputation_taps_again_inside_the_backward(weight):
     checkpoint(lambda x: block(x).exp(), x, use_reentrant=False).sum().backward()
     assert born[0] == -1
     assert born[1] != -1
+
+
+class Differentiates(torch.autograd.Function):
+    """Calls `autograd.grad` for the weight in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, delta):
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            y = F.linear(x, weight).sum()
+        return delta, *torch.autograd.grad(y, weight)
+
+
+def test_nested_backwards_are_seen_on_the_stack(weight):
+    """Hooks of a leaf run for what `autograd.grad` returns, too."""
+    nested = []
+    weight.register_hook(lambda g: nested.append(is_nested()))
+    x = torch.randn(2, 4, requires_grad=True)
+    F.linear(x, weight).sum().backward()
+    torch.autograd.grad(F.linear(x, weight).sum(), weight)
+    Differentiates.apply(x, weight).sum().backward()
+    y, inner = F.linear(x, weight.detach()), F.linear(x, weight).sum()
+    y.register_hook(lambda _: torch.autograd.grad(inner, weight, retain_graph=True) and None)
+    y.sum().backward()
+    assert nested == [False, False, True, False, True]
+
+
+def test_a_graph_that_is_kept_enables_gradients_in_backward(weight):
+    """How a tap knows that what it returns is differentiated again."""
+    enabled, x = [], torch.randn(2, 4, requires_grad=True)
+    y = tapped(weight, lambda delta: enabled.append(torch.is_grad_enabled()), x)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert enabled == [False, True]
 
 
 def test_cpu_backward_runs_in_the_calling_thread(weight):
