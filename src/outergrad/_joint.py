@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outergrad._class_swap import ClassSwap
 from outergrad._protocols import Comm
 from outergrad._tap import DeltaTap, will_run
+from outergrad._untappable import is_transformed
 from outergrad.comm.agree import fingerprint
 from outergrad.comm.checksum import combined
 from outergrad.comm.header import Header
@@ -66,6 +67,12 @@ class JointParts:
     def _joined(self, name: str, module: nn.Module) -> ClassSwap:
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = swap.plain_forward(*args, **kwargs)
+            if torch.is_grad_enabled() and is_transformed():
+                raise RuntimeError(
+                    f"joint=True: {name!r} runs inside a transform of torch.func or in "
+                    f"forward-mode AD, where its deltas cannot be averaged over the sites: call it "
+                    f"outside, or use joint=False"
+                )
             try:
                 structure, tensors = flattened(output)
             except TypeError as error:

@@ -96,6 +96,8 @@ class TappedLayer:
 
     def _in_graph(self, *args: Any, **kwargs: Any) -> Any:
         """The forward as it is traced; a graph is valid while what it reads here stays the same."""
+        if torch._C._are_functorch_transforms_active():  # which the compiler can look at
+            return self._swap.plain_forward(*args, **kwargs)
         watched = [p.parameter for params in self._watched for p in params]
         taps = self._taps_in_graphs and all(p.requires_grad for p in watched)
         if taps and self._own.are_there():

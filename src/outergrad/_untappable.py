@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 _MODES = torch._C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
-_functorch = torch._C._functorch
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 _ORDINARY = {Tensor, nn.Parameter}
 
 
@@ -52,25 +52,20 @@ def is_vmapped() -> bool:
 
 def may_be_tapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a forward with these arguments may go through taps."""
-    if is_transformed():
-        return False
-    for value in (*args, *kwargs.values()) if kwargs else args:  # half the time of all()
-        if not is_ordinary(value):
-            return False
-    return True
+    values = (*args, *kwargs.values()) if kwargs else args
+    return not is_transformed() and all(map(is_ordinary, values))
 
 
 def is_ordinary(value: Any) -> bool:
-    """Whether there is no tensor in it that is nested, sparse or computes in a way of its own."""
+    """Whether no tensor in it is nested, sparse or of a subclass that computes in its own way."""
     kind = type(value)
     if kind in _ORDINARY:
         return value.layout is torch.strided and not value.is_nested
-    if kind is tuple or kind is list:
+    if isinstance(value, tuple | list):
         return all(map(is_ordinary, value))
-    if isinstance(value, Tensor):
-        dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-        return not dispatches and value.layout is torch.strided and not value.is_nested
-    return all(map(is_ordinary, value.values())) if isinstance(value, Mapping) else True
+    if isinstance(value, Mapping):
+        return all(map(is_ordinary, value.values()))
+    return not isinstance(value, Tensor)
 
 
 def in_functional_call() -> bool:

@@ -23,7 +23,8 @@ class Weighting:
 
     By samples it is the first dimension of the first tensor that the model is called with, added
     up over the forwards with a gradient since the last shared step, unless the loop says better.
-    A backward of which the forward ran before the last shared step counts as that one did.
+    A backward of which the forward ran before the last shared step counts as that one did. Inside
+    of `torch.vmap` samples are not seen: there the loop has to say.
 
     Args:
         kind: "sites", all alike, or "samples".
@@ -55,7 +56,8 @@ class Weighting:
         if weight is None:
             raise RuntimeError(
                 "weighting='samples': the model itself was not called with a tensor before this "
-                "backward, so its samples are not known: call session.samples(n) before it"
+                "backward, outside of torch.vmap, so its samples are not known: call "
+                "session.samples(n) before it"
             )
         return weight
 
@@ -94,7 +96,7 @@ class Weighting:
         self._last = state.get("last")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if is_vmapped():
+        if is_vmapped():  # a tensor shows a single sample there
             self._last = None
         elif torch.is_grad_enabled() and current_task() == NO_TASK:
             n = _samples([*args, *kwargs.values()])
