@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from outergrad._blocks import ReplayError, Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
 from outergrad.replay.compare import Comparison, failures_told
+from outergrad.replay.escapes import Escapes
 from outergrad.replay.fingerprint import fingerprint, never_like, tolerance
 from outergrad.replay.forward import Forward, other_tensors
 from outergrad.replay.modes import modes_as, modes_now
 from outergrad.replay.run import DTYPES
 from outergrad.replay.streams import recorded, replayed
-from outergrad.replay.structure import flattened, rebuilt
+from outergrad.replay.structure import exchanged, flattened, rebuilt
 from outergrad.replay.sums import summed
 from outergrad.replay.unchanged import unchanged
 
@@ -54,7 +55,7 @@ class Modules:
         given = [(t, t._version) for t in tensors]
         held = [(n, t, t._version) for n, t in other_tensors(module)]
         detached = {n: p.detach() for n, p in module.named_parameters()}
-        with recorded(device) as draws:
+        with recorded(device) as draws, Escapes(name, module).told():
             output = self._forwards[member].with_parameters(detached, args, kwargs)
         for n, t, version in held:
             if t._version != version:
@@ -69,11 +70,15 @@ class Modules:
             )
         about = {"in": structure, "seed": draws.seed, "autocast": autocast_now(device)}
         about["training"] = modes_now([module])
-        shape, leaves = self._flattened(name, output, "it returned")
+        leaves = self._flattened(name, output, "it returned")[1]
         self._check_dtypes(name, [*tensors, *(t for t in leaves if t.requires_grad)])
         floating = [t for t in leaves if t.is_floating_point()]
         found = fingerprint(floating) if floating else None
-        return Traced(about, tensors, leaves, lambda new: rebuilt(shape, new), found)
+
+        def rebuild(new: Sequence[Tensor]) -> Any:
+            return exchanged(output, {id(t): n for t, n in zip(leaves, new, strict=True)})
+
+        return Traced(about, tensors, leaves, rebuild, found)
 
     def _taken_in(
         self, member: int, args: tuple[Any, ...], kwargs: dict[str, Any]

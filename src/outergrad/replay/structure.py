@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -33,6 +34,27 @@ def rebuilt(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     if kind == "dict":
         return {key: rebuilt(item, tensors) for key, item in content.items()}
     return _CONTAINERS[kind]([rebuilt(item, tensors) for item in content])
+
+
+def exchanged(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """The same with other tensors, by the identity of those in it; mappings keep their class."""
+    if isinstance(value, Tensor):
+        return new[id(value)]
+    if isinstance(value, Mapping):
+        items = {key: exchanged(item, new) for key, item in value.items()}
+        return items if type(value) is dict else _of_class(value, items)
+    for kind, of_kind in _KINDS.items():
+        if type(value) is of_kind:
+            return _CONTAINERS[kind]([exchanged(item, new) for item in value])
+    return value
+
+
+def _of_class(value: Any, items: Mapping[str, Any]) -> Any:
+    """A copy with these items, as of an output of a library that is also a dataclass."""
+    made = copy(value)
+    for key, item in items.items():
+        made[key] = item
+    return made
 
 
 def _taken_apart(value: Any, tensors: list[Tensor]) -> Structure:
