@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from cases import relative_error
+from cases import Events, relative_error
 from outergrad.replay import chain, streams
 from ranks import run_on_lasting_groups
 from replaying import Stack, check, ids, loss, train
@@ -407,3 +407,38 @@ def test_a_block_that_computes_on_another_kind_of_machine_is_like_its_forward(mo
 
 def _as_tf32(x):
     return x + (torch.round(x.detach() * 1024) / 1024 - x.detach())
+
+
+def test_it_is_refused_where_gradients_stay_on_a_site_too():
+    torch.manual_seed(1)
+    model = Around(READS["counter"])
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        session = og.distribute(replica, METHODS["plain"], group=group)
+        with (
+            session.no_sync(),
+            pytest.raises(RuntimeError, match=r"block 'block': this backward computed it again"),
+        ):
+            loss(replica(torch.randn(4, 6), 1.0)).backward()
+        session.detach()
+
+    run_on_lasting_groups(2, body)
+
+
+def test_recorders_are_told_of_the_step_and_the_site():
+    torch.manual_seed(1)
+    model = Around(READS["second"])
+
+    def body(rank, group):
+        replica, events = copy.deepcopy(model), Events()
+        session = og.distribute(replica, METHODS["plain"], group=group, recorder=events)
+        with pytest.raises(RuntimeError):
+            loss(replica(torch.randn(4, 6), 1.0 + rank)).backward()
+        session.detach()
+        return [event for event in events if isinstance(event, og.events.Mishap)]
+
+    for mishaps in run_on_lasting_groups(2, body):
+        (mishap,) = mishaps
+        told = mishap.step, mishap.what, mishap.sites, mishap.layer
+        assert told == (0, "discarded", (1,), "block.first.weight")

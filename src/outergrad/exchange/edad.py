@@ -25,7 +25,8 @@ class EDAD:
 
     Attributes:
         blocks: patterns of full names of modules that are computed again, as ("layers.*",). Modules
-            of one parent that only read each other's outputs need one delta together.
+            of one parent that only read each other's outputs need one delta together. They must
+            read nothing but their arguments and parameters, which every step checks.
         inputs: "canonical": nothing that enters the model travels: the first layer of each chain,
             and every layer outside, sends canonical factors, as `DAD` does, and blocks must read
             what other trained layers made. "raw": rows of activations are sent of these, too.

@@ -13,10 +13,10 @@ PROJECTIONS = 3
 """One misses another output in a step out of ten, three in one out of a thousand, if it differs by
 ten times the tolerance."""
 
-_OTHER_MACHINE = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
-_SAME_MACHINE = 1e-4
+_HALF = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_SAME_CPU = 1e-4
 _TF32 = 4e-3
-"""Of float32 on another machine, too: a GPU may round the factors of products to TF32."""
+"""Of float32: a GPU may round the factors of products to TF32, in a replay alone, too."""
 
 NEVER = -1.0
 """In the place of a norm: no replay is like that."""
@@ -65,13 +65,8 @@ def tolerance(dtypes: Iterable[torch.dtype], device: torch.device, *, same_machi
         device: where.
         same_machine: whether forward and replay are this site's.
     """
-    coarse = [_OTHER_MACHINE[dtype] for dtype in dtypes if dtype in _OTHER_MACHINE]
-    return max([*coarse, _SAME_MACHINE if same_machine and not _uses_tf32(device) else _TF32])
-
-
-def _uses_tf32(device: torch.device) -> bool:
-    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    return device.type == "cuda" and any(allowed)
+    coarse = [_HALF[dtype] for dtype in dtypes if dtype in _HALF]
+    return max([*coarse, _SAME_CPU if same_machine and device.type == "cpu" else _TF32])
 
 
 def _numbers(y: Tensor) -> Tensor:
