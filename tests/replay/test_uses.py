@@ -95,6 +95,16 @@ class InPlace(nn.Module):
         return self.inner(x)
 
 
+class CountsInATensor(InPlace):
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
 class Spectrum(InPlace):
     def forward(self, x):
         return torch.fft.rfft(self.inner(x))
@@ -102,6 +112,11 @@ class Spectrum(InPlace):
 
 REFUSED = {
     "input changed in place": (InPlace, RuntimeError, "changes one of its inputs in place"),
+    "tensor changed in place": (
+        CountsInATensor,
+        RuntimeError,
+        "changes the tensor 'calls' in place",
+    ),
     "complex": (Spectrum, TypeError, "a tensor of torch.complex64, which cannot be sent"),
 }
 
