@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from full_disk import longest_file
 from outergrad.commands import app
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.saving import Saving
 from outergrad.recipes.train import Files, train
-from ranks import run_ranks
+from ranks import run_ranks, try_ranks
 
 JOB = Job(
     data="digits", method="rank-dad:rank=2", widths=(24,), epochs=2, batch_size=60, split="unequal"
@@ -137,3 +139,86 @@ def test_torchrun_does_the_restarts_itself(monkeypatch):
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["train", "--max-restarts", "1"])
     assert "torchrun --max-restarts N" in result.stderr
+
+
+def run(*options: object):
+    fixed = ["train", "--widths", "24", "--batch-size", "60", "--simulate"]
+    return CliRunner().invoke(app, [*fixed, *map(str, options)])
+
+
+def damaged(folder: Path, name: str) -> list[Path]:
+    """Replaces a file of every checkpoint by a link to nowhere."""
+    paths = sorted(folder.glob(f"step-*/{name}"))
+    for path in paths:
+        path.unlink()
+        path.symlink_to("/nowhere")
+    return paths
+
+
+def test_checkpoints_that_cannot_be_read_end_the_command_and_stay(tmp_path):
+    saved, log = tmp_path / "saved", tmp_path / "log"
+    options = ["--checkpoint", saved, "--checkpoint-every", 5, "--log", log]
+    assert run("--epochs", 1, *options).exit_code == 0
+    paths = damaged(saved, "shared-0.pt")
+    assert len(paths) == 2
+    there, said = sorted(saved.rglob("*")), log.read_text()
+    result = run("--epochs", 2, *options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"outergrad: --checkpoint {saved} cannot be gone on from")
+    assert all(f"{path} cannot be read" in result.stderr for path in paths)
+    assert "move the folder away to begin anew" in result.stderr
+    assert "step 0" not in result.stdout
+    assert sorted(saved.rglob("*")) == there
+    assert log.read_text() == said
+
+
+def test_files_of_a_site_that_are_lost_are_gone_on_without_if_that_is_said(tmp_path):
+    options = ["--checkpoint", tmp_path / "saved", "--epochs", 2]
+    assert run(*options).exit_code == 0
+    damaged(tmp_path / "saved", "site-1.pt")
+    result = run(*options)
+    assert result.exit_code == 2
+    assert "; --allow-lost goes on with what there is" in result.stderr
+    assert run(*options, "--allow-lost").exit_code == 0
+
+
+def test_a_folder_on_which_one_site_sees_nothing_empties_no_log(tmp_path):
+    """Site 0, which writes the log, has lost its disk."""
+    log = tmp_path / "log"
+
+    def body(rank, group):
+        saving = Saving(folder=tmp_path / str(rank), every=5)
+        return train(JOB, data_dir=Path(), files=Files(log=log), group=group, saving=saving)
+
+    assert run_ranks(2, body) == [True, True]
+    said = log.read_text()
+    shutil.rmtree(tmp_path / "0")
+    for error in try_ranks(2, body):
+        assert isinstance(error, RecipeError)
+        assert "; --allow-lost goes on with what there is" in str(error)
+    assert log.read_text() == said
+
+
+@pytest.mark.parametrize("content", ["", "{", "7", "\x00"])
+def test_a_job_that_cannot_be_read_is_refused(content, tmp_path):
+    saving = Saving(folder=tmp_path / "saved", every=5, pause_after=1)
+    trained(JOB, tmp_path / "log", saving)
+    (tmp_path / "saved" / "job.json").write_text(content)
+    with pytest.raises(RecipeError, match=r"job\.json cannot be read"):
+        trained(JOB, tmp_path / "log", saving)
+
+
+def test_a_folder_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "saved").touch()
+    for folder in (tmp_path / "saved", tmp_path / "saved" / "below"):
+        with pytest.raises(RecipeError, match=r"--checkpoint .*saved.*: (File exists|Not a dir)"):
+            trained(JOB, tmp_path / "log", Saving(folder=folder))
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line_and_leaves_no_half(tmp_path):
+    with longest_file(20_000):
+        result = run("--checkpoint", tmp_path / "saved", "--epochs", 1)
+    assert result.exit_code == 1
+    assert "File too large" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["job.json"]
