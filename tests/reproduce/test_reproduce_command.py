@@ -11,6 +11,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from full_disk import longest_file
 from outergrad.commands import app
 from outergrad.reproduce.spec import names
 
@@ -53,6 +54,13 @@ def test_an_experiment_runs_once_and_is_drawn_as_often_as_wanted(written, tmp_pa
     files = {path.name for path in folder.iterdir()} - {"results.lock"}
     assert files == {"results.jsonl", "accuracy.csv", "accuracy.md", "loss.png", "report.html"}
     results = (folder / "results.jsonl").read_text()
+
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with longest_file(10):
+        full = invoke(written, "--out", out, "--draw")
+    assert full.exit_code == 2
+    assert full.stderr == f"outergrad: --out {folder / 'accuracy.csv'}: File too large\n"
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
     again = invoke(written, "--out", out)
     assert again.stdout.splitlines()[-1].startswith("mine: 6 runs, 6 of them earlier, ")
