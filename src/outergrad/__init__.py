@@ -7,6 +7,7 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 from outergrad import events, report, wire
 from outergrad._attach import distribute
 from outergrad._commit import StepDiscardedError
+from outergrad._drift import DriftError
 from outergrad._lost import SiteLostError
 from outergrad._mishaps import BadStepsError
 from outergrad._protocols import Rule
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoints",
     "DCPState",
     "Dense",
+    "DriftError",
     "Factors",
     "Local",
     "LocalSteps",

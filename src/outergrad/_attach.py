@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outergrad import _buffers, _weighting
+from outergrad import _buffers, _drift, _weighting
 from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
 from outergrad._buffers import SharedBuffers
 from outergrad._description import describe, shared_tensors
 from outergrad._groups import count_session, end_unfinished, lost_sites_told, refuse_lost
 from outergrad._inspect import View, inspect
-from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_settings, refuse_view
+from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_view
 from outergrad._local_steps import LocalStepsSession
+from outergrad._options import check_drift, check_settings, time_span
 from outergrad._own_parameters import OwnParameters
 from outergrad._protocols import Comm, Method, Rules
 from outergrad._recorders import Recorders, recorders_of
@@ -48,6 +49,8 @@ def distribute(
     max_bad_steps: int | None = None,
     weighting: _weighting.Kind = "sites",
     buffers: _buffers.Kind | None = None,
+    verify_every: int | None = None,
+    on_drift: _drift.OnDrift = "raise",
 ) -> Session:
     """Shares the gradients of a model between the sites of a process group, in place.
 
@@ -84,10 +87,15 @@ def distribute(
             shared step: "broadcast": all sites get rank 0's, as with DDP; "mean": floating ones
             become their mean by the weights of the gradients, others rank 0's; "local": each site
             keeps its own. Those that nobody writes to cost nothing.
+        verify_every: after how many shared steps that count the sites compare checksums of all
+            shared parameters and buffers; None for never. Processors of different instruction
+            sets round differently, so that replicas may drift apart.
+        on_drift: what to do where they differ: "raise" `og.DriftError` on all sites, "warn", or
+            "mend": all sites take site 0's, with the states of optimizers, and warn.
 
     Returns:
         The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `join()`, `samples()`,
-        `state_dict()`, `load_state_dict()`, `detach()`.
+        `make_equal()`, `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
         ValueError: the model or the method cannot be used, or the sites differ: the same message
@@ -98,7 +106,7 @@ def distribute(
     model, method = _uncompiled(model), DAD() if method is None else method
     if mesh is not None and group is not None:
         raise ValueError("mesh= and group= both say who takes part: pass one of them")
-    device, span = _device(model), _checked(timeout)
+    device, span = _device(model), time_span(timeout)
     levels = None if mesh is None else levels_of(mesh, device, span)
     comm = TorchComm(_group(group), device, span) if levels is None else levels.site
     refuse_lost(comm.group)
@@ -106,13 +114,15 @@ def distribute(
     try:
         recorders = recorders_of(recorder)
         view, shards = _look_at(model, method, rules, mesh)
-        _check(view, mesh, weighting, max_bad_steps, buffers)
+        check_settings(view, mesh, weighting, max_bad_steps, buffers)
+        check_drift(verify_every, on_drift, mesh)
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.group)
     lines = [] if view is None else describe(model, method, view)
     lines += [f"session {count_session(comm.group)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
+    lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]
     with lost_sites_told(comm, "og.distribute on all sites"):
         agreed = agree(comm, lines, error) if levels is None else levels.agree(lines, error)
         assert view is not None
@@ -127,6 +137,8 @@ def distribute(
         max_bad_steps=max_bad_steps,
         weighting=counted,
         buffers=SharedBuffers(model, kind, view.local_buffers),
+        verify_every=verify_every,
+        on_drift=on_drift,
     )
     session = _session(view, comm, levels, shards, agreed, method, settings)
     counted.watch(model)
@@ -150,29 +162,6 @@ def _session(
     if levels is not None:
         return _attach(TwoLevelSession(view, levels, agreed, settings), view)
     return _attach(Session(view, comm, agreed, settings), view)
-
-
-def _check(
-    view: View,
-    mesh: Mesh | None,
-    weighting: _weighting.Kind,
-    max_bad_steps: int | None,
-    buffers: _buffers.Kind | None,
-) -> None:
-    """The settings of a session, and whether they go with the model and its methods."""
-    if mesh is not None:
-        refuse_settings(weighting, max_bad_steps, buffers)
-    if weighting not in _weighting.KINDS:
-        raise ValueError(f"weighting={weighting!r}: pass one of {', '.join(_weighting.KINDS)}")
-    if buffers not in (None, *_buffers.KINDS):
-        raise ValueError(f"buffers={buffers!r}: pass one of {', '.join(_buffers.KINDS)}")
-    every = {k: name for name, k in view.every.items()}
-    if weighting == "samples" and len(every) > 1:
-        (k, name), (other_k, other), *_ = sorted(every.items())
-        raise ValueError(
-            f"weighting='samples': {name!r} has every={k} and {other!r} every={other_k}, of which "
-            f"the samples are not the same; give all methods one every="
-        )
 
 
 def _make_equal(
@@ -229,16 +218,6 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None
     return default
-
-
-def _checked(timeout: float | timedelta | None) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
-        span = timeout
-    else:
-        span = timedelta(seconds=timeout)
-    if span is not None and span <= timedelta():
-        raise ValueError(f"timeout={timeout!r}; use seconds above 0, or a timedelta")
-    return span
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -84,6 +84,11 @@ class SharedBuffers:
         """Of all, in the order of the model."""
         return [place.name for place in self._places]
 
+    @property
+    def by_name(self) -> dict[str, Tensor | None]:
+        """All; None for one that is not as it was."""
+        return {place.name: place.tensor for place in self._places}
+
     def note(self) -> None:
         """What is there now is the same on all sites."""
         self._seen = [(place.tensor, _version(place.tensor)) for place in self._places]

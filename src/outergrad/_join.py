@@ -197,4 +197,5 @@ class Joining(Listener):
 
     def _replica(self, watch: LoopWatch) -> Replica:
         parameters = [*self._model.params.values(), *self._frozen.values()]
-        return Replica(parameters, self._buffers.tensors, watch.optimizers, self._names())
+        own = (parameters, self._buffers.tensors, watch.optimizers, self._names())
+        return Replica(*own, "session.join(): pass join(step=optimizer.step)")

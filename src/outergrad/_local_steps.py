@@ -16,6 +16,7 @@ from outergrad._accumulated import Earlier
 from outergrad._announcing import Loop
 from outergrad._changes import ModelWatch
 from outergrad._claims import Claim
+from outergrad._drift import DriftError
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointStep
@@ -69,6 +70,18 @@ class LocalStepsSession(Session):
         """
         if self._attached and self._counter.any_made:
             self._exchange()
+
+    def make_equal(self, *optimizers: Optimizer) -> bool:
+        """Refused: between two exchanges every site has weights of its own.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "session.make_equal(): with LocalSteps every site has weights of its own between two "
+            "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
+            "equal what they have in common"
+        )
 
     @contextmanager
     def join(self, *, step: Callable[[], Any] | None = None) -> Iterator[None]:
@@ -160,12 +173,18 @@ class LocalStepsSession(Session):
         self._refuse_converted()
         for name, p in self._start.items():
             p.grad = p - self._trained[name]
-        self._share()
+        drift = None
+        try:
+            self._share()
+        except DriftError as error:  # the exchange counts, and is gone through to its end
+            drift = error
         self._outer.step()
         for name, p in self._start.items():
             self._trained[name].copy_(p)
             p.grad = None
         self._counter.restart()
+        if drift is not None:
+            raise drift
 
     def _share(self) -> None:
         """Makes the changes their mean over the sites, in a step without a backward."""

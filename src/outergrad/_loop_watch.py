@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from weakref import ref
 
 from torch.optim import Optimizer
 
-from outergrad._optimizer_steps import StepCounter, ignore, listen
+from outergrad._optimizer_steps import SeenOptimizers, ignore, listen
 
 
 class LoopWatch:
@@ -21,8 +20,7 @@ class LoopWatch:
     """
 
     def __init__(self, names: Mapping[int, str], steps: Callable[[], int]) -> None:
-        self._counter, self._steps = StepCounter(names, 1), steps
-        self._found: dict[str, ref[Optimizer]] = {}
+        self._seen, self._steps = SeenOptimizers(names), steps
         self._stepped: dict[int, list[str]] = {}
         self._first = 0
         self._usual: tuple[str, ...] = ()
@@ -30,8 +28,7 @@ class LoopWatch:
     @property
     def optimizers(self) -> dict[str, Optimizer]:
         """Those that were seen, by the first parameter that they hold."""
-        alive = {name: found() for name, found in self._found.items()}
-        return {name: alive[name] for name in sorted(alive) if alive[name] is not None}  # type: ignore[misc]
+        return self._seen.present
 
     def begin(self) -> None:
         """A loop begins."""
@@ -62,7 +59,7 @@ class LoopWatch:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
-        holder = self._counter.holder(optimizer)
+        self._seen.after_step(optimizer)
+        holder = self._seen.holder(optimizer)
         if holder is not None:
-            self._found[holder] = ref(optimizer)
             self._stepped.setdefault(self._steps(), []).append(holder)

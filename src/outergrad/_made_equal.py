@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outergrad._protocols import Comm
-from outergrad.replay.run import DTYPES
+from outergrad._types import ExchangeError
+from outergrad.replay.run import DTYPES, told_shape
 from outergrad.replay.structure import flattened, rebuilt
 
+_MOST_TEXT = 1 << 24
 _CHUNK_BYTES = 1 << 26
 
 
@@ -27,6 +29,7 @@ class Replica:
         buffers: the same; compared only if all sites have the same ones: some may be replaced.
         optimizers: those that are known here, by the first parameter that they hold.
         names: of the parameters that are shared, by identity; the state of others is left alone.
+        remedy: what to do about an optimizer that this site has not seen step.
     """
 
     def __init__(
@@ -35,13 +38,19 @@ class Replica:
         buffers: Sequence[Tensor],
         optimizers: Mapping[str, Optimizer],
         names: Mapping[int, str],
+        remedy: str,
     ) -> None:
+        self._remedy = remedy
         self._parameters, self._buffers = parameters, buffers
         self._optimizers, self._names = optimizers, names
 
     @torch.no_grad()
     def make_equal(self, comm: Comm, source: int) -> bool:
-        """Takes what one site has, if two sites differ; whether they did."""
+        """Takes what one site has, if two sites differ; whether they did.
+
+        Raises:
+            ExchangeError: what came is not what that site has.
+        """
         structure, parts = flattened(self._states())
         told = json.dumps({"states": structure, "tensors": [_described(t) for t in parts]})
         layout = str([(t.dtype, t.shape) for t in self._buffers])
@@ -56,6 +65,7 @@ class Replica:
         tensors = [*self._parameters, *(self._buffers if alike else ())]
         for t, new in zip(tensors, _sent(comm, source, tensors), strict=True):
             t.copy_(new)
+        _require_equal(comm, source, _digest(tensors))
         if letters := words_S[source][4]:
             self._take(comm, source, told, letters, parts)
         return True
@@ -63,14 +73,21 @@ class Replica:
     def _take(
         self, comm: Comm, source: int, told: str, letters: int, parts: Sequence[Tensor]
     ) -> None:
+        if not 0 < letters <= max(_MOST_TEXT, 4 * len(told)):
+            raise ExchangeError(f"site {source} announced {letters} bytes of optimizer states")
         ours = torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8)
-        text = _from_source(comm, source, ours, letters)
-        said = json.loads(bytes(text.tolist()).decode())
-        shapes = [torch.empty(shape, dtype=DTYPES[code]) for code, shape in said["tensors"]]
+        text = _from_source(comm, source, ours, letters).cpu().numpy().tobytes()
         mine = comm.rank == source
-        found = _sent(comm, source, parts if mine else [t.to(comm.device) for t in shapes])
-        if not mine:
-            self._load(rebuilt(said["states"], found))
+        states, shapes = (None, parts) if mine else _read(text, source)
+        found = _sent(comm, source, shapes)
+        _require_equal(comm, source, _digest(found))
+        if mine:
+            return
+        try:
+            self._load(rebuilt(states, found))
+        except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
+            what = "the optimizer states of site"
+            raise ExchangeError(f"{what} {source} do not fit this site's: {error}") from error
 
     def _states(self) -> dict[str, Any]:
         return {name: self._state(optimizer) for name, optimizer in self._optimizers.items()}
@@ -90,8 +107,8 @@ class Replica:
         unknown = sorted(states.keys() - self._optimizers.keys())
         if unknown:
             warnings.warn(
-                f"session.join(): this site has not seen the optimizer of {unknown[0]!r} step, so "
-                f"its state is not that of the other sites: pass join(step=optimizer.step)",
+                f"this site has not seen the optimizer of {unknown[0]!r} step, so its state is not "
+                f"that of the other sites: {self._remedy}",
                 stacklevel=2,
             )
         for name in states.keys() & self._optimizers.keys():
@@ -108,6 +125,34 @@ class Replica:
         for group, settings in zip(own["param_groups"], found["groups"], strict=True):
             group.update(settings)
         optimizer.load_state_dict(own)
+
+
+def _read(text: bytes, source: int) -> tuple[Any, list[Tensor]]:
+    """Optimizer states, and tensors of the shapes of theirs, without memory.
+
+    Raises:
+        ExchangeError: it is nothing of the kind.
+    """
+    try:
+        said = json.loads(text)
+        shapes = [told_shape(code, sizes) for code, sizes in said["tensors"]]
+        return said["states"], [torch.empty(s.sizes, dtype=s.dtype, device="meta") for s in shapes]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        what = f"the optimizer states of site {source} cannot be read"
+        raise ExchangeError(f"{what}: {type(error).__name__}") from error
+
+
+def _require_equal(comm: Comm, source: int, digest: int) -> None:
+    """Checks what has been taken.
+
+    Raises:
+        ExchangeError: it did not arrive as it was sent.
+    """
+    words = comm.control([digest])
+    found = comm.all_gather(words, [1] * comm.world_size).wait()
+    odd = [rank for rank, word in enumerate(found) if int(word) != int(found[source])]
+    if odd:
+        raise ExchangeError(f"what site {source} sent did not reach site {odd[0]} as it was sent")
 
 
 def _plain(value: Any) -> Any:
@@ -148,8 +193,10 @@ def _sent(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _sent_chunk(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     sizes = [t.nbytes for t in tensors]
     if not sum(sizes):
-        return list(tensors)
-    ours = torch.cat([_bytes(t).to(comm.device) for t in tensors])
+        return [torch.empty(t.shape, dtype=t.dtype, device=comm.device) for t in tensors]
+    ours = torch.empty(0, dtype=torch.uint8)
+    if comm.rank == source:
+        ours = torch.cat([_bytes(t).to(comm.device) for t in tensors])
     parts = _from_source(comm, source, ours, sum(sizes)).split(sizes)
     return [
         part.clone().view(t.dtype).view(t.shape)  # a copy is aligned for any dtype

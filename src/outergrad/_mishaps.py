@@ -91,6 +91,10 @@ class Mishaps:
         self._record(step, "skipped", (self._rank,), bad)
         self._skip(Vote(0, step, self._rank), bad)
 
+    def drifted(self, step: int, sites: tuple[int, ...], layer: str) -> None:
+        """The replicas were found to differ."""
+        self._record(step, "drifted", sites, layer)
+
     def lost(self, error: SiteLostError) -> None:
         """A site was lost."""
         self._record(error.step, "lost", error.sites, error.place)

@@ -95,6 +95,36 @@ def ignore(listener: Listener) -> None:
     _LISTENERS.remove(listener)
 
 
+class SeenOptimizers:
+    """Remembers, weakly, the optimizers that hold parameters of a model and were seen to step.
+
+    Args:
+        names: of the parameters, by identity.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names, self._found = names, dict[str, ref[Optimizer]]()
+
+    @property
+    def present(self) -> dict[str, Optimizer]:
+        """Those that are left, by the first parameter that they hold, in the order of names."""
+        alive = {name: found() for name, found in sorted(self._found.items())}
+        return {name: optimizer for name, optimizer in alive.items() if optimizer is not None}
+
+    def holder(self, optimizer: Optimizer) -> str | None:
+        """The name that an optimizer goes by; None if it holds nothing of the model."""
+        return _holder(optimizer, self._names)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Nothing: it may yet be skipped."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        holder = self.holder(optimizer)
+        if holder is not None:
+            self._found[holder] = ref(optimizer)
+
+
 class StepCounter:
     """Counts the steps of the optimizers that hold parameters of a model.
 
@@ -114,8 +144,7 @@ class StepCounter:
 
     def holder(self, optimizer: Optimizer) -> str | None:
         """The name that an optimizer is counted under; None if it holds nothing of the model."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return next((name for key, name in self._names.items() if key in held), None)
+        return _holder(optimizer, self._names)
 
     def count(self, holder: str) -> None:
         """One more step."""
@@ -135,3 +164,9 @@ class StepCounter:
     def restart(self) -> None:
         """An exchange has taken place."""
         self.made = {holder: 0 for holder, steps in self.made.items() if steps}
+
+
+def _holder(optimizer: Optimizer, names: Mapping[int, str]) -> str | None:
+    """The first name of a parameter that it holds."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return next((name for key, name in names.items() if key in held), None)

@@ -9,12 +9,12 @@ from outergrad._groups import end_unfinished, lost_sites_told, on_group
 from outergrad._state import Progress, resumed, saved
 from outergrad._tap import NO_TASK, current_task
 from outergrad._types import StateDict
-from outergrad._watching import Watching
+from outergrad._verified import Verified
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 
 
-class Session(Watching):
+class Session(Verified):
     """What `distribute` returns: the model's gradients are shared as long as it is attached."""
 
     @contextmanager
@@ -134,6 +134,7 @@ class Session(Watching):
         if not self._attached:
             return
         self._attached = False
+        super().detach()
         on_group(self._comm.group).attached.discard(self)
         end_unfinished(self._comm.group)
         self._forget_model()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outergrad._buffers import SharedBuffers
+from outergrad._drift import OnDrift
 from outergrad._protocols import Recorder
 from outergrad._weighting import Weighting
 
@@ -21,6 +22,8 @@ class Settings:
             finite; None if none is skipped.
         weighting: how much this site's gradient counts.
         buffers: what becomes of them.
+        verify_every: after how many shared steps the replicas are compared; None for never.
+        on_drift: what to do if they differ.
     """
 
     method: str
@@ -28,3 +31,5 @@ class Settings:
     max_bad_steps: int | None = None
     weighting: Weighting = field(default_factory=Weighting)
     buffers: SharedBuffers = field(default_factory=SharedBuffers)
+    verify_every: int | None = None
+    on_drift: OnDrift = "raise"

@@ -149,6 +149,12 @@ class LevelsSession(Session):
             return replace(found, doubt="this rank's share may have arrived everywhere")
         return found
 
+    def _refuse_make_equal(self) -> None:
+        raise RuntimeError(
+            "session.make_equal() with mesh=: what the ranks of a site hold is not compared; "
+            "distribute the model again, which makes all equal to the first rank's"
+        )
+
     def _refuse_join(self) -> None:
         raise RuntimeError(
             "session.join() with mesh=: the ranks of a site could not run out of batches one by "

@@ -1,8 +1,8 @@
 """What a session tells its recorders.
 
 First a `Run`; then, at every recorded step, a `Layer` for each layer and a `Step` behind them;
-`Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing;
-an `End` when the session is detached or its program ends.
+`Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing or
+the replicas are found to differ; an `End` when the session is detached or its program ends.
 """
 
 from __future__ import annotations
@@ -150,14 +150,17 @@ class Scalars:
 
 @dataclass(frozen=True, kw_only=True)
 class Mishap:
-    """A step that came to nothing. Told of whatever a recorder's `every`.
+    """A step that came to nothing, or after which the replicas differ.
+
+    Told of whatever a recorder's `every`.
 
     Attributes:
         rank: this site.
         step: synchronised steps before this one.
         time: seconds since 1970.
         what: "skipped" (a gradient was not finite), "discarded" (the backward of a site raised, or
-            a message was damaged) or "lost" (a site died, hangs or is cut off).
+            a message was damaged), "lost" (a site died, hangs or is cut off) or "drifted"
+            (parameters or buffers were found to differ between the sites).
         sites: where it arose.
         layer: full name of a parameter that it is about, or what was waited for; "" if unknown.
     """

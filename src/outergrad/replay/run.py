@@ -168,13 +168,19 @@ def _told(text: bytes) -> tuple[tuple[Run, ...], list[Shape]]:
     """
     try:
         told = json.loads(text)
-        shapes = [_shape(dtype, sizes) for dtype, sizes in told["tensors"]]
+        shapes = [told_shape(dtype, sizes) for dtype, sizes in told["tensors"]]
         return tuple(_run(run, len(shapes)) for run in told["runs"]), shapes
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(f"its description cannot be read: {type(error).__name__}") from error
 
 
-def _shape(dtype: Any, sizes: Any) -> Shape:
+def told_shape(dtype: Any, sizes: Any) -> Shape:
+    """Of a tensor, from what another site told of it.
+
+    Raises:
+        ValueError: there is no such tensor.
+        TypeError: the same.
+    """
     if len(sizes) > _MOST_DIMENSIONS:
         raise ValueError(f"{len(sizes)} dimensions")
     found = tuple(_whole(size, 0, _MOST_ENTRIES) for size in sizes)

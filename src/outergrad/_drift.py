@@ -1,0 +1,99 @@
+"""Whether replicas that should be equal to the bit are: their parameters and buffers compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outergrad._protocols import Comm
+from outergrad._types import ExchangeError
+from outergrad.comm.checksum import checksum, combined
+
+OnDrift = Literal["raise", "warn", "mend"]
+ON_DRIFT: tuple[OnDrift, ...] = ("raise", "warn", "mend")
+_LANE = 3
+"""Apart from the messages of steps, as votes are."""
+
+
+class DriftError(RuntimeError):
+    """The replicas differ. Raised on all sites, in the same words, after a step that counts.
+
+    The gradients of that step are in `param.grad`: after `session.make_equal()` on every site
+    training goes on.
+
+    Attributes:
+        sites: those whose replica is not that of site 0.
+        step: synchronised steps so far.
+        parameter: full name of the first parameter or buffer that differs.
+    """
+
+    def __init__(self, message: str, sites: Sequence[int], step: int, parameter: str) -> None:
+        super().__init__(message)
+        self.sites, self.step, self.parameter = tuple(sites), step, parameter
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How replicas differ.
+
+    Attributes:
+        sites: those whose replica is not that of site 0.
+        names: of the parameters and buffers that differ between some sites.
+        compared: how many were compared.
+    """
+
+    sites: tuple[int, ...]
+    names: tuple[str, ...]
+    compared: int
+
+    def told(self, step: int, remedy: str) -> str:
+        """In words that are the same on every site."""
+        several = len(self.sites) > 1
+        who = f"site{'s' * several} {', '.join(map(str, self.sites))} ha{'ve' if several else 's'}"
+        return (
+            f"the replicas differ after step {step}: {who} another {self.names[0]!r} than site 0; "
+            f"{len(self.names)} of {self.compared} parameters and buffers differ; {remedy}"
+        )
+
+
+@torch.no_grad()
+def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
+    """Compares tensors over the sites, bit by bit; None if they are equal everywhere.
+
+    Every site sends 8 bytes to every other; where these differ, 8 more for each tensor.
+
+    Args:
+        comm: the transport.
+        tensors: by name, in an order that is the same on all sites; None for one that is missing.
+
+    Raises:
+        ExchangeError: what a site sent contradicts itself.
+    """
+    sums = _checksums(list(tensors.values()))
+    whole = _gathered(comm, [combined(sums)])
+    if all(word == whole[0] for word in whole):
+        return None
+    sums_S = _gathered(comm, sums)
+    liar = next((r for r, own in enumerate(sums_S) if [combined(own)] != whole[r]), None)
+    if liar is not None:
+        raise ExchangeError(f"the checksums of site {liar} contradict each other")
+    columns = zip(tensors, *sums_S, strict=True)
+    names = tuple(name for name, *column in columns if len({*column}) > 1)
+    sites = tuple(rank for rank, own in enumerate(sums_S) if own != sums_S[0])
+    return Drift(sites, names, len(sums))
+
+
+def _checksums(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Of each, with one stop of the device."""
+    found = [checksum(t.contiguous()) for t in tensors if t is not None and t.numel()]
+    each = iter(torch.stack(found).tolist() if found else [])
+    return [next(each) if t is not None and t.numel() else 0 for t in tensors]
+
+
+def _gathered(comm: Comm, words: Sequence[int]) -> list[list[int]]:
+    sizes = [len(words)] * comm.world_size
+    return [t.tolist() for t in comm.all_gather(comm.control(words), sizes, lane=_LANE).wait()]

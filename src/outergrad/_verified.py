@@ -1,0 +1,128 @@
+"""Replicas are compared now and then, and made equal where the user asks for it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from outergrad._drift import Drift, DriftError, compared
+from outergrad._groups import end_unfinished, lost_sites_told, on_group
+from outergrad._inspect import View
+from outergrad._made_equal import Replica
+from outergrad._optimizer_steps import SeenOptimizers, ignore, listen
+from outergrad._protocols import Comm
+from outergrad._settings import Settings
+from outergrad._step import SharedStep
+from outergrad._tap import NO_TASK, current_task
+from outergrad._types import ExchangeError
+from outergrad._watching import Watching
+
+_REMEDY = {
+    "raise": "call session.make_equal() on every site to take site 0's and go on, or pass "
+    "on_drift='mend' to og.distribute",
+    "warn": "call session.make_equal() on every site to take site 0's",
+    "mend": "all sites take site 0's",
+}
+
+
+class Verified(Watching):
+    """A session whose replicas are compared after every n-th shared step that counts."""
+
+    def __init__(self, view: View, comm: Comm, fingerprint: int, settings: Settings) -> None:
+        super().__init__(view, comm, fingerprint, settings)
+        self._verify_every, self._on_drift = settings.verify_every, settings.on_drift
+        self._unverified = 0
+        self._shared: set[str] = set()
+        self._seen = SeenOptimizers(self._names())
+        if self._verify_every is not None and self._several:
+            listen(self._seen)
+
+    def make_equal(self, *optimizers: Optimizer) -> bool:
+        """Makes every replica site 0's: shared parameters and buffers, and optimizer states.
+
+        So are gradients that the last step shared, if they have not been applied. Call it on every
+        site at the same point of the program, not during backward. What is a site's own
+        (`og.Local`) stays as it is. Takes one exchange of 40 bytes where nothing differs.
+
+        Args:
+            *optimizers: those whose states are to be equal, too; with `verify_every` those that
+                were seen to step are known.
+
+        Returns:
+            Whether two sites differed.
+
+        Raises:
+            RuntimeError: during backward, or the session is detached, or cannot do it.
+            SiteLostError: another site does not come, or went.
+        """
+        self._refuse_make_equal()
+        if not self._several:
+            return False
+        end_unfinished(self._comm.group)
+        self._refuse_lost()
+        given = {self._seen.holder(one): one for one in optimizers}
+        known = {**self._seen.present, **{n: one for n, one in given.items() if n is not None}}
+        with lost_sites_told(self._comm, "session.make_equal on all sites", self._stats.step):
+            return self._whole_replica(known).make_equal(self._comm, 0)
+
+    def _refuse_make_equal(self) -> None:
+        if not self._attached or current_task() != NO_TASK:
+            raise RuntimeError(
+                "session.make_equal(): call it on an attached session, and not during backward"
+            )
+
+    def _whole_replica(self, optimizers: dict[str, Optimizer]) -> Replica:
+        parameters = [*self._model.params.values(), *self._frozen.values()]
+        known = {name: optimizers[name] for name in sorted(optimizers)}
+        own = (parameters, [*self._buffers.tensors, *self._shared_gradients()], known)
+        return Replica(*own, self._names(), "pass it on every site: session.make_equal(optimizer)")
+
+    def _shared_gradients(self) -> list[Tensor]:
+        """Of the last step: a block that is computed again has them by each site's own weights."""
+        shared = self._shared - self._unshared
+        pairs = self._model.params.items()
+        return [p.grad for name, p in pairs if name in shared and p.grad is not None]
+
+    # -- after a step ---------------------------------------------------------------------------
+
+    def _finish(self, step: Any) -> None:
+        super()._finish(step)
+        applied = isinstance(step, SharedStep) and step.applied
+        self._shared = set(step.sender.used) if applied else set()
+        if self._verify_every is None or not applied:
+            return
+        if on_group(self._comm.group).lost is not None:
+            return
+        self._unverified += 1
+        if self._unverified >= self._verify_every:
+            self._unverified = 0
+            self._verify()
+
+    def _verify(self) -> None:
+        try:
+            drift = compared(self._comm, self._compared())
+            if drift is not None:
+                self._tell_of_drift(drift)
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
+    def _compared(self) -> dict[str, Tensor | None]:
+        parameters: dict[str, Tensor | None] = {**self._model.params, **self._frozen}
+        return parameters | self._buffers.by_name
+
+    def _tell_of_drift(self, drift: Drift) -> None:
+        step, first = self._stats.step, drift.names[0]
+        self._mishaps.drifted(step, drift.sites, first)
+        told = drift.told(step, _REMEDY[self._on_drift])
+        if self._on_drift == "raise":
+            raise DriftError(told, drift.sites, step, first)
+        if self._on_drift == "mend":
+            self._whole_replica(self._seen.present).make_equal(self._comm, 0)
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+    def detach(self) -> None:
+        """Ends the comparing."""
+        ignore(self._seen)
