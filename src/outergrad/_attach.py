@@ -15,6 +15,7 @@ from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
 from outergrad._buffers import SharedBuffers
 from outergrad._description import describe, shared_tensors
+from outergrad._drift import checksums
 from outergrad._groups import count_session, end_unfinished, lost_sites_told, refuse_lost
 from outergrad._inspect import View, inspect
 from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_view
@@ -31,6 +32,7 @@ from outergrad._two_levels import TwoLevelSession
 from outergrad._types import Link
 from outergrad._weighting import Weighting
 from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint
+from outergrad.comm.checksum import combined
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
 from outergrad.exchange import DAD, LocalSteps, PerLayer
@@ -128,7 +130,8 @@ def distribute(
         assert view is not None
         _make_equal(comm, levels, shards, model, view)
         _settle_reduce(view, comm.world_size, lambda: measured_link(comm))
-        all_came(comm)
+        shared = [] if shards is not None else [t for _, _, t in shared_tensors(model, view)]
+        all_came(comm, combined(checksums(shared)))
     counted = Weighting(weighting)
     kind = buffers or ("broadcast" if mesh is None else "local")
     settings = Settings(

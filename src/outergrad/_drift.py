@@ -60,7 +60,6 @@ class Drift:
         )
 
 
-@torch.no_grad()
 def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
     """Compares tensors over the sites, bit by bit; None if they are equal everywhere.
 
@@ -73,7 +72,7 @@ def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
     Raises:
         ExchangeError: what a site sent contradicts itself.
     """
-    sums = _checksums(list(tensors.values()))
+    sums = checksums(list(tensors.values()))
     whole = _gathered(comm, [combined(sums)])
     if all(word == whole[0] for word in whole):
         return None
@@ -87,7 +86,8 @@ def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
     return Drift(sites, names, len(sums))
 
 
-def _checksums(tensors: Sequence[Tensor | None]) -> list[int]:
+@torch.no_grad()
+def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
     """Of each, with one stop of the device."""
     found = [checksum(t.contiguous()) for t in tensors if t is not None and t.numel()]
     each = iter(torch.stack(found).tolist() if found else [])

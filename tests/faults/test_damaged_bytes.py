@@ -225,3 +225,89 @@ def test_a_site_that_says_that_it_failed_and_votes_otherwise_is_found_out(faulty
     told, mishaps = outcome(3, og.DAD(always=True))
     assert "a site said that it failed in step 3, and voted for it" in told
     assert mishaps == [("discarded", DAMAGED, (), "")]
+
+
+def read_by_all(sites: int, model: nn.Module, method: Any, x: Tensor) -> list[str]:
+    """What each site is told of a step in which site 1 cannot read what site 0 sent."""
+
+    def body(rank, group):
+        replica = copy.deepcopy(model)
+        session = og.distribute(replica, method, group=group)
+        own_comm().armed = True
+        with pytest.raises(og.StepDiscardedError) as caught:
+            replica(x).square().mean().backward()
+        own_comm().armed = False
+        assert all(p.grad is None for p in replica.parameters())
+        replica(x).square().mean().backward()
+        session.detach()
+        return str(caught.value)
+
+    return run_on_lasting_groups(sites, body)
+
+
+def test_ids_that_a_table_has_not_are_refused(faulty):
+    """They would be written behind its end, or to another row."""
+
+    def change(words):
+        at = next(k for k in range(8, len(words)) if words[k : k + 3].tolist() == [1, 2, 4])
+        words[at + 1] = 7
+
+    faulty.change = staticmethod(to_site_1(factors, resealed(change)))
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 2))
+    told = read_by_all(2, model, og.DAD(always=True), torch.tensor([1, 4, 2]))
+    assert told[0] == told[1]
+    assert "site 1 refused a message of site 0 with the gradient of '0.weight'" in told[0]
+
+
+def test_places_that_a_row_has_not_are_refused(faulty):
+    def change(words):
+        places = words[10:].view(torch.int16)
+        places[places == 33] = 999
+
+    faulty.change = staticmethod(to_site_1(factors, resealed(change)))
+    model = nn.Linear(34, 2)
+    x = torch.linspace(0, 1, 34).expand(1, 34)
+    told = read_by_all(2, model, og.DAD(always=True, wire=og.wire.TopK(0.1)), x)
+    assert told[0] == told[1]
+    assert "site 1 refused a message of site 0 with the gradient of 'weight'" in told[0]
+
+
+def test_a_message_of_which_the_length_cannot_be_is_refused_by_name(faulty):
+    """No site takes the memory, and gloo ends no process."""
+
+    def change(rank, index, parts):
+        if rank == 1:
+            words = parts[0].tolist()
+            at = max(k for k in range(9, 64) if words[k])  # the last word is that of the block
+            parts[0][at] = words[at] = header.BlockUse(1 << 39, True).encode()
+            parts[0][8] = header.sum_of_words([*words[KNOWN:8], 0, *words[9:]])
+
+    faulty.change, faulty.kind = staticmethod(change), "header"
+
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        method = og.EDAD(blocks=["head"], inputs="raw", always=True)
+        og.distribute(model, method, group=group, timeout=2.0)
+        own_comm().armed = True
+        with pytest.raises(og.SiteLostError) as caught:
+            model(torch.ones(3, 6)).sum().backward()
+        return str(caught.value)
+
+    told = run_ranks(2, body)
+    assert "site 0 announced a message of" in told[1]
+
+
+def test_a_model_that_arrives_damaged_is_not_trained(monkeypatch):
+    class Comm(FaultyComm):
+        def broadcast(self, t):
+            super().broadcast(t)
+            if self.rank == 1:
+                t.view(-1).view(torch.uint8)[77] ^= 8
+
+    monkeypatch.setattr("outergrad._attach.TorchComm", Comm)
+
+    def body(rank, group):
+        with pytest.raises(og.SiteLostError, match="did not reach site 1 as it was sent"):
+            og.distribute(copy.deepcopy(MODEL), group=group)
+
+    run_ranks(3, body)

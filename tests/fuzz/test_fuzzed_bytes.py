@@ -418,6 +418,7 @@ def test_there_are_a_hundred_thousand_rounds():
     assert sum(make().rounds for make in TARGETS.values()) >= 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_whatever_a_site_sends_is_read_or_refused_by_its_name(name):
     torch.manual_seed(1)

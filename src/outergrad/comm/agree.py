@@ -97,9 +97,20 @@ def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> 
     raise AssertionError("descriptions that differ in no line")
 
 
-def all_came(comm: Comm) -> None:
-    """Waits for all sites: a broadcast may return before another site has looked for it."""
-    comm.all_gather(comm.control([comm.rank]), [1] * comm.world_size).wait()
+def all_came(comm: Comm, digest: int) -> None:
+    """Waits for all sites: a broadcast may return before another site has looked for it.
+
+    Args:
+        comm: the transport.
+        digest: of what was broadcast, as this site has it.
+
+    Raises:
+        ExchangeError: another site has something else.
+    """
+    words = comm.all_gather(comm.control([digest]), [1] * comm.world_size).wait()
+    odd = [rank for rank, word in enumerate(words) if int(word) != int(words[0])]
+    if odd:
+        raise ExchangeError(f"the model of site 0 did not reach site {odd[0]} as it was sent")
 
 
 @torch.no_grad()
