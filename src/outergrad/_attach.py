@@ -16,6 +16,7 @@ from outergrad._blocks_found import FoundBlock
 from outergrad._buffers import SharedBuffers
 from outergrad._description import describe, shared_tensors
 from outergrad._drift import checksums
+from outergrad._farewell import say_farewell
 from outergrad._groups import count_session, end_unfinished, lost_sites_told, refuse_lost
 from outergrad._inspect import View, inspect
 from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_view
@@ -112,6 +113,7 @@ def distribute(
     levels = None if mesh is None else levels_of(mesh, device, span)
     comm = TorchComm(_group(group), device, span) if levels is None else levels.site
     refuse_lost(comm.group)
+    say_farewell(comm)
     error, view, shards, recorders = None, None, None, ()
     try:
         recorders = recorders_of(recorder)
@@ -168,7 +170,7 @@ def _session(
 
 
 def _make_equal(
-    comm: Comm, levels: Levels | None, shards: Shards | None, model: nn.Module, view: View
+    comm: TorchComm, levels: Levels | None, shards: Shards | None, model: nn.Module, view: View
 ) -> None:
     """Parameters and buffers, to those of the first site."""
     if shards is not None:

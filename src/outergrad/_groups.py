@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from outergrad._lost import SiteLostError, find_out, lost_error, standing_of
+from outergrad._lost import Findings, SiteLostError, find_out, lost_error, standing_of
 from outergrad._protocols import Comm
 from outergrad._tap import current_task
 from outergrad._types import ExchangeError
+from outergrad.comm.standing import End
+
+_MOST_SESSIONS = 64
 
 
 class Endable(Protocol):
@@ -32,12 +35,21 @@ class Sessions:
             out: they are what tells sessions apart whose order differs between sites.
         running: those in a shared step, in the order in which these began.
         lost: why the group must not be used any more, if a site was lost.
+        ends: how the last step of each of the latest sessions ended: sites that give up tell it
+            each other.
     """
 
     count: int = 0
     attached: WeakSet[Any] = field(default_factory=WeakSet)
     running: list[Endable] = field(default_factory=list)
     lost: SiteLostError | None = None
+    ends: dict[int, End] = field(default_factory=dict)
+
+    def note_end(self, session: int, end: End) -> None:
+        """A step of a session, known by its fingerprint, has come to its end."""
+        if session not in self.ends and len(self.ends) == _MOST_SESSIONS:
+            del self.ends[next(iter(self.ends))]
+        self.ends[session] = end
 
 
 _GROUPS: WeakKeyDictionary[Any, Sessions] = WeakKeyDictionary()
@@ -73,9 +85,16 @@ def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
     try:
         yield
     except ExchangeError as error:
-        found = find_out(comm, standing_of(error, step, voted=False))
-        lost = on_group(comm.group).lost = lost_error(comm.rank, step, place, error, found)
-        raise lost.again() from error
+        found = find_out(comm, standing_of(error, step, ends=on_group(comm.group).ends))
+        raise note_lost(comm, step, place, error, found).again() from error
+
+
+def note_lost(
+    comm: Comm, step: int, place: str, error: Exception, found: Findings
+) -> SiteLostError:
+    """Lets nobody use the group any more; returns what all who try are told."""
+    lost = on_group(comm.group).lost = lost_error(comm.rank, step, place, error, found)
+    return lost
 
 
 def refuse_lost(group: Any) -> None:

@@ -14,11 +14,10 @@ from outergrad._block_use import Use
 from outergrad._blocks import Block
 from outergrad._cadence import Cadence, KeepingStep, Share
 from outergrad._calls import LocalStep
-from outergrad._commit import Decision
-from outergrad._groups import end_unfinished, on_group, refuse_lost
+from outergrad._giving_up import GivingUp
+from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointParts, JointStep, Point, described
-from outergrad._lost import Findings, SiteLostError, find_out, lost_error, standing_of
 from outergrad._mishaps import Mishaps
 from outergrad._nested import refuse_nested_backward
 from outergrad._plan import Planner
@@ -36,7 +35,7 @@ from outergrad.record.stats import Stats
 _Step = LocalStep | SharedStep | KeepingStep
 
 
-class Listener:
+class Listener(GivingUp):
     """Begins a step at the first event of a backward, tells it the others, and ends it.
 
     Args:
@@ -55,7 +54,7 @@ class Listener:
     ) -> None:
         model, exchanges = view.model, view.exchanges
         self._model, self._comm, self._exchanges = model, comm, exchanges
-        self._frozen, self._local = view.frozen, view.local
+        self._frozen, self._local, self._number = view.frozen, view.local, fingerprint
         method = settings.method
         self._local_buffers = view.local_buffers
         self._norms_over_sites = view.norms_over_sites
@@ -88,6 +87,7 @@ class Listener:
         tell = self._reporter.mishap
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
         on_group(comm.group).attached.add(self)
+        self._note_end(counted=False)
 
     # -- what distribute() calls ----------------------------------------------------------------
 
@@ -258,6 +258,8 @@ class Listener:
             self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
             self._chosen.update(zip(step.units, step.choice.words, strict=True))
             self._stats = step.stats(self._stats.step + 1)
+            if step.decision is not None:
+                self._note_end(counted=step.applied)
             if step.applied:
                 self._reporter.report(step.sender, self._stats)
         if isinstance(step, LocalStep) and turn is not None:  # a single site's
@@ -279,47 +281,9 @@ class Listener:
         self._close(step)
         self._take_note(step)
 
-    def _lost_by(self, error: ExchangeError) -> SiteLostError:
-        """Gives up: the transport failed, and its group must not be used again."""
-        self._give_up(error)
-        return self._lost_error()
-
     def _refuse_detached(self) -> None:
         if not self._attached:
             raise RuntimeError("this forward ran before session.detach(): run it again")
-
-    def _counts_elsewhere(self, step: _Step, error: ExchangeError) -> bool:
-        """Whether the step counts although a site was lost: then some site has all votes.
-
-        The next step raises.
-        """
-        counted = self._give_up(error)
-        if counted and isinstance(step, SharedStep):
-            step.settle(Decision.all_good(step.sender.header))
-        return counted
-
-    def _give_up(self, error: ExchangeError) -> bool:
-        found, number = self._find_out(error), self._stats.step
-        place = self._step.place if isinstance(self._step, SharedStep) else "the headers"
-        number += found.counted
-        lost = lost_error(self._comm.rank, number, place, error, found)
-        on_group(self._comm.group).lost = lost
-        self._mishaps.lost(lost)
-        for p in () if found.counted else self._model.params.values():
-            p.grad = None  # so that nobody applies it by mistake
-        return found.counted
-
-    def _find_out(self, error: ExchangeError) -> Findings:
-        voted = isinstance(self._step, SharedStep) and self._step.voted
-        return find_out(self._comm, standing_of(error, self._stats.step, voted=voted))
-
-    def _refuse_lost(self) -> None:
-        refuse_lost(self._comm.group)
-
-    def _lost_error(self) -> SiteLostError:
-        lost = on_group(self._comm.group).lost
-        assert lost is not None
-        return lost.again()
 
     def _refuse_changed(self) -> None:
         """Checks that the model is what the sites agreed on."""

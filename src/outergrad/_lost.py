@@ -2,69 +2,57 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 
 from outergrad._protocols import Comm
 from outergrad._types import ExchangeError
+from outergrad.comm.standing import End, Standing
+from outergrad.comm.work import CLOSED, LATE
 
 _SOON_S = 2.0
+_FAREWELL_S = 0.25
+"""How long a site whose connection was closed has to say why: Python ends after it closed."""
 _USUAL_HOST = 0
 """Of the store: torchrun and `env://` have the first site hold it."""
 
 
 class SiteLostError(RuntimeError):
-    """Another site died, hangs or is cut off. No site that is left has applied the step.
+    """Another site died, hangs or is cut off: the process group cannot be used any more.
 
-    (That some may have is said where it cannot be known: docs/faults.md, Votes.)
+    This site has not applied the step, and has no gradients of it.
 
     Attributes:
-        sites: which are lost, as far as this site can tell.
+        sites: which are lost, as far as this site can tell; none where only a connection is.
         step: synchronised steps before the one in which it was noticed.
         place: what this site waited for: a layer's gradients, or what comes before and after them.
+        certain: whether it is known that no site has applied the step. False only where this site
+            had all messages of the step, said so, and then did not hear from all others how they
+            ended: one of `may_differ` may have applied it.
+        may_differ: sites of which it is not known that they have made the same steps as this one:
+            those that left no word of it, as a site that was killed, and those that did and have
+            made another number. With the others this site agrees.
     """
 
-    def __init__(self, message: str, sites: Sequence[int], step: int, place: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        sites: Sequence[int],
+        step: int,
+        place: str,
+        *,
+        certain: bool = True,
+        may_differ: Sequence[int] = (),
+    ) -> None:
         super().__init__(message)
         self.sites, self.step, self.place = tuple(sites), step, place
+        self.certain, self.may_differ = certain, tuple(may_differ)
 
     def again(self) -> SiteLostError:
         """Another one that says the same: what was raised holds on to what was going on."""
-        return SiteLostError(str(self), self.sites, self.step, self.place)
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a site has come; what it leaves for the others.
-
-    Attributes:
-        step: synchronised steps before its last one.
-        voted: whether it said of that one that it may count.
-        counted: whether it knows that it does: all sites said so.
-        silent: sites that it waited for in vain.
-        gone: those whose connections were closed: who closes them leaves word before.
-        waited_s: how long it had waited when it gave up: the one that is late has not.
-    """
-
-    step: int
-    voted: bool = False
-    counted: bool = False
-    silent: tuple[int, ...] = ()
-    gone: tuple[int, ...] = ()
-    waited_s: float = 0.0
-
-    @staticmethod
-    def of(text: str) -> Standing:
-        """As it was left."""
-        found = json.loads(text)
-        pairs = {name: tuple(found[name]) for name in ("silent", "gone")}
-        return Standing(**{**found, **pairs})
-
-    @property
-    def steps(self) -> int:
-        """How many have been applied there."""
-        return self.step + self.counted
+        known = {"certain": self.certain, "may_differ": self.may_differ}
+        return SiteLostError(str(self), self.sites, self.step, self.place, **known)
 
 
 @dataclass(frozen=True)
@@ -74,13 +62,19 @@ class Findings:
     Attributes:
         lost: these.
         counted: whether the step counts all the same: some site had all votes.
+        certain: as of the error.
+        may_differ: as of the error.
         awaited_by: sites that waited for this one in vain.
-        doubt: why other sites may have applied the step although this one has not, if they may.
+        told: what sites left word of why they went.
+        doubt: why it cannot be known whether the step counts elsewhere, where it cannot.
     """
 
     lost: tuple[int, ...]
-    counted: bool
+    counted: bool = False
+    certain: bool = True
+    may_differ: tuple[int, ...] = ()
     awaited_by: tuple[int, ...] = ()
+    told: Mapping[int, str] = field(default_factory=dict)
     doubt: str = ""
 
 
@@ -90,58 +84,115 @@ def find_out(comm: Comm, standing: Standing) -> Findings:
     Where nobody can have applied the step, this waits only to learn who is lost; otherwise until
     every site that may live has said how far it is, for as long as messages may take.
     """
+    began = time.monotonic()
 
     def enough(texts: Sequence[str | None]) -> bool:
-        found = [Standing.of(text) for text in texts if text is not None]
+        found = _readable(texts)
         missing = {site for site, text in enumerate(texts) if text is None}
-        gone = {site for one in found for site in one.gone}
-        suspects = gone | {site for one in found for site in one.silent}
-        return missing <= (gone if standing.voted else suspects)
+        gone = {site for one in found.values() for site in one.gone}
+        asked = gone if standing.voted else gone.union(*(one.silent for one in found.values()))
+        patient = time.monotonic() - began < _FAREWELL_S
+        return missing <= asked and not (missing & gone and patient)
 
     patience_s = comm.patience_s if standing.voted else min(_SOON_S, comm.patience_s)
-    texts = comm.give_up(json.dumps(asdict(standing)), enough, patience_s)
-    suspects = set(standing.gone) | set(standing.silent)
+    final = replace(standing, settled=True).text()
+    texts = comm.give_up(standing.text(), final, enough, patience_s, standing.session)
     if texts is None:
-        return _alone(comm, standing, suspects)
-    found = {site: Standing.of(text) for site, text in enumerate(texts) if text is not None}
-    missing = tuple(site for site in range(comm.world_size) if site not in found)
-    counted = any(other.steps > standing.step for other in found.values())
-    awaited_by = tuple(site for site, other in found.items() if comm.rank in other.silent)
-    lost = missing or _late(comm.rank, found) or tuple(sorted(suspects))
-    return Findings(lost, standing.voted and counted, awaited_by)
+        return _alone(comm, standing)
+    return _found(comm.rank, standing, texts)
 
 
-def _late(rank: int, found: Mapping[int, Standing]) -> tuple[int, ...]:
-    """Who came too late, where all have left word: for whom others waited in vain.
+def _readable(texts: Sequence[str | None]) -> dict[int, Standing]:
+    """What sites have left, without what cannot be read."""
+    read = {site: Standing.of(text) for site, text in enumerate(texts) if text is not None}
+    return {site: standing for site, standing in read.items() if standing is not None}
 
-    In an all-reduce nobody knows for whom; then it is who has waited least.
+
+def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findings:
+    """What follows from what the sites have left."""
+    found = {**_readable(texts), rank: standing}
+    missing = {site for site, text in enumerate(texts) if text is None}
+    others = {site: one for site, one in found.items() if site != rank}
+    ends = {site: end for site, one in others.items() if (end := one.ends.get(standing.session))}
+    later = [end for end in ends.values() if end.steps > standing.step]
+    counted = standing.voted and any(end.counted for end in later)
+    unheard = set(range(len(texts))) - ends.keys() - {rank} if standing.session else missing
+    behind = {s for s in ends if _stays_behind(others[s], ends[s], standing.step + counted)}
+    return Findings(
+        lost=_lost(rank, found, missing),
+        counted=counted,
+        certain=not standing.voted or bool(later) or not unheard,
+        may_differ=tuple(sorted(unheard | behind)),
+        awaited_by=tuple(site for site, one in others.items() if rank in one.silent),
+        told={site: told for site, one in others.items() if (told := _told(one))},
+    )
+
+
+def _stays_behind(other: Standing, end: End, steps: int) -> bool:
+    """Whether a site has made fewer steps and will not hear of more."""
+    return end.steps < steps and (other.settled or bool(other.ended))
+
+
+def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[int, ...]:
+    """Who is lost: who left no word, or came too late, or gave up because of an error of its own.
+
+    Where all have left word and nobody has waited in vain, only a connection is lost.
     """
-    late = {site for other in found.values() for site in other.silent} - {rank}
-    if not late:
-        soonest = min(found, key=lambda site: found[site].waited_s)
-        late = {soonest} - {rank}
-    return tuple(sorted(late))
+    suspects = {site for one in found.values() for site in (*one.silent, *one.gone)}
+    left = missing | {site for site, one in found.items() if one.ended == "process"}
+    late = {site for one in found.values() for site in one.silent}
+    erred = {site for site, one in found.items() if one.why}
+    timed_out = {site for site, one in found.items() if one.timed_out}
+    if timed_out and not late:
+        # In an all-reduce nobody knows for whom it waits; but who is late has waited least.
+        late = {min(found, key=lambda site: found[site].waited_s)}
+    who = left & suspects or left or late - {rank} or erred - {rank} or timed_out - {rank}
+    return tuple(sorted(who))
 
 
-def _alone(comm: Comm, standing: Standing, suspects: set[int]) -> Findings:
+def _told(one: Standing) -> str:
+    """Why a site went, in its own words."""
+    if one.ended == "process" and not one.why:
+        return f"its process ended by itself, after {_steps(one)}"
+    if one.ended == "session":
+        return f"its session had ended, after {_steps(one)}"
+    return f"it {'ended with' if one.ended else 'gave up because of'} {one.why}" * bool(one.why)
+
+
+def _steps(one: Standing) -> str:
+    steps = one.ends[one.session].steps if one.session in one.ends else one.step
+    return f"{steps} step{'s' * (steps != 1)}"
+
+
+def _alone(comm: Comm, standing: Standing) -> Findings:
     """What there is to find without the store: it is usually gone with site 0, which holds it.
 
     Whose connection was closed tells nothing then: that of a site that gave up is closed, too.
     """
-    lost = (_USUAL_HOST,) if comm.rank != _USUAL_HOST else tuple(sorted(suspects))
-    doubt = "the store of the group is gone, too" if standing.voted else ""
-    return Findings(lost, counted=False, doubt=doubt)
+    suspects = tuple(sorted({*standing.gone, *standing.silent}))
+    return Findings(
+        lost=suspects if comm.rank == _USUAL_HOST else (_USUAL_HOST,),
+        certain=not standing.voted,
+        may_differ=tuple(site for site in range(comm.world_size) if site != comm.rank),
+        doubt="the store of the group is gone",
+    )
 
 
-def standing_of(error: ExchangeError, step: int, *, voted: bool) -> Standing:
-    """How far this site has come when its transport failed."""
-    closed = "closed" in str(error)
+def standing_of(
+    error: ExchangeError, step: int, session: int = 0, ends: Mapping[int, End] | None = None
+) -> Standing:
+    """How far this site has come when its transport failed, before any vote."""
+    text = str(error)
+    closed, late = CLOSED in text, LATE in text
     return Standing(
         step,
-        voted,
+        session,
         silent=() if closed else error.sites,
         gone=error.sites if closed else (),
         waited_s=error.waited_s,
+        ends=dict(ends or {}),
+        why="" if closed or late or error.sites else text,
+        timed_out=late,
     )
 
 
@@ -149,20 +200,39 @@ def lost_error(
     rank: int, step: int, place: str, error: Exception, findings: Findings
 ) -> SiteLostError:
     """What the user is told."""
-    why = str(error)
-    if findings.awaited_by:
-        why = f"{_named(findings.awaited_by)} waited for this one until the timeout, and gave up"
-    where = "on any site that is left"
-    if findings.doubt:
-        where = f"here; {findings.doubt}, so another site may have applied it"
+    who = _named(findings.lost) if findings.lost else "a connection, while all sites live,"
     return SiteLostError(
-        f"site {rank} lost {_named(findings.lost)} in step {step}, while it waited for {place}: "
-        f"{why}. Step {step} was not applied {where}. The process group cannot be used any "
-        f"more: start the processes again from the last checkpoint",
+        f"site {rank} lost {who} in step {step}, while it waited for {place}: "
+        f"{_why(error, findings)}. {_how_far(step, findings)}. The process group cannot be used "
+        f"any more: start the processes again from the last checkpoint",
         findings.lost,
         step,
         place,
+        certain=findings.certain,
+        may_differ=findings.may_differ,
     )
+
+
+def _why(error: Exception, findings: Findings) -> str:
+    why = str(error)
+    if findings.awaited_by:
+        why = f"{_named(findings.awaited_by)} waited for this one until the timeout, and gave up"
+    told = (f"; site {site} left word that {said}" for site, said in findings.told.items())
+    return "".join([why, *told])
+
+
+def _how_far(step: int, findings: Findings) -> str:
+    """Whether the step counts anywhere, and which sites may have made others than this one."""
+    some, doubt = _named(findings.may_differ), f"; {findings.doubt}" * bool(findings.doubt)
+    if not findings.certain:
+        return (
+            f"Step {step} was not applied here, but {some} may have applied it{doubt}: compare the "
+            f"sites before you go on from this state"
+        )
+    applied = f"Step {step} was not applied on any site"
+    if not findings.may_differ:
+        return f"{applied}, and all have made the same steps before it"
+    return f"{applied}; how far {some} came before it is not known{doubt}"
 
 
 def _named(sites: Sequence[int]) -> str:

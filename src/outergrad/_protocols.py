@@ -292,18 +292,17 @@ class Comm(Protocol):
         ...
 
     def give_up(
-        self, text: str, enough: Callable[[Sequence[str | None]], bool], patience_s: float
+        self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None] | None:
         """Leaves a text for the other sites and closes the connections, for good.
 
-        Args:
-            text: what this site has to say of its end.
-            enough: whether what is known of all sites is; None of those that have left nothing.
-            patience_s: how long to wait for it to be.
-
-        Returns:
-            What every site has left; None if the place where they leave it is gone.
+        Returns what every site has left, or None if the place is gone where they leave it; see
+        `LastWords` for the other arguments.
         """
+        ...
+
+    def leave(self, text: str, session: int) -> None:
+        """Leaves a text on a session that ends here, for sites that give up later."""
         ...
 
 
@@ -321,4 +320,6 @@ class Recorder(Protocol):
         ...
 
 
+Enough = Callable[[Sequence[str | None]], bool]
+"""Whether what sites have left is enough to go by; None of those that have left nothing yet."""
 FactorsOf = Callable[[Slot, int], Factors]

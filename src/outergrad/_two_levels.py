@@ -121,6 +121,7 @@ class LevelsSession(Session):
         shared, number = step.shared, self._stats.step + 1
         none = Stats(number, total_sent_bytes=self._comm.sent_bytes)
         self._stats = none if shared is None else shared.stats(number)
+        self._note_end(counted=step.applied)
         if step.applied and shared is not None:
             self._reporter.report(shared.sender, self._stats)
 
@@ -138,7 +139,7 @@ class LevelsSession(Session):
     def _give_up(self, error: ExchangeError) -> bool:
         """Between the sites and inside this one: all ranks hear of it."""
         counted = super()._give_up(error)
-        self._levels.local.give_up("", lambda _: True, 0.0)
+        self._levels.local.give_up("", "", lambda _: True, 0.0)
         if isinstance(self._step, LevelStep):
             self._step.clear()
         return counted
@@ -146,7 +147,8 @@ class LevelsSession(Session):
     def _find_out(self, error: ExchangeError) -> Findings:
         found, step = super()._find_out(error), self._step
         if isinstance(step, LevelStep) and step.shared is not None and step.shared.voted:
-            return replace(found, doubt="this rank's share may have arrived everywhere")
+            doubt = "this rank's share may have arrived everywhere"
+            return replace(found, certain=False, doubt=doubt)
         return found
 
     def _refuse_make_equal(self) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from outergrad._protocols import Comm
 from outergrad._types import ExchangeError
+from outergrad.comm.course import Course
+from outergrad.comm.torch import TorchComm
 
 _MOST_TEXT = 1 << 24
 _CHUNK_BYTES = 1 << 26
@@ -114,21 +116,28 @@ def all_came(comm: Comm, digest: int) -> None:
 
 
 @torch.no_grad()
-def broadcast_all(comm: Comm, tensors: Sequence[Tensor]) -> None:
-    """Makes tensors of any dtype equal to rank 0's, many in one message."""
+def broadcast_all(comm: TorchComm, tensors: Sequence[Tensor]) -> None:
+    """Makes tensors of any dtype equal to rank 0's, many in one message.
+
+    How long that takes tells the transport the rate of its link.
+    """
+    if comm.world_size == 1:
+        return
+    course = Course(comm)
     chunk: list[Tensor] = []
     for tensor in tensors:
         chunk.append(tensor)
         if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
-            _broadcast_chunk(comm, chunk)
+            _broadcast_chunk(comm, chunk, course)
             chunk = []
     if chunk:
-        _broadcast_chunk(comm, chunk)
+        _broadcast_chunk(comm, chunk, course)
+    course.settle()
 
 
-def _broadcast_chunk(comm: Comm, tensors: Sequence[Tensor]) -> None:
+def _broadcast_chunk(comm: TorchComm, tensors: Sequence[Tensor], course: Course) -> None:
     flat = torch.cat([_bytes(t).to(comm.device) for t in tensors])
-    comm.broadcast(flat)
+    course.broadcast(flat)
     if comm.rank == 0:
         return
     for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):

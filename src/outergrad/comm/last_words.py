@@ -1,4 +1,4 @@
-"""What sites that gave up have left for each other, in the store by which they once met.
+"""What sites that gave up or ended have left for each other, in the store by which they once met.
 
 The connections are closed then, and a store may be gone with the site that held it: a call that
 fails, or takes longer than its limit, is the last one.
@@ -11,52 +11,78 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Enough = Callable[[Sequence[str | None]], bool]
-"""Whether what is known of all sites is enough; None of those that have left nothing yet."""
+from outergrad._protocols import Enough
 
 _LIMIT_S = 2.0
 _POLL_S = 0.02
 
 
 class LastWords:
-    """A place where each site of a process group leaves one text.
+    """A place where each site of a process group leaves a text when it gives the group up.
+
+    A site that leaves in order leaves one at the end of each session, and one when its process
+    ends; of several that a site has left, the first of these counts.
 
     Args:
         store: of the group.
         rank: this site.
         sites: their number.
+        session: the one whose texts count.
+        limit_s: for one call of the store.
     """
 
-    def __init__(self, store: Any, rank: int, sites: int) -> None:
-        self._store, self._rank, self._sites = store, rank, sites
+    def __init__(
+        self, store: Any, rank: int, sites: int, session: int = 0, limit_s: float | None = None
+    ) -> None:
+        self._store, self._rank, self._sites, self._session = store, rank, sites, session
+        self._limit_s = _LIMIT_S if limit_s is None else limit_s
         self._found: list[str | None] = [None] * sites
+        self._readers: list[int] = []
         self._gone = False
 
     def leave(self, text: str) -> None:
-        """This site's, for the others."""
+        """This site's, for the others, when it gives up."""
         self._found[self._rank] = text
         self._limited(lambda: self._store.set(_word(self._rank), text))
 
-    def gather(self, enough: Enough, patience_s: float) -> list[str | None] | None:
+    def leave_at_end(self, text: str, *, of_process: bool) -> None:
+        """This site's when it ends the session, or its whole process."""
+        key = _at_exit(self._rank) if of_process else _at_end(self._rank, self._session)
+        self._limited(lambda: self._store.set(key, text))
+
+    def gather(
+        self, enough: Enough, patience_s: float, final: str | None = None
+    ) -> list[str | None] | None:
         """Those of all sites; waits for more until there are enough, or patience ends.
 
         None if the store is gone: then nobody can learn of anybody.
+
+        Args:
+            enough: whether what is known of all sites is.
+            patience_s: how long to wait for it.
+            final: what this site leaves in place of its text when its patience ends. It looks
+                once more after that: of two sites at least one then knows of the other's end.
         """
         end = time.monotonic() + patience_s
         while not self._gone and not enough(self._found) and time.monotonic() < end:
             self._limited(self._read)
             time.sleep(_POLL_S)
+        if final is not None and not self._gone and not enough(self._found):
+            self.leave(final)
+            self._limited(self._read)
         known = None if self._gone else list(self._found)
         self._stay()
         return known
 
     def _stay(self) -> None:
-        """Until all who have left word have read the others': the store may end with this site."""
-        end = time.monotonic() + _LIMIT_S
-        left = [site for site, text in enumerate(self._found) if text is not None]
-        read = [_read_by(site) for site in left]
+        """Until all who gave up have read the others': the store may end with this site."""
         self._limited(lambda: self._store.set(_read_by(self._rank), ""))
-        while not self._gone and time.monotonic() < end and not self._all_there(read):
+        self.stay_for(self._readers, _LIMIT_S)
+
+    def stay_for(self, sites: Sequence[int], limit_s: float) -> None:
+        """Waits until these have read what was left."""
+        end, read = time.monotonic() + limit_s, [_read_by(site) for site in sites]
+        while read and not self._gone and time.monotonic() < end and not self._all_there(read):
             time.sleep(_POLL_S)
 
     def _all_there(self, keys: Sequence[str]) -> bool:
@@ -67,8 +93,10 @@ class LastWords:
     def _read(self) -> None:
         """All that is there now."""
         for site in range(self._sites):
-            if self._found[site] is None and self._store.check([_word(site)]):
-                self._found[site] = self._store.get(_word(site)).decode()
+            for key in (_word(site), _at_exit(site), _at_end(site, self._session)):
+                if self._found[site] is None and self._store.check([key]):
+                    self._found[site] = self._store.get(key).decode(errors="replace")
+                    self._readers += [site] if key == _word(site) else []
 
     def _limited(self, call: Callable[[], object]) -> None:
         """Does it unless the store is gone, or notes that it is.
@@ -87,13 +115,24 @@ class LastWords:
             finally:
                 done.set()
 
-        threading.Thread(target=run, daemon=True).start()
-        self._gone = not done.wait(_LIMIT_S) or self._gone
+        try:
+            threading.Thread(target=run, daemon=True).start()
+        except RuntimeError:  # Python is shutting down: a word that is set waits for no answer
+            run()
+        self._gone = not done.wait(self._limit_s) or self._gone
 
 
 def _word(site: int) -> str:
     return f"outergrad/last_words/{site}"
 
 
+def _at_exit(site: int) -> str:
+    return f"{_word(site)}/exit"
+
+
+def _at_end(site: int, session: int) -> str:
+    return f"{_word(site)}/end/{session}"
+
+
 def _read_by(site: int) -> str:
-    return f"outergrad/last_words/{site}/read"
+    return f"{_word(site)}/read"

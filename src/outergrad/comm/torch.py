@@ -12,15 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outergrad._protocols import Enough
 from outergrad._types import ExchangeError
-from outergrad.comm.last_words import Enough, LastWords
-from outergrad.comm.work import AN_INSTANT, Ready, TorchWork, transport
+from outergrad.comm.last_words import LastWords
+from outergrad.comm.pace import AN_INSTANT, Pace
+from outergrad.comm.work import Ready, TorchWork, transport
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
 _Receives = list[tuple[dist.Work, Sequence[int]]]
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
+_BRIEFLY_S = 1.0
+"""How long a site that leaves in order may wait for the store."""
 
 
 class _Receiving(NamedTuple):
@@ -39,7 +43,7 @@ class TorchComm:
     Args:
         group: the sites.
         device: of the tensors.
-        timeout: of a message, once this site waits for it; None for the group's own.
+        timeout: without anything arriving, once this site waits; None for the group's own.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class TorchComm:
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
-        self._timeout = timeout if self._wire.type == "cpu" else None
+        self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
@@ -66,13 +70,14 @@ class TorchComm:
             return Ready(t)
         self.sent_bytes += ring_bytes(t.nbytes, self.world_size)
         self.received_bytes += ring_bytes(t.nbytes, self.world_size)
+        self.pace.sends(ring_bytes(t.nbytes, self.world_size))
         staged = self._staged(t)
         sites = (1 - self.rank,) if self.world_size == 2 else ()
         with transport(sites):
             work = dist.all_reduce(staged, group=self.group, async_op=True)
         assert work is not None
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
-        return TorchWork([(work, sites)], result, self._timeout)
+        return TorchWork([(work, sites)], result, self.pace)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -128,7 +133,9 @@ class TorchComm:
     ) -> TorchWork:
         """What every site has for this one, on the device."""
         own = outgoing[self.rank]
-        self.sent_bytes += sum(t.nbytes for t in outgoing) - own.nbytes
+        sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
+        self.sent_bytes += sent_bytes
+        self.pace.sends(sent_bytes)
         if self._expected[lane]:
             parts, receives = self._expected[lane].popleft()
             if [len(part) for part in parts] != list(sizes):
@@ -143,7 +150,7 @@ class TorchComm:
             parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
             return [part.to(device) for part in parts]
 
-        return TorchWork(receives, result, self._timeout, sends)
+        return TorchWork(receives, result, self.pace, sends)
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
@@ -169,30 +176,50 @@ class TorchComm:
         return [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
 
     def _receives(self, parts: Sequence[Tensor], tag: int) -> _Receives:
-        return [(self._started(dist.irecv, parts[o], o, tag), (o,)) for o in reversed(self._others)]
+        wanted = [(o, part) for o in reversed(self._others) for part in self.pace.parts(parts[o])]
+        return [(self._started(dist.irecv, part, o, tag), (o,)) for o, part in wanted]
 
     def _sends(self, outgoing: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        return [self._started(dist.isend, outgoing[o], o, tag) for o in self._others]
+        parts = [(o, part) for o in self._others for part in self.pace.parts(outgoing[o])]
+        return [self._started(dist.isend, part, o, tag) for o, part in parts]
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> dist.Work:
         with transport((other,)):
             return call(t, group=self.group, tag=tag, **{_PEER[call]: other})
 
-    def give_up(self, text: str, enough: Enough, patience_s: float) -> list[str | None] | None:
+    def give_up(
+        self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
+    ) -> list[str | None] | None:
         """Leaves a text for the other sites, closes the connections, and gathers the others'.
 
-        None if the store of the group is gone.
-
-        Args:
-            text: what this site has to say of its end.
-            enough: whether what is known is enough; None of sites that have left nothing yet.
-            patience_s: how long to wait for it to be.
+        None if the store of the group is gone; `LastWords` explains the arguments.
         """
-        store = self.group.get_group_store()
-        words = LastWords(store, self.rank, self.world_size)
+        words = self._words(session)
         words.leave(text)  # first: who finds a connection closed may look for it
         self._close()
-        return words.gather(enough, patience_s)
+        return words.gather(enough, patience_s, final)
+
+    def leave(self, text: str, session: int) -> None:
+        """Leaves a text on a session that ends here, for sites that give up later."""
+        with suppress(RuntimeError):  # the group may be gone already
+            self._words(session, _BRIEFLY_S).leave_at_end(text, of_process=False)
+
+    def leave_for_good(self, text: str, *, stays: bool) -> None:
+        """Leaves a text when this process ends; takes two seconds at most.
+
+        Args:
+            text: what this site has to say.
+            stays: whether site 0, with which the store may end, waits for others to read it.
+        """
+        words = self._words(limit_s=_BRIEFLY_S)
+        words.leave_at_end(text, of_process=True)
+        if stays and self.rank == 0:
+            self._close()
+            words.stay_for(self._others, _BRIEFLY_S)
+
+    def _words(self, session: int = 0, limit_s: float | None = None) -> LastWords:
+        store = self.group.get_group_store()
+        return LastWords(store, self.rank, self.world_size, session, limit_s)
 
     def _close(self) -> None:
         """Closes all connections, so that the other sites hear at once of the end.
@@ -217,7 +244,7 @@ class TorchComm:
         with transport(sites):
             work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
         assert work is not None
-        TorchWork([(work, sites)], lambda: None, self._timeout).wait()
+        TorchWork([(work, sites)], lambda: None, self.pace).wait()
         # A thread of gloo's may hold it a little longer; were it the last to do so while the
         # interpreter shuts down, the process would abort.
         self._kept = staged

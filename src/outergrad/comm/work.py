@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from outergrad._types import ExchangeError
+from outergrad.comm.pace import Pace
 
-AN_INSTANT = timedelta(milliseconds=1)
+LATE = "no answer in time"
+CLOSED = "the connection was closed"
+_ENDS = ("closed by peer", "reset by peer", "pair closure", "roken pipe")
 
 
 @contextmanager
@@ -27,10 +29,8 @@ def transport(sites: Sequence[int] = ()) -> Iterator[None]:
 def _told(error: str) -> str:
     """In few words, what gloo says in many."""
     if "imed out" in error:
-        return "no answer in time"
-    if any(words in error for words in ("closed by peer", "reset by peer", "pair closure")):
-        return "the connection was closed"
-    return error
+        return LATE
+    return CLOSED if any(words in error for words in _ENDS) else error
 
 
 class Ready:
@@ -50,7 +50,7 @@ class TorchWork:
     Args:
         works: each with the sites that it depends on, as far as one can tell.
         result: what `wait` returns.
-        timeout: for all of them together, from when somebody waits; None for the group's.
+        pace: how long they may take.
         sends: what this site sends besides. If it does not arrive, whoever waits for it will say
             so: what this site has received is there all the same.
     """
@@ -59,29 +59,32 @@ class TorchWork:
         self,
         works: Sequence[tuple[dist.Work, Sequence[int]]],
         result: Callable[[], Any],
-        timeout: timedelta | None = None,
+        pace: Pace,
         sends: Sequence[dist.Work] = (),
     ) -> None:
-        self._works, self._result, self._timeout = works, result, timeout
+        self._works, self._result, self._pace = works, result, pace
         self._sends = sends
 
     def wait(self) -> Any:
         """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
-        began = time.monotonic()
+        began = since = time.monotonic()
         for work, sites in self._works:
             try:
                 with transport(sites):
-                    self._wait(work, time.monotonic() - began)
+                    self._wait(work, since)
             except ExchangeError as error:
                 error.waited_s = time.monotonic() - began
                 raise
+            since = time.monotonic()
         for work in self._sends:
             with suppress(RuntimeError):
-                self._wait(work, time.monotonic() - began)
+                self._wait(work, since)
+            since = time.monotonic()
         return self._result()
 
-    def _wait(self, work: dist.Work, waited_s: float) -> None:
-        if self._timeout is None:
+    def _wait(self, work: dist.Work, since: float) -> None:
+        left = self._pace.left(since)
+        if left is None:
             work.wait()
         else:
-            work.wait(max(self._timeout - timedelta(seconds=waited_s), AN_INSTANT))
+            work.wait(left)

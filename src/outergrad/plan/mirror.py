@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outergrad._protocols import Enough
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import as_from
 from outergrad.plan.trace import Kind, Tracer
@@ -92,10 +93,13 @@ class MirrorComm:
         """Nothing: this is site 0."""
 
     def give_up(
-        self, text: str, enough: Callable[[Sequence[str | None]], bool], patience_s: float
+        self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None]:
         """Nobody is lost here."""
         return [text] * self.world_size
+
+    def leave(self, text: str, session: int) -> None:
+        """Nobody is there to read it."""
 
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor."""

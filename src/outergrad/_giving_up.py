@@ -1,0 +1,72 @@
+"""What a session does when its transport failed: it gives the group up, and says what holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from outergrad._commit import Decision
+from outergrad._groups import note_lost, on_group, refuse_lost
+from outergrad._lost import Findings, SiteLostError, find_out, standing_of
+from outergrad._mishaps import Mishaps
+from outergrad._model import Model
+from outergrad._protocols import Comm
+from outergrad._step import SharedStep
+from outergrad._types import ExchangeError
+from outergrad.comm.standing import End
+from outergrad.record.stats import Stats
+
+
+class GivingUp:
+    """The part of a session that is there for lost sites."""
+
+    _comm: Comm
+    _number: int
+    """Fingerprint of the session, the same on all sites."""
+    _stats: Stats
+    _step: Any
+    _model: Model
+    _mishaps: Mishaps
+
+    def _lost_by(self, error: ExchangeError) -> SiteLostError:
+        """Gives up: the transport failed, and its group must not be used again."""
+        self._give_up(error)
+        return self._lost_error()
+
+    def _counts_elsewhere(self, step: Any, error: ExchangeError) -> bool:
+        """Whether the step counts although a site was lost: then some site has all votes.
+
+        The next step raises.
+        """
+        counted = self._give_up(error)
+        if counted and isinstance(step, SharedStep):
+            step.settle(Decision.all_good(step.sender.header))
+        return counted
+
+    def _note_end(self, *, counted: bool) -> None:
+        """How far this session is, for sites that lose each other."""
+        end = End(self._stats.step, counted)
+        on_group(self._comm.group).note_end(self._number, end)
+
+    def _give_up(self, error: ExchangeError) -> bool:
+        found = self._find_out(error)
+        place = self._step.place if isinstance(self._step, SharedStep) else "the headers"
+        number = self._stats.step + found.counted
+        self._mishaps.lost(note_lost(self._comm, number, place, error, found))
+        for p in () if found.counted else self._model.params.values():
+            p.grad = None  # so that nobody applies it by mistake
+        return found.counted
+
+    def _find_out(self, error: ExchangeError) -> Findings:
+        voted = isinstance(self._step, SharedStep) and self._step.voted
+        ends = on_group(self._comm.group).ends
+        standing = standing_of(error, self._stats.step, self._number, ends)
+        return find_out(self._comm, replace(standing, voted=voted))
+
+    def _refuse_lost(self) -> None:
+        refuse_lost(self._comm.group)
+
+    def _lost_error(self) -> SiteLostError:
+        lost = on_group(self._comm.group).lost
+        assert lost is not None
+        return lost.again()

@@ -1,0 +1,62 @@
+"""A long broadcast in pieces, each confirmed by all sites before the next is sent.
+
+The first site could not tell otherwise how far it has come: what it sends is in the buffers of its
+own system at once, from where it may take minutes on a slow link.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from outergrad.comm.pace import LEAST_BYTES
+from outergrad.comm.torch import TorchComm
+
+_GROWTH = 8
+_MOST_BYTES = 1 << 26
+_SHARE = 0.25
+"""Of the timeout that a piece is to take."""
+
+
+class Course:
+    """The pieces of what rank 0 sends to all, which grow as fast as the link allows.
+
+    Every site knows the time of the slowest, so that all cut alike.
+
+    Args:
+        comm: the transport.
+    """
+
+    def __init__(self, comm: TorchComm) -> None:
+        self._comm, self._next_bytes = comm, LEAST_BYTES
+        self._best_bytes_per_s, self._timeout_s = 0.0, comm.patience_s
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Overwrites bytes with rank 0's."""
+        done = 0
+        while done < flat.nbytes:
+            piece = flat[done : done + self._next_bytes]
+            began = time.monotonic()
+            self._comm.broadcast(piece)
+            self._confirmed(piece.nbytes, time.monotonic() - began)
+            done += piece.nbytes
+
+    def _confirmed(self, nbytes: int, own_s: float) -> None:
+        """All have it: the slowest site and the shortest timeout say how much comes next."""
+        words = self._comm.control([round(1e6 * own_s), round(1e3 * self._timeout_s)])
+        told = [
+            t.tolist() for t in self._comm.all_gather(words, [2] * self._comm.world_size).wait()
+        ]
+        took_s = max(max(own for own, _ in told), 1) / 1e6
+        self._timeout_s = min(timeout for _, timeout in told) / 1e3
+        if nbytes >= LEAST_BYTES:
+            self._best_bytes_per_s = max(self._best_bytes_per_s, nbytes / took_s)
+        wanted = int(nbytes / took_s * self._timeout_s * _SHARE)
+        self._next_bytes = min(_GROWTH * self._next_bytes, max(LEAST_BYTES, wanted), _MOST_BYTES)
+
+    def settle(self) -> None:
+        """Tells the transport what it has found, if there was enough to send."""
+        if self._best_bytes_per_s:
+            others = self._comm.world_size - 1
+            self._comm.pace.settle(self._best_bytes_per_s, self._timeout_s, others)

@@ -1,0 +1,71 @@
+"""How long to wait for a message: as long as something arrives, however large it is."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import Tensor
+
+AN_INSTANT = timedelta(milliseconds=1)
+LEAST_BYTES = 1 << 12
+"""Of a part of a message: what the slowest link must carry within the timeout."""
+
+_PARTS = 64
+"""How many parts the link that was measured carries in a timeout: so much slower may it become."""
+_MARGIN = 2.0
+"""How much slower than measured it may be for what this site has sent itself."""
+
+
+class Pace:
+    """The timeout of a transport, and what follows from the rate of its link.
+
+    A message is received in parts, each of which has the timeout for itself. Nothing tells a site
+    how far what it sends has come, but it may have to be there before an answer comes: the timeout
+    begins when it should be, at the rate that was measured.
+
+    Args:
+        timeout: T, without anything having arrived; None to leave it to the process group.
+    """
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self.timeout = timeout
+        self._part_bytes, self._bytes_per_s = sys.maxsize, math.inf
+        self._busy_until = 0.0
+
+    def settle(self, bytes_per_s: float, timeout_s: float, others: int) -> None:
+        """Takes note of the slowest link and the shortest timeout, the same on all sites.
+
+        Args:
+            bytes_per_s: what a site can send.
+            timeout_s: T.
+            others: sites that it sends to at a time.
+        """
+        self._bytes_per_s = bytes_per_s / _MARGIN
+        self._part_bytes = max(LEAST_BYTES, int(bytes_per_s * timeout_s / _PARTS / others))
+
+    def parts(self, t: Tensor) -> Sequence[Tensor]:
+        """What a 1-D tensor is sent as; the same for all tensors of its size."""
+        if t.nbytes <= self._part_bytes:
+            return [t]
+        return t.split(max(self._part_bytes // t.element_size(), 1))
+
+    def sends(self, nbytes: int) -> None:
+        """This site has begun to send so much."""
+        if math.isfinite(self._bytes_per_s):
+            begins = max(time.monotonic(), self._busy_until)
+            self._busy_until = begins + nbytes / self._bytes_per_s
+
+    def left(self, since: float) -> timedelta | None:
+        """What is left of the timeout.
+
+        Args:
+            since: when something last arrived, or this site began to wait.
+        """
+        if self.timeout is None:
+            return None
+        waited_s = time.monotonic() - max(since, self._busy_until)
+        return max(self.timeout - timedelta(seconds=waited_s), AN_INSTANT)
