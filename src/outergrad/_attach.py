@@ -113,7 +113,6 @@ def distribute(
     levels = None if mesh is None else levels_of(mesh, device, span)
     comm = TorchComm(_group(group), device, span) if levels is None else levels.site
     refuse_lost(comm.group)
-    say_farewell(comm)
     error, view, shards, recorders = None, None, None, ()
     try:
         recorders = recorders_of(recorder)
@@ -148,6 +147,7 @@ def distribute(
     session = _session(view, comm, levels, shards, agreed, method, settings)
     counted.watch(model)
     session.watch(model, view.watch)
+    say_farewell(comm, agreed)
     return session
 
 

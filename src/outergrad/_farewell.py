@@ -5,69 +5,93 @@ They find its connections closed, and would not know whether its machine died or
 
 from __future__ import annotations
 
-import atexit
+import os
 import sys
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, finalize
 
-from outergrad._groups import on_group
-from outergrad._protocols import Comm
+from outergrad._groups import Sessions, on_group
+from outergrad._lost import USUAL_HOST
+from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import Standing
+from outergrad.comm.torch import TorchComm
 
-_comms: WeakSet[Any] = WeakSet()
-"""Of the sessions of this process; weak, so that process groups end when the user's do."""
+_ends: WeakKeyDictionary[Any, finalize[..., Any]] = WeakKeyDictionary()
+"""Of the transport of each session of this process what is done when nobody has it any more, or
+Python ends; weak, so that process groups end when the user's do."""
+_farewells: WeakKeyDictionary[Any, Farewell] = WeakKeyDictionary()
 _before: list[Any] = []
 """The `sys.excepthook` that was there, while ours is."""
 
 
-def say_farewell(comm: Comm) -> None:
-    """Lets the other sites of a transport hear of it when this process ends."""
+def say_farewell(comm: TorchComm, session: int) -> None:
+    """Lets the other sites hear of it when a session ends, and how."""
     if comm.world_size == 1:
         return
-    _comms.add(comm)
+    farewell = Farewell(on_group(comm.group), comm.words(session), session)
+    _ends[comm] = finalize(comm, farewell.end_session)
+    _farewells[comm] = farewell
     if not _before:
         _before.append(sys.excepthook)
         sys.excepthook = _on_error
-        atexit.register(_at_exit)
 
 
-def leave_session(comm: Comm, session: int) -> None:
-    """Tells the other sites how a session ended, and nothing more of it at the end of Python."""
-    _comms.discard(comm)
-    group = on_group(comm.group)
-    if comm.world_size > 1 and group.lost is None:
-        ends = {one: end for one, end in group.ends.items() if one == session}
-        comm.leave(Standing(0, session, ends=ends, ended="session").text(), session)
-    if not _comms:
-        _stop_listening()
-
-
-def _stop_listening() -> None:
-    """Takes the hooks away, unless somebody has put another one around ours: that one stays."""
-    atexit.unregister(_at_exit)
-    if _before and sys.excepthook is _on_error:
+def end_session(comm: Any) -> None:
+    """Ends a session now: leaves word of that."""
+    _farewells.pop(comm, None)
+    end = _ends.pop(comm, None)
+    if end is not None:
+        end()
+    if not _ends and _before and sys.excepthook is _on_error:
         sys.excepthook = _before.pop()
+
+
+class Farewell:
+    """Of one session of this process.
+
+    A forked process, as of a data loader, has the same connection to the store, and keeps silent.
+
+    Args:
+        group: the sessions of its process group.
+        words: where to leave something.
+        session: its fingerprint.
+    """
+
+    def __init__(self, group: Sessions, words: LastWords, session: int) -> None:
+        self._group, self._words, self._session = group, words, session
+        self._process = os.getpid()
+
+    @property
+    def _silent(self) -> bool:
+        return self._process != os.getpid() or self._group.lost is not None
+
+    def end_session(self) -> None:
+        """Tells how many steps it has made."""
+        if self._silent:
+            return
+        ends = {one: end for one, end in self._group.ends.items() if one == self._session}
+        text = Standing(0, self._session, ends=ends, ended="session").text()
+        self._words.leave_at_end(text, of_process=False)
+
+    def end_process(self, why: str, comm: TorchComm) -> None:
+        """Tells what error ends the program; waits for others to read it where it is first."""
+        if self._silent:
+            return
+        ends = self._group.ends
+        text = Standing(0, self._session, ends=ends, why=why, ended="process").text()
+        self._words.leave_at_end(text, of_process=True)
+        if comm.rank == USUAL_HOST:
+            comm.close()
+            self._words.stay(range(1, comm.world_size))
 
 
 def _on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """As `sys.excepthook`, in front of the one that was there."""
     try:
-        _leave(f"{kind.__name__}: {error}".rstrip(": "))
+        for comm, farewell in list(_farewells.items()):
+            with suppress(Exception):  # the user's own error is what matters
+                farewell.end_process(f"{kind.__name__}: {error}".rstrip(": "), comm)
     finally:
         _before[0](kind, error, trace)
-
-
-def _at_exit() -> None:
-    _leave("")
-
-
-def _leave(why: str) -> None:
-    for comm in list(_comms):
-        with suppress(Exception):  # the user's own end is what matters
-            group = on_group(comm.group)
-            if group.lost is None:
-                text = Standing(0, ends=group.ends, why=why, ended="process").text()
-                comm.leave_for_good(text, stays=bool(why))
-    _comms.clear()

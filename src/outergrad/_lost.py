@@ -14,7 +14,7 @@ from outergrad.comm.work import CLOSED, LATE
 _SOON_S = 2.0
 _FAREWELL_S = 0.25
 """How long a site whose connection was closed has to say why: Python ends after it closed."""
-_USUAL_HOST = 0
+USUAL_HOST = 0
 """Of the store: torchrun and `env://` have the first site hold it."""
 
 
@@ -139,7 +139,7 @@ def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[
     Where all have left word and nobody has waited in vain, only a connection is lost.
     """
     suspects = {site for one in found.values() for site in (*one.silent, *one.gone)}
-    left = missing | {site for site, one in found.items() if one.ended == "process"}
+    left = missing | {site for site, one in found.items() if one.ended}
     late = {site for one in found.values() for site in one.silent}
     erred = {site for site, one in found.items() if one.why}
     timed_out = {site for site, one in found.items() if one.timed_out}
@@ -152,8 +152,6 @@ def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[
 
 def _told(one: Standing) -> str:
     """Why a site went, in its own words."""
-    if one.ended == "process" and not one.why:
-        return f"its process ended by itself, after {_steps(one)}"
     if one.ended == "session":
         return f"its session had ended, after {_steps(one)}"
     return f"it {'ended with' if one.ended else 'gave up because of'} {one.why}" * bool(one.why)
@@ -171,7 +169,7 @@ def _alone(comm: Comm, standing: Standing) -> Findings:
     """
     suspects = tuple(sorted({*standing.gone, *standing.silent}))
     return Findings(
-        lost=suspects if comm.rank == _USUAL_HOST else (_USUAL_HOST,),
+        lost=suspects if comm.rank == USUAL_HOST else (USUAL_HOST,),
         certain=not standing.voted,
         may_differ=tuple(site for site in range(comm.world_size) if site != comm.rank),
         doubt="the store of the group is gone",

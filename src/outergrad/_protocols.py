@@ -301,10 +301,6 @@ class Comm(Protocol):
         """
         ...
 
-    def leave(self, text: str, session: int) -> None:
-        """Leaves a text on a session that ends here, for sites that give up later."""
-        ...
-
 
 class Recorder(Protocol):
     """Anything that wants to know what happens.

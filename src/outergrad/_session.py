@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from outergrad._farewell import leave_session
+from outergrad._farewell import end_session
 from outergrad._groups import end_unfinished, lost_sites_told, on_group
 from outergrad._state import Progress, resumed, saved
 from outergrad._tap import NO_TASK, current_task
@@ -140,7 +140,7 @@ class Session(Verified):
         on_group(self._comm.group).attached.discard(self)
         end_unfinished(self._comm.group)
         self._forget_model()
-        leave_session(self._comm, self._number)
+        end_session(self._comm)
         self._weighting.remove()
         for layer in [*self._layers, *self._blocks]:
             layer.restore()

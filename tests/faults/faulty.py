@@ -73,7 +73,7 @@ class FaultyComm(TorchComm):
         for other in self.dies_after_vote_to or ():
             dist.isend(vote, group=self.group, group_dst=other, tag=0x6F67 + 2).wait()
         with suppress(RuntimeError):
-            self._close()
+            self.close()
         raise Died
 
 

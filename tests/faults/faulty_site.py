@@ -6,6 +6,8 @@ import hashlib
 import math
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam
-from trials import METHODS, Fault, Trial, batch, build
+from trials import METHODS, Trial, batch, build
 
 import outergrad as og
 import outergrad._attach
@@ -42,11 +44,14 @@ class InjectedError(Exception):
 class Injector:
     """Brings a fault about on the site whose turn it is."""
 
-    def __init__(self, fault: Fault, rank: int, timeout_s: float, tell: Tell) -> None:
-        self.fault, self.mine = fault, fault.victim == rank
-        self._timeout_s, self._tell = timeout_s, tell
+    def __init__(self, trial: Trial, rank: int, address: str, tell: Tell) -> None:
+        own = [fault for fault in trial.faults if fault.victim == rank]
+        self.fault, self.mine = own[0] if own else trial.fault, bool(own)
+        self._busy_s = trial.busy_s * trial.timeout_s if rank == trial.busy else 0.0
+        self._busy_step, self._store = trial.fault.step, int(address.rsplit(":", 1)[1])
+        self._timeout_s, self._tell = trial.timeout_s, tell
         self.fired, self._sent, self._received = False, 0, 0
-        self.armed = self.mine and fault.moment == "distribute"
+        self.armed = self.mine and self.fault.moment == "distribute"
         self.is_bad = False
         """Whether the next loss is not finite."""
 
@@ -57,6 +62,11 @@ class Injector:
         if self.armed and self.fault.moment == "any":
             threading.Timer(self.fault.after_s, self.fire).start()
         self.at("forward")
+
+    def evaluate(self, step: int) -> None:
+        """What a site does between two steps, which may take long."""
+        if step == self._busy_step:
+            time.sleep(self._busy_s)
 
     def at(self, moment: str) -> None:
         """The site has come to some place of its step."""
@@ -83,6 +93,7 @@ class Injector:
             return
         self._note()
         getattr(self, f"_{self.fault.kind.replace(' ', '_')}")()
+        self._tell("went on")
 
     def _note(self) -> None:
         self.fired, self.armed = True, False
@@ -114,6 +125,31 @@ class Injector:
 
     def _leave(self) -> None:
         raise SystemExit(0)
+
+    def _reset(self) -> None:
+        """Closes the connection to one other site, while both live."""
+        found = [sock for fd in os.listdir("/proc/self/fd") if (sock := self._connection(int(fd)))]
+        for sock in found[self.fault.index % len(found) :][:1]:
+            sock.shutdown(socket.SHUT_RDWR)
+            self._tell("reset")
+        for sock in found:
+            sock.close()
+
+    def _connection(self, fd: int) -> socket.socket | None:
+        """A copy of a file descriptor that is a connection to another site."""
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                sock = socket.socket(fileno=os.dup(fd))
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and not self._serves(sock):
+                    return sock
+                sock.close()
+        return None
+
+    def _serves(self, sock: socket.socket) -> bool:
+        """Whether it listens, or leads to the store."""
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return True
+        return self._store in (sock.getsockname()[1], sock.getpeername()[1])
 
     def _cut(self) -> None:
         subprocess.run(["ip", "link", "set", "link0", "down"], check=True)
@@ -169,7 +205,7 @@ class HarnessComm(TorchComm):
         injector = self.injector
         if not injector.armed or injector.fault.moment != "voting":
             return
-        if injector.fault.kind in ("kill", "restart"):
+        if injector.fault.kind in ("kill", "restart", "reset"):
             for other in injector.fault.heard_by:
                 with suppress(ExchangeError):
                     super()._started(call, t, other, tag).wait()
@@ -190,14 +226,17 @@ def run(
         tell: writes a line.
     """
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     fault = trial.fault
-    HarnessComm.injector = injector = Injector(fault, rank, trial.timeout_s, tell)
+    HarnessComm.injector = injector = Injector(trial, rank, address, tell)
     outergrad._attach.TorchComm = HarnessComm
     store = _store(trial, rank, folder, address, listening)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.sites)
     odd = fault.kind == "settings" and injector.mine
-    model = build(trial.model, 20 if odd and fault.moment == "width" else 24)
-    model = model.double() if odd and fault.moment == "dtype" else model
+    models = [build(trial.model, 24 + 2 * k) for k in range(trial.sessions)]
+    model = models[0] = build(trial.model, 20) if odd and fault.moment == "width" else models[0]
+    if odd and fault.moment == "dtype":
+        model.double()
     if odd and fault.moment == "parameter":
         model.register_parameter("more", nn.Parameter(torch.zeros(3)))
     method = METHODS[trial.method]
@@ -207,22 +246,40 @@ def run(
         if fault.moment == "crash":
             sys.exit(0)
     try:
-        _train(trial, rank, model, method, injector, tell)
+        _train(trial, rank, models, method, injector, tell)
     except og.SiteLostError as error:
-        grads = any(p.grad is not None for p in model.parameters())
-        tell("lost", sites=error.sites, step=error.step, why=str(error), grads=grads)
+        _tell_of(error, trial, models, tell)
         raise
 
 
-def _train(
-    trial: Trial, rank: int, model: nn.Sequential, method: Any, injector: Injector, tell: Tell
+def _tell_of(
+    error: og.SiteLostError, trial: Trial, models: Sequence[nn.Module], tell: Tell
 ) -> None:
-    fault = trial.fault
-    bad = 1 if fault.kind == "nan" else None
-    session = og.distribute(model, method, timeout=trial.timeout_s, max_bad_steps=bad)
+    """With gradients that are left; of two models the other one has its last step's."""
+    counts = [sum(p.grad is not None for p in model.parameters()) for model in models]
+    known = {"certain": error.certain, "may_differ": error.may_differ}
+    about = {"sites": error.sites, "step": error.step, "why": str(error)}
+    tell("lost", **about, **known, grads=min(counts) > 0)
+
+
+def _train(
+    trial: Trial,
+    rank: int,
+    models: Sequence[nn.Sequential],
+    method: Any,
+    injector: Injector,
+    tell: Tell,
+) -> None:
+    options = {
+        "timeout": trial.timeout_s,
+        "max_bad_steps": 1 if trial.fault.kind == "nan" else None,
+    }
+    sessions = [og.distribute(model, method, **options) for model in models]
     tell("ready")
-    Site(trial, rank, model, session, injector, tell).train()
-    session.detach()
+    Site(trial, rank, models, sessions, injector, tell).train()
+    injector.begin(trial.steps)
+    for session in sessions if trial.detaches else []:
+        session.detach()
 
 
 def come_again(
@@ -264,14 +321,14 @@ class Site:
         self,
         trial: Trial,
         rank: int,
-        model: nn.Sequential,
-        session: og.Session,
+        models: Sequence[nn.Sequential],
+        sessions: Sequence[og.Session],
         injector: Injector,
         tell: Tell,
     ) -> None:
-        self._trial, self._rank, self._model, self._session = trial, rank, model, session
+        self._trial, self._rank, self._models, self._sessions = trial, rank, models, sessions
         self._injector, self._tell = injector, tell
-        self._optimizer = Adam(model.parameters(), lr=0.01)
+        self._optimizers = [Adam(model.parameters(), lr=0.01) for model in models]
         self._outer = trial.method == "local steps"
 
     def train(self) -> None:
@@ -286,39 +343,47 @@ class Site:
                 self._tell("discarded", why=str(error), error=type(error).__name__)
                 continue
             if counts:
+                self._tell("applied", step=applied + 1, **self._state())
+                self._injector.evaluate(applied)
                 applied += 1
-                self._tell("applied", step=applied, **self._state())
         self._tell("done")
 
     def _step(self, applied: int) -> bool:
-        """Whether it counts."""
-        injector = self._injector
-        self._optimizer.zero_grad()
+        """Whether it counts; models take turns."""
+        injector, turn = self._injector, applied % len(self._models)
+        model, optimizer = self._models[turn], self._optimizers[turn]
+        optimizer.zero_grad()
         factor, injector.is_bad = math.nan if injector.is_bad else 1.0, False
-        h = self._model[0](batch(self._trial.model, self._rank, applied))
+        h = model[0](batch(self._trial.model, self._rank, applied))
         h.register_hook(lambda grad: injector.at("backward"))
-        loss = (self._model[1](h) ** 2).mean() * factor
+        loss = (model[1](h) ** 2).mean() * factor
         loss.backward()
-        if not self._outer and all(p.grad is None for p in self._model.parameters()):
+        if not self._outer and all(p.grad is None for p in model.parameters()):
             self._tell("skipped")
             return False
         injector.at("optimizer")
-        self._optimizer.step()
-        return not self._outer or not self._session._counter.any_made
+        optimizer.step()
+        return not self._outer or not self._sessions[turn]._counter.any_made
 
     def _state(self) -> dict[str, Any]:
         """Of all that must be the same on all sites: a digest, and a number that rounds little."""
-        params, optimizer = list(self._model.parameters()), self._optimizer
+        found, squares = hashlib.sha256(), 0.0
+        for params, optimizer in self._shared():
+            found.update(_digest(params, optimizer))
+            squares += sum(p.detach().double().square().sum().item() for p in params)
+        return {"state": found.hexdigest()[:16], "mark": math.sqrt(squares)}
+
+    def _shared(self) -> list[tuple[list[Tensor], torch.optim.Optimizer]]:
         if self._outer:
-            params, optimizer = list(self._session._start.values()), self._session._outer
-        mark = math.sqrt(sum(p.detach().double().square().sum().item() for p in params))
-        return {"state": _digest(params, optimizer), "mark": mark}
+            return [(list(one._start.values()), one._outer) for one in self._sessions]
+        pairs = zip(self._models, self._optimizers, strict=True)
+        return [(list(model.parameters()), optimizer) for model, optimizer in pairs]
 
 
-def _digest(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> str:
+def _digest(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> bytes:
     states = [optimizer.state.get(p, {}) for p in params]
     kept = [s[name] for s in states for name in sorted(s) if isinstance(s[name], Tensor)]
     found = hashlib.sha256()
     for t in [*params, *kept]:
         found.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+    return found.digest()

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from faulty_site import NEWCOMER_S
-from trials import LETHAL, Fault, Trial
+from trials import GOING, LETHAL, Fault, Trial
 
 _FIRST_STEPS = 1
 _NEAR = 1e-3
@@ -70,7 +70,8 @@ class Verdict:
         injected: whether the fault came to pass: some come too late.
         slow: whether the machine may be to blame: sites gave up that nothing had happened to, or
             what they did was right but for its time.
-        in_doubt: whether a site is a step behind the others and said that it may be.
+        in_doubt: whether sites that are left differ, and all of them said that they may.
+        needless: whether sites said so that do not differ.
         outcome: how the other sites ended, in a word.
         took_s: from the fault until a site raised, for each that did.
         complaints: what should not be.
@@ -80,6 +81,7 @@ class Verdict:
     injected: bool
     slow: bool
     in_doubt: bool
+    needless: bool
     outcome: str
     took_s: tuple[float, ...]
     complaints: tuple[str, ...]
@@ -101,7 +103,7 @@ def judge(
     took = tuple(found.took_s)
     injected, slow = found.injected_at is not None, not found.wrong and found.was_slow
     wrong = (*found.wrong, *found.late)
-    ended = found.in_doubt, found.outcome, took, wrong
+    ended = found.in_doubt, found.needless, found.outcome, took, wrong
     return Verdict(trial, injected and not slow, slow, *ended)
 
 
@@ -111,11 +113,20 @@ class _Judgement:
         self.reference, self.marks = reference.states, reference.marks
         self.wrong: list[str] = []
         self.late: list[str] = []
-        self.in_doubt = False
+        self.in_doubt = self.needless = False
         self.took_s: list[float] = []
         at = sites[self.fault.victim].last("injected")
         self.injected_at = None if at is None else at["at"]
         self.outcome = self._outcome()
+
+    @property
+    def _victims(self) -> set[int]:
+        """Sites to which something happened, or that computed for longer than others wait."""
+        at = {fault.victim for fault in self.trial.faults if self._hit(fault)}
+        return {self.fault.victim} | at | ({self.trial.busy} - {None})
+
+    def _hit(self, fault: Fault) -> bool:
+        return bool(self.sites[fault.victim].told("injected"))
 
     @property
     def _others(self) -> dict[int, Seen]:
@@ -124,16 +135,12 @@ class _Judgement:
     @property
     def _bound(self) -> dict[int, Seen]:
         """Those that must be equal in the end: who was killed or left is not asked."""
-        gone = self.fault.kind in ("kill", "restart", "interrupt", "leave")
-        return self._others if gone else dict(enumerate(self.sites))
-
-    @property
-    def _equal(self) -> dict[int, Seen]:
-        """Those that must have applied as many steps: one that is cut off cannot be told."""
-        return self._others if self.fault.kind == "cut" else self._bound
+        gone = {f.victim for f in self.trial.faults if f.kind in GOING}
+        gone -= {f.victim for f in self.trial.faults[1:] if not self._hit(f)}
+        return {r: seen for r, seen in enumerate(self.sites) if r not in gone}
 
     def _outcome(self) -> str:
-        ends = {_end(seen) for seen in self._others.values()}
+        ends = {_end(seen) for r, seen in self._bound.items() if r != self.fault.victim}
         return ends.pop() if len(ends) == 1 else f"mixed: {sorted(ends)}"
 
     def complain(self, what: str) -> None:
@@ -150,9 +157,10 @@ class _Judgement:
             self._refused()
             return
         self._states()
+        self._effects()
         if self._is_lethal():
             self._all_raised()
-        else:
+        elif self.injected_at is not None or self.trial.busy is None:
             self._all_done()
         if newcomer is not None:
             self._turned_away(newcomer)
@@ -174,21 +182,52 @@ class _Judgement:
                 self.complain(f"site {rank} ended with {seen.status}: {seen.last('ended')}")
 
     def _allowed(self, rank: int) -> set[int]:
-        if rank != self.fault.victim or self.injected_at is None:
-            return {0}
-        by_kind = {"kill": {-signal.SIGKILL}, "restart": {-signal.SIGKILL}}
-        by_kind["interrupt"] = {-signal.SIGINT, 0}
-        return by_kind.get(self.fault.kind, {0})
+        kinds = {f.kind for f in self.trial.faults if f.victim == rank and self._hit(f)}
+        if kinds & {"kill", "restart"}:
+            return {-signal.SIGKILL}
+        return {-signal.SIGINT, 0} if "interrupt" in kinds else {0}
+
+    def _effects(self) -> None:
+        """A fault of which nothing is seen has not been tried."""
+        for fault in self.trial.faults:
+            seen = self.sites[fault.victim]
+            if self._hit(fault) and not self._has_effect(fault, seen):
+                self.complain(f"{fault.kind} had no effect on site {fault.victim}: {seen.lines}")
+
+    def _has_effect(self, fault: Fault, seen: Seen) -> bool:
+        ended, at = seen.last("ended") or {"error": ""}, self._at(seen, "injected")
+        went_on = self._at(seen, "went on")
+        late_s = fault.delay_s * self.trial.timeout_s
+        checks = {
+            "kill": seen.status == -signal.SIGKILL,
+            "restart": seen.status == -signal.SIGKILL,
+            "interrupt": ended["error"] == "KeyboardInterrupt",
+            "leave": ended["error"] == "left",
+            "stop": seen.resumed_at is not None and went_on >= seen.resumed_at,
+            "brief delay": went_on - at >= late_s,
+            "twin": went_on - at >= late_s,
+            "long delay": went_on - at >= late_s,
+            "raise": any(one["error"] == "InjectedError" for one in seen.told("discarded")),
+            "nan": bool(seen.told("skipped")),
+            "reset": bool(seen.told("reset")),
+            "cut": bool(went_on),
+            "corrupt": any(one.told("discarded") or one.told("lost") for one in self.sites),
+        }
+        return checks[fault.kind]
+
+    def _at(self, seen: Seen, event: str) -> float:
+        line = seen.last(event)
+        return 0.0 if line is None else line["at"]
 
     def _states(self) -> None:
-        """A step counts on all sites that are left or on none, and is the right one."""
-        finals = {r: seen.applied for r, seen in self._equal.items()}
-        behind = {r for r, n in finals.items() if n < max(finals.values())}
-        self.in_doubt = bool(behind) and all(self._doubts(r, finals) for r in behind)
-        if self.fault.kind == "cut":
-            self._is_near(self.sites[self.fault.victim].applied, max(finals.values()))
-        if behind and not self.in_doubt:
-            self.complain(f"applied steps differ: {finals}")
+        """Sites that are left have made the same steps, or say of each other that they may not."""
+        finals = {r: seen.applied for r, seen in self._bound.items()}
+        pairs = [(r, o) for r, n in finals.items() for o, m in finals.items() if n < m]
+        unsaid = [pair for pair in pairs if not self._is_said(*pair, finals)]
+        self.in_doubt = bool(pairs) and not unsaid
+        self.needless = not pairs and any(self._doubts(seen) for seen in self._bound.values())
+        for behind, ahead in unsaid:
+            self.complain(f"site {behind} is behind site {ahead}, which was not said: {finals}")
         for rank, seen in enumerate(self.sites):
             expected = list(self.reference[: len(seen.states)])
             if self._comparable and seen.states != expected:
@@ -196,23 +235,27 @@ class _Judgement:
                 self.complain(f"site {rank} is not as undisturbed after step {first}")
             if not self._close(seen):
                 self.complain(f"site {rank} is not near to undisturbed: {seen.marks}")
-        ends = {seen.states[-1] for seen in self._equal.values() if seen.states}
+        ends = {seen.states[-1] for seen in self._bound.values() if seen.states}
         if len(ends) > 1 and not self.in_doubt:
             self.complain(f"states differ: {ends}")
 
-    def _is_near(self, own: int, others: int) -> None:
-        """A site that is cut off while it votes may be a step before or behind the others."""
-        if abs(own - others) > 1:
-            self.complain(f"cut off after {own} steps, the others after {others}")
+    def _is_said(self, behind: int, ahead: int, finals: Mapping[int, int]) -> bool:
+        """By both; who came to its end before it heard of a loss need not."""
+        lost, other = self.sites[behind].last("lost"), self.sites[ahead].last("lost")
+        if lost is None or finals[ahead] - finals[behind] > 1:
+            return False
+        said = not lost["certain"] and ahead in lost["may_differ"]
+        return said and (other is None or behind in other["may_differ"])
 
-    def _doubts(self, rank: int, finals: Mapping[int, int]) -> bool:
-        """Whether a site that is one step behind says that it may be."""
-        lost = self.sites[rank].last("lost") or {"why": ""}
-        return finals[rank] == max(finals.values()) - 1 and "may have applied" in lost["why"]
+    def _doubts(self, seen: Seen) -> bool:
+        lost = seen.last("lost")
+        return lost is not None and not lost["certain"]
 
     @property
     def was_slow(self) -> bool:
         """Whether a site waited in vain for one that nothing had happened to."""
+        if self.injected_at is None and self.trial.busy is not None:
+            return False
         lost = [line for seen in self.sites if (line := seen.last("lost")) is not None]
         early = any(self.injected_at is None or one["at"] < self.injected_at for one in lost)
         return early or bool(self.late)
@@ -249,7 +292,6 @@ class _Judgement:
                 self.wonder(f"{expected[fault.kind]} steps: {counts}")
 
     def _all_raised(self) -> None:
-        names = self.fault.kind not in ("corrupt",)
         for rank, seen in self._bound.items():
             lost = seen.last("lost")
             if lost is None:
@@ -258,18 +300,27 @@ class _Judgement:
                     self.wonder(f"site {rank} did not raise SiteLostError: {seen.last('ended')}")
                 continue
             self._in_time(rank, seen, lost)
-            if rank != self.fault.victim and names and self.fault.victim not in lost["sites"]:
-                self.wonder(f"site {rank} names {lost['sites']}: {lost['why']}")
-            elif rank != self.fault.victim and names and len(lost["sites"]) > 1:
-                self.wonder(f"site {rank} names others, too: {lost['sites']}: {lost['why']}")
+            self._names(rank, lost)
             if lost["grads"] and self.trial.method != "local steps":
                 self.complain(f"site {rank} has gradients left")
-            if self.trial.method != "local steps" and lost["step"] != seen.steps:
+            alone = self.trial.method != "local steps" and self.trial.sessions == 1
+            if alone and lost["step"] != seen.steps:
                 self.wonder(f"site {rank} says step {lost['step']}, has made {seen.steps}")
+
+    def _names(self, rank: int, lost: dict[str, Any]) -> None:
+        """Nobody but sites to which something happened; a connection that is reset has two ends."""
+        if rank in self._victims or self.fault.kind in ("corrupt", "reset"):
+            return
+        named, victims = set(lost["sites"]), self._victims
+        if not named & victims:
+            self.wonder(f"site {rank} names {lost['sites']}: {lost['why']}")
+        elif not named <= victims:
+            self.wonder(f"site {rank} names others, too: {lost['sites']}: {lost['why']}")
 
     def _in_time(self, rank: int, seen: Seen, lost: dict[str, Any]) -> None:
         assert self.injected_at is not None
-        began, limit_s = self.injected_at, 2 * self.trial.timeout_s + MARGIN_S
+        began = max(self._at(self.sites[f.victim], "injected") for f in self.trial.faults)
+        limit_s = (2 + self.trial.busy_s) * self.trial.timeout_s + MARGIN_S
         if rank == self.fault.victim:
             began = seen.resumed_at or began
             delays = self.fault.kind == "long delay"
@@ -317,6 +368,7 @@ def summary(verdicts: Sequence[Verdict]) -> list[str]:
         lines.append(f"| {kind} | {len(own)} | {ends['raised']} | {ends['done']} | {times} |")
     total = sum(v.injected for v in verdicts)
     bad = sum(bool(v.complaints) for v in verdicts)
-    doubts = sum(v.in_doubt for v in verdicts)
+    doubts, needless = (sum(getattr(v, k) for v in verdicts) for k in ("in_doubt", "needless"))
     lines += ["", f"{total} faults in {len(verdicts)} trials, {bad} of which went wrong"]
-    return [*lines, f"{doubts} times a site could not know that its last step counts elsewhere"]
+    lines.append(f"{doubts} times sites that are left differ by a step, and say that they may")
+    return [*lines, f"{needless} times a site says so that does not differ"]

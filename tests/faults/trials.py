@@ -25,8 +25,10 @@ METHODS = {
 
 BENIGN = {"none", "brief delay", "raise", "nan", "corrupt", "twin"}
 """After these all sites go on; after some corruptions they all give up, too."""
-LETHAL = {"kill", "stop", "long delay", "interrupt", "leave", "restart", "cut"}
+LETHAL = {"kill", "stop", "long delay", "interrupt", "leave", "restart", "cut", "reset"}
 """After these the sites that are left raise."""
+GOING = {"kill", "restart", "interrupt", "leave"}
+"""What is left of the victim is not asked after these."""
 WEIGHTS = {
     "kill": 30,
     "corrupt": 20,
@@ -41,6 +43,7 @@ WEIGHTS = {
     "settings": 6,
     "twin": 4,
     "cut": 5,
+    "reset": 8,
 }
 MOMENTS = ("forward", "backward", "message", "voting", "optimizer", "any", "distribute")
 _OF_KIND = {
@@ -85,7 +88,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Sites that train, one of which meets with a fault.
+    """Sites that train, one or two of which meet with a fault.
 
     Attributes:
         number: of the trial in its run.
@@ -97,7 +100,12 @@ class Trial:
         store: "file", or "tcp": held by site 0.
         destroys: whether sites destroy the process group before they end.
         ends: whether they leave through Python's own end.
+        detaches: whether sites detach their sessions before they end.
+        sessions: models that are trained in turns.
+        busy: a site that computes for long after the step of the fault, if there is one.
+        busy_s: for how long, in parts of the timeout.
         fault: what happens.
+        second: what happens to another site about then, if anything: it is killed.
     """
 
     number: int
@@ -109,12 +117,28 @@ class Trial:
     store: str = "file"
     destroys: bool = True
     ends: bool = False
+    detaches: bool = True
+    sessions: int = 1
+    busy: int | None = None
+    busy_s: float = 0.0
     fault: Fault
+    second: Fault | None = None
+
+    @property
+    def faults(self) -> list[Fault]:
+        """All that happens."""
+        return [self.fault, *([self.second] if self.second else [])]
+
+    @property
+    def gone(self) -> set[int]:
+        """Sites of which nothing is left afterwards."""
+        return {fault.victim for fault in self.faults if fault.kind in GOING}
 
     @property
     def reference(self) -> Trial:
         """The same, undisturbed."""
         kept = {"method": self.method, "model": self.model, "sites": self.sites}
+        kept["sessions"] = self.sessions
         number = -1 - zlib.crc32(repr(kept).encode())  # names its files
         return Trial(**kept, number=number, timeout_s=60.0, fault=Fault(kind="none"))
 
@@ -132,24 +156,50 @@ def draw(number: int, seed: int, timeout_s: float, *, can_cut: bool) -> Trial:
     store = "tcp" if kind == "cut" else dice.choice(["file", "tcp"])
     base = Trial(number=number, method=method, model=model, sites=sites, fault=Fault(kind="none"))
     base = replace(base, timeout_s=timeout_s, store=store, destroys=dice.random() < 0.5)
-    base = replace(base, ends=dice.random() < 0.1)
-    return replace(base, fault=_fault(dice, kind, base))
+    base = replace(base, ends=dice.random() < 0.1, detaches=dice.random() < 0.7)
+    base = replace(base, sessions=dice.choice([1, 1, 1, 2]))
+    return _with_company(dice, replace(base, fault=_fault(dice, kind, base)))
 
 
 def _fault(dice: random.Random, kind: str, trial: Trial) -> Fault:
     victim = dice.randrange(trial.sites)
     others = [site for site in range(trial.sites) if site != victim]
+    after_all = kind in LETHAL - {"cut", "stop", "long delay"} and dice.random() < 0.1
     return Fault(
         kind=kind,
         victim=victim,
-        step=dice.randrange(trial.steps - 2),  # the others must have something left to do
-        moment=dice.choice(_OF_KIND.get(kind, MOMENTS)),
+        step=trial.steps if after_all else dice.randrange(trial.steps),
+        moment="forward" if after_all else dice.choice(_OF_KIND.get(kind, MOMENTS)),
         index=dice.choice([0, 0, 1]) if kind == "corrupt" else dice.randrange(3),
         after_s=dice.uniform(0.0, 0.02),
         delay_s=dice.uniform(0.1, 0.4) if kind in BENIGN else dice.uniform(1.5, 2.5),
         heard_by=tuple(dice.sample(others, dice.randrange(len(others) + 1))),
         place=dice.random(),
     )
+
+
+def _with_company(dice: random.Random, trial: Trial) -> Trial:
+    """Now and then another site dies, too, or computes for longer than the others wait."""
+    others = [site for site in range(trial.sites) if site != trial.fault.victim]
+    kind, chance, other = trial.fault.kind, dice.random(), dice.choice(others)
+    second = Fault(
+        kind="kill",
+        victim=other,
+        step=min(trial.fault.step + dice.choice([0, 0, 0, 1]), trial.steps - 1),
+        moment=dice.choice(["any", "forward", "message", "voting", trial.fault.moment]),
+        index=dice.randrange(3),
+        after_s=dice.uniform(0.0, 1.0),
+        heard_by=tuple(dice.sample(others, dice.randrange(len(others) + 1))),
+    )
+    busy = replace(trial, busy=other, busy_s=dice.uniform(1.3, 2.6))
+    moment = dice.choice(["message", "voting", "voting", "voting", "optimizer"])
+    if trial.sites == 2 or trial.fault.step == trial.steps:
+        return trial
+    if kind in ("kill", "restart") and chance < 0.2:
+        return replace(trial, second=second)
+    if kind in ("kill", "interrupt", "leave", "reset", "restart") and chance < 0.5:
+        return replace(busy, fault=replace(trial.fault, moment=moment))
+    return trial
 
 
 def build(name: str, width: int = 24) -> nn.Sequential:

@@ -13,10 +13,10 @@ from torch import Tensor
 from outergrad.comm.pace import LEAST_BYTES
 from outergrad.comm.torch import TorchComm
 
-_GROWTH = 8
+_GROWTH = 4
 _MOST_BYTES = 1 << 26
-_SHARE = 0.25
-"""Of the timeout that a piece is to take."""
+_SHARE = 0.125
+"""Of the timeout that a piece is to take: the first ones may pass a slow link in a burst."""
 
 
 class Course:
@@ -30,7 +30,7 @@ class Course:
 
     def __init__(self, comm: TorchComm) -> None:
         self._comm, self._next_bytes = comm, LEAST_BYTES
-        self._best_bytes_per_s, self._timeout_s = 0.0, comm.patience_s
+        self._bytes, self._took_s, self._timeout_s = 0, 0.0, comm.patience_s
 
     def broadcast(self, flat: Tensor) -> None:
         """Overwrites bytes with rank 0's."""
@@ -50,13 +50,12 @@ class Course:
         ]
         took_s = max(max(own for own, _ in told), 1) / 1e6
         self._timeout_s = min(timeout for _, timeout in told) / 1e3
-        if nbytes >= LEAST_BYTES:
-            self._best_bytes_per_s = max(self._best_bytes_per_s, nbytes / took_s)
+        self._bytes, self._took_s = self._bytes + nbytes, self._took_s + took_s
         wanted = int(nbytes / took_s * self._timeout_s * _SHARE)
         self._next_bytes = min(_GROWTH * self._next_bytes, max(LEAST_BYTES, wanted), _MOST_BYTES)
 
     def settle(self) -> None:
         """Tells the transport what it has found, if there was enough to send."""
-        if self._best_bytes_per_s:
+        if self._bytes >= LEAST_BYTES:
             others = self._comm.world_size - 1
-            self._comm.pace.settle(self._best_bytes_per_s, self._timeout_s, others)
+            self._comm.pace.settle(self._bytes / self._took_s, self._timeout_s, others)

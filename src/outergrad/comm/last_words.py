@@ -28,7 +28,7 @@ class LastWords:
         rank: this site.
         sites: their number.
         session: the one whose texts count.
-        limit_s: for one call of the store.
+        limit_s: for one call of the store, and for others to read.
     """
 
     def __init__(
@@ -71,17 +71,13 @@ class LastWords:
             self.leave(final)
             self._limited(self._read)
         known = None if self._gone else list(self._found)
-        self._stay()
+        self._limited(lambda: self._store.set(_read_by(self._rank), ""))
+        self.stay(self._readers)  # the store may end with this site
         return known
 
-    def _stay(self) -> None:
-        """Until all who gave up have read the others': the store may end with this site."""
-        self._limited(lambda: self._store.set(_read_by(self._rank), ""))
-        self.stay_for(self._readers, _LIMIT_S)
-
-    def stay_for(self, sites: Sequence[int], limit_s: float) -> None:
+    def stay(self, sites: Sequence[int]) -> None:
         """Waits until these have read what was left."""
-        end, read = time.monotonic() + limit_s, [_read_by(site) for site in sites]
+        end, read = time.monotonic() + self._limit_s, [_read_by(site) for site in sites]
         while read and not self._gone and time.monotonic() < end and not self._all_there(read):
             time.sleep(_POLL_S)
 

@@ -53,19 +53,24 @@ class Pace:
             return [t]
         return t.split(max(self._part_bytes // t.element_size(), 1))
 
-    def sends(self, nbytes: int) -> None:
-        """This site has begun to send so much."""
+    def sends(self, nbytes: int) -> float:
+        """This site begins to send so much; returns when what it sent before has arrived."""
+        before = max(time.monotonic(), self._busy_until)
         if math.isfinite(self._bytes_per_s):
-            begins = max(time.monotonic(), self._busy_until)
-            self._busy_until = begins + nbytes / self._bytes_per_s
+            self._busy_until = before + nbytes / self._bytes_per_s
+        return before
+
+    @property
+    def all_sent(self) -> float:
+        """When all that this site has sent should have arrived."""
+        return self._busy_until
 
     def left(self, since: float) -> timedelta | None:
         """What is left of the timeout.
 
         Args:
-            since: when something last arrived, or this site began to wait.
+            since: when something last arrived, or the first could have.
         """
         if self.timeout is None:
             return None
-        waited_s = time.monotonic() - max(since, self._busy_until)
-        return max(self.timeout - timedelta(seconds=waited_s), AN_INSTANT)
+        return max(self.timeout - timedelta(seconds=time.monotonic() - since), AN_INSTANT)

@@ -77,7 +77,7 @@ class TorchComm:
             work = dist.all_reduce(staged, group=self.group, async_op=True)
         assert work is not None
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
-        return TorchWork([(work, sites)], result, self.pace)
+        return TorchWork([(work, sites)], result, self.pace, self.pace.all_sent)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -135,7 +135,7 @@ class TorchComm:
         own = outgoing[self.rank]
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
         self.sent_bytes += sent_bytes
-        self.pace.sends(sent_bytes)
+        ready = self.pace.sends(sent_bytes)
         if self._expected[lane]:
             parts, receives = self._expected[lane].popleft()
             if [len(part) for part in parts] != list(sizes):
@@ -150,7 +150,7 @@ class TorchComm:
             parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
             return [part.to(device) for part in parts]
 
-        return TorchWork(receives, result, self.pace, sends)
+        return TorchWork(receives, result, self.pace, ready, sends)
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
@@ -194,34 +194,17 @@ class TorchComm:
 
         None if the store of the group is gone; `LastWords` explains the arguments.
         """
-        words = self._words(session)
+        words = LastWords(self.group.get_group_store(), self.rank, self.world_size, session)
         words.leave(text)  # first: who finds a connection closed may look for it
-        self._close()
+        self.close()
         return words.gather(enough, patience_s, final)
 
-    def leave(self, text: str, session: int) -> None:
-        """Leaves a text on a session that ends here, for sites that give up later."""
-        with suppress(RuntimeError):  # the group may be gone already
-            self._words(session, _BRIEFLY_S).leave_at_end(text, of_process=False)
-
-    def leave_for_good(self, text: str, *, stays: bool) -> None:
-        """Leaves a text when this process ends; takes two seconds at most.
-
-        Args:
-            text: what this site has to say.
-            stays: whether site 0, with which the store may end, waits for others to read it.
-        """
-        words = self._words(limit_s=_BRIEFLY_S)
-        words.leave_at_end(text, of_process=True)
-        if stays and self.rank == 0:
-            self._close()
-            words.stay_for(self._others, _BRIEFLY_S)
-
-    def _words(self, session: int = 0, limit_s: float | None = None) -> LastWords:
+    def words(self, session: int) -> LastWords:
+        """Where a site that leaves in order leaves word of it, without much waiting."""
         store = self.group.get_group_store()
-        return LastWords(store, self.rank, self.world_size, session, limit_s)
+        return LastWords(store, self.rank, self.world_size, session, _BRIEFLY_S)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Closes all connections, so that the other sites hear at once of the end.
 
         gloo has no call for it, but closes them when a receive is not answered in time.

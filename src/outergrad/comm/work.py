@@ -51,6 +51,8 @@ class TorchWork:
         works: each with the sites that it depends on, as far as one can tell.
         result: what `wait` returns.
         pace: how long they may take.
+        ready: when they could begin to arrive, by the monotonic clock: others may wait for what
+            this site has sent before.
         sends: what this site sends besides. If it does not arrive, whoever waits for it will say
             so: what this site has received is there all the same.
     """
@@ -60,14 +62,16 @@ class TorchWork:
         works: Sequence[tuple[dist.Work, Sequence[int]]],
         result: Callable[[], Any],
         pace: Pace,
+        ready: float = 0.0,
         sends: Sequence[dist.Work] = (),
     ) -> None:
         self._works, self._result, self._pace = works, result, pace
-        self._sends = sends
+        self._ready, self._sends = ready, sends
 
     def wait(self) -> Any:
         """Blocks for the transfer (on CUDA: orders the current stream behind it)."""
-        began = since = time.monotonic()
+        began = time.monotonic()
+        since = max(began, self._ready)
         for work, sites in self._works:
             try:
                 with transport(sites):
@@ -75,7 +79,7 @@ class TorchWork:
             except ExchangeError as error:
                 error.waited_s = time.monotonic() - began
                 raise
-            since = time.monotonic()
+            since = max(time.monotonic(), self._ready)
         for work in self._sends:
             with suppress(RuntimeError):
                 self._wait(work, since)

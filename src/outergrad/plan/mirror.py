@@ -98,9 +98,6 @@ class MirrorComm:
         """Nobody is lost here."""
         return [text] * self.world_size
 
-    def leave(self, text: str, session: int) -> None:
-        """Nobody is there to read it."""
-
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor."""
         return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,174 @@
+"""A site whose program ends says why: the others would only see its connections closed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import outergrad as og
+from outergrad import _farewell
+from outergrad._groups import Sessions, on_group
+from outergrad.comm.last_words import LastWords
+from outergrad.comm.standing import Standing
+from ranks import run_ranks
+
+# Forked, so that PyTorch is imported once; each process goes through Python's own end.
+PROGRAM = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist, torch._dynamo
+import outergrad as og
+
+VICTIM, END, STORE, PORT = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+rank = next((r for r in (1, 2) if os.fork() == 0), 0)
+
+def said(kind, error, trace):
+    print(f"{rank} hook {kind.__name__}", flush=True)
+    sys.__excepthook__(kind, error, trace)
+
+def train():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3)
+    og.distribute(model, timeout=60.0)
+    for step in range(6):
+        if rank == VICTIM and step == 4:
+            print(f"{rank} ends {time.monotonic()}", flush=True)
+            if END == "raise":
+                raise ValueError("no rows in" + chr(27) + "[2J part 7" + chr(10) + "second line")
+            if END == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            sys.exit(3)
+        model(torch.ones(2, 6) + rank).sum().backward()
+
+sys.excepthook = said
+torch.set_num_threads(1)
+if STORE == "tcp":
+    store = dist.TCPStore("127.0.0.1", PORT, 3, rank == 0, timedelta(seconds=30))
+else:
+    store = dist.FileStore(STORE, 3)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+try:
+    train()
+except og.SiteLostError as error:
+    print(f"{rank} lost {error.sites} {time.monotonic()} {error}", flush=True)
+finally:
+    if STORE != "tcp":
+        dist.destroy_process_group()
+    if rank == 0:
+        for _ in (1, 2):
+            os.wait()
+"""
+SAID = {
+    "raise": "it ended with ValueError: no rows in [2J part 7 second line",
+    "interrupt": "it ended with KeyboardInterrupt",
+    "exit": "its session had ended, after 4 steps",
+}
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(victim: int, end: str, store: str) -> tuple[str, str]:
+    program = PROGRAM
+    if victim == 0:  # the others are waited for by whoever started them, not by site 0
+        program = program.replace("if rank == 0:\n        for", "if False:\n        for")
+    command = [sys.executable, "-c", program, str(victim), end, store, str(free_port())]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "end", "store"),
+    [(2, "raise", "file"), (1, "interrupt", "tcp"), (2, "exit", "file"), (0, "raise", "tcp")],
+)
+def test_the_others_are_told_how_a_program_ended(victim, end, store, tmp_path):
+    """Also where it destroys its process group first, and where the store ends with it."""
+    out, err = run(victim, end, store if store == "tcp" else str(tmp_path / "store"))
+    lost = re.findall(r"^(\d) lost \((\d),\) ([\d.]+) (.*)$", out, re.MULTILINE)
+    assert {int(rank) for rank, *_ in lost} == {0, 1, 2} - {victim}, out + err
+    ended_s = float(re.findall(r"ends ([\d.]+)", out)[0])
+    for _, site, at_s, words in lost:
+        assert int(site) == victim
+        assert f"site {victim} left word that {SAID[end]}" in words
+        assert float(at_s) - ended_s < 30.0
+    if end != "exit":
+        name = {"raise": "ValueError", "interrupt": "KeyboardInterrupt"}[end]
+        assert f"{victim} hook {name}" in out
+        assert f"{name}" in err
+        assert "Traceback" in err
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """What users have for `sys.excepthook`."""
+    seen = []
+    monkeypatch.setattr(_farewell, "_before", [])
+    monkeypatch.setattr(_farewell, "_ends", WeakKeyDictionary())
+    monkeypatch.setattr(_farewell, "_farewells", WeakKeyDictionary())
+    monkeypatch.setattr(sys, "excepthook", lambda *about: seen.append(about))
+    return seen
+
+
+def test_the_hook_goes_with_the_last_session(hook):
+    before = sys.excepthook
+
+    def body(rank, group):
+        sessions = [og.distribute(nn.Linear(3, 2), group=group) for _ in range(2)]
+        for session in sessions:
+            assert sys.excepthook is not before
+            session.detach()
+
+    run_ranks(2, body)
+    assert sys.excepthook is before
+
+
+def test_an_error_is_told_once_and_then_as_ever(hook):
+    """But not by a site that has lost the others: it has left word of that."""
+    store = dist.HashStore()
+
+    class Comm:
+        world_size, rank, group = 2, 1, nn.Linear(1, 1)
+
+        def words(self, session):
+            return LastWords(store, 1, 2, session)
+
+    comm, error = Comm(), ValueError("mine")
+    _farewell.say_farewell(comm, 7)
+    sys.excepthook(ValueError, error, None)
+    assert hook == [(ValueError, error, None)]
+    left = Standing.of(store.get("outergrad/last_words/1/exit").decode())
+    assert (left.why, left.ended) == ("ValueError: mine", "process")
+    store.delete_key("outergrad/last_words/1/exit")
+    on_group(comm.group).lost = og.SiteLostError("", (0,), 0, "")
+    sys.excepthook(ValueError, error, None)
+    assert not store.check(["outergrad/last_words/1/exit"])
+    assert len(hook) == 2
+
+
+def test_a_forked_process_leaves_no_word(hook, monkeypatch):
+    store, sessions = dist.HashStore(), Sessions()
+    farewell = _farewell.Farewell(sessions, LastWords(store, 0, 2, 7), 7)
+    before = store.num_keys()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    farewell.end_session()
+    farewell.end_process("ValueError", None)
+    assert store.num_keys() == before
+    monkeypatch.undo()
+    farewell.end_session()
+    assert store.num_keys() == before + 1
