@@ -71,8 +71,7 @@ class Farewell:
         """Tells how many steps it has made."""
         if self._silent:
             return
-        ends = {one: end for one, end in self._group.ends.items() if one == self._session}
-        text = Standing(0, self._session, ends=ends, ended="session").text()
+        text = Standing(0, self._session, ends=self._group.ends, ended="session").text()
         self._words.leave_at_end(text, of_process=False)
 
     def end_process(self, why: str, comm: TorchComm) -> None:

@@ -117,7 +117,8 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
     later = [end for end in ends.values() if end.steps > standing.step]
     counted = standing.voted and any(end.counted for end in later)
     unheard = set(range(len(texts))) - ends.keys() - {rank} if standing.session else missing
-    behind = {s for s in ends if _stays_behind(others[s], ends[s], standing.step + counted)}
+    own = {**standing.ends, standing.session: End(standing.step + counted)}
+    behind = {site for site, one in others.items() if _stays_behind(one, own)}
     return Findings(
         lost=_lost(rank, found, missing),
         counted=counted,
@@ -128,9 +129,10 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
     )
 
 
-def _stays_behind(other: Standing, end: End, steps: int) -> bool:
-    """Whether a site has made fewer steps and will not hear of more."""
-    return end.steps < steps and (other.settled or bool(other.ended))
+def _stays_behind(other: Standing, own: Mapping[int, End]) -> bool:
+    """Whether a site has made fewer steps of any session, and will not hear of more."""
+    fewer = any(end.steps < own[one].steps for one, end in other.ends.items() if one in own)
+    return fewer and (other.settled or bool(other.ended))
 
 
 def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[int, ...]:

@@ -121,6 +121,15 @@ def test_who_stays_a_step_behind_is_named(monkeypatch):
     assert found.may_differ == (2,)
 
 
+def test_who_stays_a_step_behind_in_another_session_is_named(monkeypatch):
+    """This site applied a step of one model, which site 2 has not heard, and went to the other."""
+    late = replace(voted(gone=(1,)), settled=True)
+    late = replace(late, ends={**late.ends, OTHER: End(0)}).text()
+    ends = {SESSION: End(STEP + 1, True), OTHER: End(0)}
+    found = found_by_site_0(Standing(0, OTHER, gone=(2,), ends=ends), {2: late}, monkeypatch)
+    assert 2 in found.may_differ
+
+
 def test_where_a_connection_was_reset_nobody_is_lost(monkeypatch):
     others = {1: at(STEP, gone=(0,)).text(), 2: at(STEP, gone=(0,)).text()}
     found = found_by_site_0(at(STEP, gone=(1,)), others, monkeypatch)
