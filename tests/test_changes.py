@@ -399,6 +399,23 @@ def test_ranks_of_a_mesh_refuse_it_too(change):
     run_mesh(2, 2, body)
 
 
+def test_a_change_of_one_rank_of_a_mesh_is_told_to_all():
+    def body(mesh):
+        model = net()
+        session = og.distribute(model, og.DAD(), mesh=mesh)
+        loss_of(model, batch(mesh.number, 0)).backward()
+        if mesh.number == 3:
+            model.bfloat16()
+        error = og.StepDiscardedError if mesh.number != 3 else RuntimeError
+        with pytest.raises(error) as caught:
+            loss_of(model, data(model, mesh.number)).backward()
+        session.detach()
+        return str(caught.value)
+
+    *_, own = run_mesh(2, 2, body)
+    assert "'first.weight' was replaced or converted" in own
+
+
 def test_a_single_site_may_not_change_its_model_either():
     def body(rank, group):
         model = net()

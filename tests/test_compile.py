@@ -316,6 +316,76 @@ def train(case, rank, group, method, steps, **options):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+def test_an_optimizer_in_backward():
+    case = plain()
+    reference = copy.deepcopy(case.model).double()
+    for _ in range(STEPS):
+        losses = [run(reference, case, [x.double() for x in case.batches[r]]) for r in range(SITES)]
+        grads = torch.autograd.grad(sum(losses) / SITES, list(reference.parameters()))
+        with torch.no_grad():
+            for p, g in zip(reference.parameters(), grads, strict=True):
+                p -= 0.1 * g
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        compiled, session = after(model, og.DAD(always=True), group, backend=BACKEND)
+        for p in model.parameters():
+            optimizer = torch.optim.SGD([p], 0.1)
+            p.register_post_accumulate_grad_hook(lambda p, o=optimizer: (o.step(), o.zero_grad()))
+        for _ in range(STEPS):
+            run(compiled, case, case.batches[rank]).backward()
+        session.detach()
+        return list(model.parameters())
+
+    for found in on_sites(SITES, body):
+        for p, q in zip(found, reference.parameters(), strict=True):
+            assert relative_error(p, q) < 5e-6
+
+
+@pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_models_that_were_changed_are_refused(order, method):
+    case = plain()
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        compiled, session = ORDERS[order](model, method, group, backend=BACKEND)
+        run(compiled, case, case.batches[rank]).backward()
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def train_on(compiled, optimizer):
+            run(compiled, case, case.batches[rank]).backward()
+            optimizer.step()
+
+        with pytest.raises(RuntimeError, match=r"'0.weight' was replaced"):
+            train_on(compiled, optimizer)
+        session.detach()
+
+    on_sites(SITES, body)
+
+
+def test_compiled_loops_take_no_notice():
+    """A step of an optimizer, and a whole forward, in a graph of their own."""
+    case = plain()
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        session = og.distribute(model, og.Dense(), group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        forward = torch.compile(lambda x: model(x), backend=BACKEND, fullgraph=True)
+        step = torch.compile(optimizer.step, backend=BACKEND)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (forward(case.batches[rank][0]) ** 2).mean().backward()
+            step()
+        session.detach()
+        return list(model.parameters())
+
+    first, second = on_sites(SITES, body)
+    assert all(map(torch.equal, first, second))
+
+
 def test_accumulation_evaluation_and_other_batch_sizes():
     case = Case(mlp(6, 7, 5, 4), rows(6, counts=(6, 4)))
 

@@ -78,14 +78,18 @@ class ModelWatch:
         """
         self._nodes = nodes
 
-    def change(self) -> Change | None:
-        """The first difference that matters."""
+    def change(self, *, converted: bool = True) -> Change | None:
+        """The first difference that matters.
+
+        Args:
+            converted: whether to look for conversions, too.
+        """
         model = self._model()
         if model is None or torch._C._are_functorch_transforms_active():
             return None
-        converted = self._converted() if self._nodes else None
-        if converted is not None:
-            return Change(converted, "was replaced or converted after og.distribute()")
+        name = self._converted() if self._nodes and converted else None
+        if name is not None:
+            return Change(name, "was replaced or converted after og.distribute()")
         return None if self._is_as_noted() or in_functional_call() else self._difference(model)
 
     def _converted(self) -> str | None:

@@ -80,6 +80,7 @@ class HeldHooks:
     @property
     def any(self) -> bool:
         """Whether there are any."""
+        self.hold()
         return bool(self._places())
 
     def run(self) -> bool:

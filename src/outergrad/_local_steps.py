@@ -20,7 +20,7 @@ from outergrad._drift import DriftError
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointStep
-from outergrad._optimizer_steps import StepCounter
+from outergrad._optimizer_steps import StepCounter, ignore, listen
 from outergrad._protocols import Comm
 from outergrad._session import Session
 from outergrad._settings import Settings
@@ -57,6 +57,7 @@ class LocalStepsSession(Session):
         self._counter = StepCounter({id(p): name for name, p in self._trained.items()}, method.k)
         self._begun = False
         self._claims = [Claim(p, self) for p in self._trained.values()]
+        listen(self)
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -138,6 +139,7 @@ class LocalStepsSession(Session):
 
     def detach(self) -> None:
         """Ends the session: each site keeps the weights that it has; `flush()` makes them equal."""
+        ignore(self)
         for claim in self._claims:
             claim.remove()
         super().detach()
@@ -146,7 +148,6 @@ class LocalStepsSession(Session):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The first step begins: the weights may have been loaded since `distribute`."""
-        super().before_step(optimizer)
         if self._begun or self._counter.holder(optimizer) is None:
             return
         self._begun = True

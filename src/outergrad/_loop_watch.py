@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ class LoopWatch:
     def __init__(self, names: Mapping[int, str], steps: Callable[[], int]) -> None:
         self._seen, self._steps = SeenOptimizers(names), steps
         self._stepped: dict[int, list[str]] = {}
-        self._first = 0
+        self._first, self._heeds = 0, True
         self._usual: tuple[str, ...] = ()
 
     @property
@@ -39,6 +40,15 @@ class LoopWatch:
     def end(self) -> None:
         """It is over on all sites."""
         ignore(self)
+
+    @contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """Steps meanwhile are not the loop's."""
+        self._heeds = False
+        try:
+            yield
+        finally:
+            self._heeds = True
 
     def learn(self) -> None:
         """It is over here: learns what followed each step, if that was the same every time."""
@@ -59,7 +69,7 @@ class LoopWatch:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
-        self._seen.after_step(optimizer)
         holder = self._seen.holder(optimizer)
-        if holder is not None:
+        if holder is not None and self._heeds:
+            self._seen.after_step(optimizer)
             self._stepped.setdefault(self._steps(), []).append(holder)

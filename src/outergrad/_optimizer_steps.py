@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any, Protocol
 from weakref import ref
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -32,20 +33,42 @@ class Listener(Protocol):
         ...
 
 
-class _Listeners:
+class Looking(Protocol):
+    """Who looks at what an optimizer is about to apply."""
+
+    def before_applying(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        ...
+
+
+class _Refs:
     """Weakly held, in the order in which they came."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._refs: tuple[ref[Any], ...] = ()
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: Any) -> None:
         with self._lock:
             self._refs = (*(r for r in self._refs if r() is not None), ref(listener))
 
-    def remove(self, listener: Listener) -> None:
+    def remove(self, listener: Any) -> None:
         with self._lock:
             self._refs = tuple(r for r in self._refs if r() not in (None, listener))
+
+
+class _Lookers(_Refs):
+    """Also of steps within steps; graphs of torch.compile take no notice of them."""
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            for r in self._refs:
+                if (looking := r()) is not None:
+                    looking.before_applying(optimizer)
+
+
+class _Listeners(_Refs):
+    """Who counts steps."""
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         for r in self._present():
@@ -66,7 +89,7 @@ class _Listeners:
         return () if not self._refs or _depth() > 1 else self._refs
 
 
-_LISTENERS = _Listeners()
+_LISTENERS, _LOOKERS = _Listeners(), _Lookers()
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 """The code of every optimizer's `step`, which calls the hooks."""
 
@@ -75,6 +98,11 @@ _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 def _install() -> None:
     register_optimizer_step_pre_hook(_LISTENERS.before_step)
     register_optimizer_step_post_hook(_LISTENERS.after_step)
+
+
+@cache
+def _install_look() -> None:
+    register_optimizer_step_pre_hook(_LOOKERS.before_step)
 
 
 def _depth() -> int:
@@ -93,6 +121,17 @@ def listen(listener: Listener) -> None:
 def ignore(listener: Listener) -> None:
     """Tells it nothing any more."""
     _LISTENERS.remove(listener)
+
+
+def look_at_steps(looking: Looking) -> None:
+    """Shows it every optimizer that is about to step, as long as it lives or until `look_away`."""
+    _install_look()
+    _LOOKERS.add(looking)
+
+
+def look_away(looking: Looking) -> None:
+    """Shows it nothing any more."""
+    _LOOKERS.remove(looking)
 
 
 class SeenOptimizers:

@@ -24,7 +24,7 @@ from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
 from outergrad._model import Model
 from outergrad._nested import refuse_nested_backward
-from outergrad._optimizer_steps import listen
+from outergrad._optimizer_steps import look_at_steps
 from outergrad._rank_reports import Fate, told_fates
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
@@ -234,7 +234,7 @@ class ShardedSession(LevelsSession):
         """Looks at the model before steps of optimizers: else FSDP2 has its own tensors in it."""
         self._model_watch = lambda: watch
         self._thread = get_ident()
-        listen(self)
+        look_at_steps(self)
 
     def _hooks(self) -> dict[str, HeldHooks]:
         return {name: claim.hooks for name, claim in self._claims.items()}
@@ -261,6 +261,9 @@ class ShardedSession(LevelsSession):
         step.used |= self._unshared
         sessions.running.append(self)
         return step
+
+    def _unused_step(self) -> ShardStep:
+        return self._sharded(NO_TASK)
 
     def _refuse_unfrozen(self) -> None:
         for name in self._frozen:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from outergrad._accumulated import Earlier
 from outergrad._announcing import PLAIN, Announcer
 from outergrad._cadence import KeepingStep
 from outergrad._calls import LocalStep
+from outergrad._changes import Change
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._level_step import LevelStep, SharePlanner
@@ -21,7 +23,9 @@ from outergrad._session import Session
 from outergrad._settings import Settings
 from outergrad._state import resumed
 from outergrad._step import SharedStep
+from outergrad._tap import NO_TASK
 from outergrad._types import ExchangeError, StateDict
+from outergrad.comm.header import Header
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.record.stats import Stats
 
@@ -101,9 +105,23 @@ class LevelsSession(Session):
             self._close(step)
         self._run_hooks(step.used if step.applied else ())
 
-    def _can_tell(self) -> bool:
-        """The ranks of a mesh go through a step together, from a backward alone."""
-        return False
+    def _tell(self, change: Change) -> None:
+        """Gives up the next step together with all other ranks, so that none applies it."""
+        watch = self._model_watch()
+        assert watch is not None
+        end_unfinished(self._comm.group)
+        step = self._step = self._unused_step()
+        try:
+            with watch.as_agreed():
+                step.abandon()
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+        finally:
+            self._close(step)
+
+    def _unused_step(self) -> LevelStep:
+        """A step that this rank has nothing for."""
+        raise NotImplementedError
 
     def _close(self, step: LocalStep | SharedStep | KeepingStep) -> None:
         if not isinstance(step, LevelStep):
@@ -203,6 +221,14 @@ class TwoLevelSession(LevelsSession):
         earlier, step = self._accumulated.take(used), self._stats.step
         announced = used | earlier.params
         header = self._announcer.header(step, announced, self._unshared, earlier, None, PLAIN)
+        return self._pooled(task, used, earlier, header)
+
+    def _unused_step(self) -> PooledStep:
+        header = self._announcer.absent(self._stats.step, PLAIN)
+        return self._pooled(NO_TASK, set(), Earlier({}, {}), header)
+
+    def _pooled(self, task: int, used: set[str], earlier: Earlier, header: Header) -> PooledStep:
+        step = header.step
         sessions, reading = on_group(self._comm.group), self._reporter.reading(step)
         alone = len(sessions.attached) == 1
         own = (task, self._site, used, earlier, header)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 from weakref import ref
@@ -17,7 +18,7 @@ from outergrad._class_swap import CallSwap
 from outergrad._groups import on_group
 from outergrad._held_hooks import HeldHooks
 from outergrad._join import Joining
-from outergrad._optimizer_steps import ignore, listen
+from outergrad._optimizer_steps import look_at_steps, look_away
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK, current_task
 from outergrad._types import ExchangeError
@@ -27,8 +28,8 @@ class Watching(Joining):
     """Refuses a model that is not what the sites agreed on, and calls hooks that were held.
 
     The model is looked at when it is called, when a backward begins of which no call was seen, and
-    before an optimizer's step to which no backward came: if every parameter was replaced, autograd
-    has nothing to tell.
+    before an optimizer's step: if every parameter was replaced, autograd has nothing to tell, and
+    where only parts of the model are called, or its graph, nor have its calls.
     """
 
     _swap: CallSwap | None = None
@@ -41,14 +42,14 @@ class Watching(Joining):
         self._follow_nodes(watch)
         self._model_watch, self._thread = ref(watch), get_ident()
         self._swap = CallSwap(model, lambda: self._on_call(watch))
-        listen(self)
+        look_at_steps(self)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
         watch.follow([watched.node for watched in self._watched.values()])
 
     def _forget_model(self) -> None:
         """The session ends."""
-        ignore(self)
+        look_away(self)
         if self._swap is not None:
             self._swap.restore()
 
@@ -65,18 +66,13 @@ class Watching(Joining):
             self._refuse(watch.change())
         self._called, self._began = False, True
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to apply gradients, which no backward of the session made."""
-        if self._began:
-            self._began = False
-            return
+    def before_applying(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to apply gradients, maybe of a backward that nobody heard of."""
         watch = self._model_watch() if get_ident() == self._thread else None
-        change = None if watch is None else watch.change()
+        change = None if watch is None else watch.change(converted=not self._began)
+        self._began = False
         if watch is not None and change is not None and watch.holds_some_of(optimizer):
             self._refuse(change)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Nothing."""
 
     def on_stale(self, name: str) -> None:
         """A parameter was converted behind the last look."""
@@ -98,8 +94,7 @@ class Watching(Joining):
     def _can_tell(self) -> bool:
         """Whether a step can be given up that this site has not begun."""
         lost = on_group(self._comm.group).lost is not None
-        alone = self._comm.world_size == 1
-        return not (lost or alone or self._joint is not None) and self._cadence.always
+        return self._several and not lost and self._joint is None and self._cadence.always
 
     def _tell(self, change: Change) -> None:
         """Gives up the next step together with the other sites, so that none applies it."""
@@ -137,14 +132,15 @@ class Watching(Joining):
         """
         hooks, names = self._hooks(), set(names)
         hooked = [name for name in reversed(list(hooks)) if name in names and hooks[name].any]
-        for name in hooked:
-            if hooks[name].run() and not shared:
-                raise RuntimeError(
-                    f"{name!r} or its gradient was used up by a post-accumulate hook (an optimizer "
-                    f"in backward) inside session.no_sync(), where the gradient is that of site "
-                    f"{self._comm.rank} alone: the sites are no replicas any more; start again "
-                    f"without no_sync()"
-                )
+        with self._watch.passing_over() if self._watch is not None else nullcontext():
+            spent = [name for name in hooked if hooks[name].run()]
+        if spent and not shared:
+            raise RuntimeError(
+                f"{spent[0]!r} or its gradient was used up by a post-accumulate hook (an optimizer "
+                f"in backward) inside session.no_sync(), where the gradient is that of site "
+                f"{self._comm.rank} alone: the sites are no replicas any more; start again "
+                f"without no_sync()"
+            )
 
     def _hooks(self) -> dict[str, HeldHooks]:
         """Of every parameter of the model."""
