@@ -198,6 +198,32 @@ def test_the_remedy():
     run_on_lasting_groups(SITES, body)
 
 
+@pytest.mark.parametrize("change", ["another shape", "there and back", "double"])
+def test_converted_in_place_and_distributed_again(change, method):
+    def body(rank, group):
+        model = net()
+        session = og.distribute(model, method, group=group)
+        loss_of(model, batch(rank, 0)).backward()
+        REFUSED[change][0](model)
+        with pytest.raises(RuntimeError, match="replaced or converted"):
+            loss_of(model, data(model, rank)).backward()
+        session.detach()
+        del session
+        model.zero_grad()
+        if change == "another shape":
+            model.norm = nn.Identity()
+            model.last.weight.data = torch.ones(5, 48)
+            model.last.bias.data = torch.ones(5)
+        plain = copy.deepcopy(model).double()
+        og.distribute(model, method, group=group)
+        loss_of(model, data(model, rank)).backward()
+        (sum(loss_of(plain, batch(s, 0).double()) for s in range(SITES)) / SITES).backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert_close(*zip(*[(p.grad, q.grad) for p, q in pairs], strict=True), 2e-5)
+
+    run_on_lasting_groups(SITES, body)
+
+
 @pytest.mark.parametrize("change", ["all assigned", "LoRA"])
 def test_optimizers_do_not_step_where_no_module_was_called(change):
     """Only parts of the model are called, and none of its parameters is in the backward."""

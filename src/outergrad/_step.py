@@ -211,10 +211,7 @@ class SharedStep:
             raise decision.error(self.subjects, self.sender.blocks) from self._ballot.cause
 
     def settle(self, decision: Decision) -> None:
-        """The step is over; where it does not count, there are no gradients that could be applied.
-
-        What was accumulated before is gone with them, on all sites.
-        """
+        """The step is over; if it does not count, no gradient is left, nor what was before it."""
         self.decision = decision
         if self._sent_buffers is not None:
             self._sent_buffers.finish(write=decision.good)

@@ -143,8 +143,20 @@ class WatchedParameter(HookedClaim):
     def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
         self.name, self.parameter, self._sink = name, parameter, sink
         self.dtype = parameter.dtype
-        self.node: Node = get_gradient_edge(parameter).node
+        self._node: Node | None = get_gradient_edge(parameter).node
         super().__init__(parameter, sink)
+
+    @property
+    def node(self) -> Node | None:
+        """Which accumulates its gradient: the one of then, or, after `remove`, that of now."""
+        if self._node is None and self.parameter.requires_grad:
+            return get_gradient_edge(self.parameter).node
+        return self._node
+
+    def remove(self) -> None:
+        """Takes the hooks away, and lets go of the node, which knows a shape that may change."""
+        super().remove()
+        self._node = None
 
     def accumulates(self) -> bool:
         """Whether the current backward leaves a gradient in the parameter.

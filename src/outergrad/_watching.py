@@ -45,13 +45,17 @@ class Watching(Joining):
         look_at_steps(self)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
-        watch.follow([watched.node for watched in self._watched.values()])
+        watch.follow([w.node for w in self._watched.values() if w.node is not None])
 
     def _forget_model(self) -> None:
-        """The session ends."""
+        """The session ends, and holds on to no node of autograd."""
         look_away(self)
+        watch = self._model_watch()
+        if watch is not None:
+            watch.follow(())
         if self._swap is not None:
             self._swap.restore()
+            self._swap = None
 
     # -- when the model is looked at ------------------------------------------------------------
 
