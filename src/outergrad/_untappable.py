@@ -18,12 +18,15 @@ from torch.fx import Proxy, _symbolic_trace
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
 
+from outergrad._untraced import untraced
+
 _MODES = torch._C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 _ORDINARY = {Tensor, nn.Parameter}
 
 
+@untraced
 def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the forward is written down or its shapes are found out, and nothing is trained.
 
