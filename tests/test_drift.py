@@ -354,6 +354,7 @@ def test_every_dtype_and_layout_is_compared():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="a processor with one way to round"
 )
@@ -372,7 +373,7 @@ def test_processors_that_round_differently_are_found_out(on_drift, tmp_path):
         )
         for rank in range(2)
     ]
-    first, second = (process.communicate(timeout=100)[0] for process in started)
+    first, second = (process.communicate(timeout=250)[0] for process in started)
     assert [process.returncode for process in started] == [0, 0]
     assert first == second
     assert "the replicas differ after step 4: site 1 has another '0.weight' than site 0" in first

@@ -82,7 +82,6 @@ class SharedStep:
         self.sender = Sender(*own, reading=reading, skips_bad=skips_bad)
         self._writer = Writer(model, planner, self.sender)
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
-        """What votes on it can be about."""
         self._ballot = Ballot(comm, header, self.subjects)
         foreseen = planner.foresight.foreseen(header.step)
         if foreseen is None:
@@ -113,8 +112,7 @@ class SharedStep:
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """The mean over the sites of a delta below a shared part."""
-        if self.choice is None:
-            self._adopt()
+        self.agreed()
         began, own = time.perf_counter(), scaled(delta, self.sender.scale)
         try:
             return self._joint.mean(point, own)
@@ -239,8 +237,7 @@ class SharedStep:
         self.sender.state = State.FAILED
         if changed is not None:
             self._ballot.note_change(changed)
-        if self.choice is None:
-            self._adopt()
+        self.agreed()
         self._joint.give_up()
         self.decision = self._pass()
         self._planner.settle(applied=False)
