@@ -15,11 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Branches, Case, pooled, relative_error, rows, run, sequences
+from every_method import STEPS, assert_exact
 from meshes import run_mesh
 from ranks import run_on_lasting_groups
-
-STEPS = 3
-"""The first with taps; in the ones after it the weights travel dense."""
 
 
 def slope(y: Tensor, *inputs: Tensor) -> Tensor:
@@ -169,47 +167,12 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def train(case: Case, method: Any, rank: int, group: Any) -> list[dict[str, Tensor | None]]:
-    """The gradients of every step."""
-    model, found = copy.deepcopy(case.model), []
-    session = og.distribute(model, method, group=group)
-    for _ in range(STEPS):
-        model.zero_grad()
-        run(model, case, case.batches[rank]).backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    session.detach()
-    return found
-
-
-def by_ddp(case: Case, rank: int, group: Any) -> dict[str, Tensor | None]:
-    model = copy.deepcopy(case.model)
-    wrapped = nn.parallel.DistributedDataParallel(
-        model, process_group=group, find_unused_parameters=True
-    )
-    run(wrapped, case, case.batches[rank]).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # DDP's
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("sites", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_inputs_may_be_part_of_the_loss(name, sites):
-    case = CASES[name]()
-    expected = pooled(case, sites)
-
-    def body(rank, group):
-        peer = by_ddp(case, rank, group)
-        return peer, {label: train(case, method, rank, group) for label, method in METHODS.items()}
-
-    for rank, (peer, methods) in enumerate(run_on_lasting_groups(sites, body)):
-        for label, steps in methods.items():
-            for k, gradients in enumerate(steps):
-                for parameter, gradient in gradients.items():
-                    error = relative_error(gradient, expected[parameter])
-                    beside = relative_error(peer[parameter], expected[parameter])
-                    where = f"{label}, rank {rank}, step {k}, {parameter}"
-                    assert error < max(5e-6, 2 * beside), f"{where}: {error:.1e}, {beside:.1e}"
+    assert_exact(CASES[name](), sites)
 
 
 def test_the_first_step_has_factors_and_those_after_it_are_dense():

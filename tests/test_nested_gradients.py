@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
-from cases import METHODS, Branches, Case, mlp, pooled, relative_error, rows, run, sequences
+from cases import Branches, Case, mlp, rows, run, sequences
+from every_method import assert_exact
 from ranks import run_on_lasting_groups
-
-STEPS = 3
 
 
 def params_of(*modules: nn.Module) -> list[nn.Parameter]:
@@ -239,45 +238,10 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def train(case: Case, method: Any, rank: int, group: Any) -> list[dict[str, Tensor | None]]:
-    """The gradients of every step."""
-    model, found = copy.deepcopy(case.model), []
-    session = og.distribute(model, method, group=group)
-    for _ in range(STEPS):
-        model.zero_grad()
-        run(model, case, case.batches[rank]).backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    session.detach()
-    return found
-
-
-def by_ddp(case: Case, rank: int, group: Any) -> dict[str, Tensor | None]:
-    model = copy.deepcopy(case.model)
-    wrapped = nn.parallel.DistributedDataParallel(
-        model, process_group=group, find_unused_parameters=True
-    )
-    run(wrapped, case, case.batches[rank]).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("sites", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_functions_may_differentiate_their_own_parameters(name, sites):
-    case = CASES[name]()
-    expected = pooled(case, sites)
-
-    def body(rank, group):
-        peer = by_ddp(case, rank, group)
-        return peer, {label: train(case, method, rank, group) for label, method in METHODS.items()}
-
-    for rank, (peer, methods) in enumerate(run_on_lasting_groups(sites, body)):
-        for label, steps in methods.items():
-            for k, gradients in enumerate(steps):
-                for parameter, gradient in gradients.items():
-                    error = relative_error(gradient, expected[parameter])
-                    beside = relative_error(peer[parameter], expected[parameter])
-                    where = f"{label}, rank {rank}, step {k}, {parameter}"
-                    assert error < max(5e-6, 2 * beside), f"{where}: {error:.1e}, {beside:.1e}"
+    assert_exact(CASES[name](), sites)
 
 
 def test_what_a_function_differentiates_travels_dense_and_without_headers_in_the_end():
