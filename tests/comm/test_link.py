@@ -38,7 +38,14 @@ def test_delay_and_rate_are_found(sites, delay_s, bytes_per_s, monkeypatch):
     found = link.measured_link(comm)
     assert found.delay_s == pytest.approx(delay_s, rel=0.01)
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
-    assert comm.now_s < 1 + 15 * delay_s
+    assert comm.now_s < 1 + 20 * delay_s
+
+
+def test_a_slow_link_is_not_kept_busy_for_minutes(monkeypatch):
+    comm = SimulatedComm(2, 0.02, 8e3)
+    monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=lambda: comm.now_s))
+    assert link.measured_link(comm).bytes_per_s == pytest.approx(8e3, rel=0.01)
+    assert comm.now_s < 6.0
 
 
 def test_all_sites_agree():

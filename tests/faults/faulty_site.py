@@ -26,6 +26,7 @@ from trials import METHODS, Trial, batch, build
 
 import outergrad as og
 import outergrad._attach
+from outergrad._groups import on_group
 from outergrad._types import ExchangeError
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.vote import WORDS
@@ -346,6 +347,8 @@ class Site:
                 self._tell("applied", step=applied + 1, **self._state())
                 self._injector.evaluate(applied)
                 applied += 1
+        if on_group(dist.group.WORLD).lost:  # in the last step, which counts all the same
+            self._tell("noted")
         self._tell("done")
 
     def _step(self, applied: int) -> bool:

@@ -115,8 +115,8 @@ class _Judgement:
         self.late: list[str] = []
         self.in_doubt = self.needless = False
         self.took_s: list[float] = []
-        at = sites[self.fault.victim].last("injected")
-        self.injected_at = None if at is None else at["at"]
+        times = [self._at(sites[f.victim], "injected") for f in trial.faults if self._hit(f)]
+        self.injected_at = min(times, default=None)
         self.outcome = self._outcome()
 
     @property
@@ -168,12 +168,15 @@ class _Judgement:
     def _is_lethal(self) -> bool:
         if self.injected_at is None:
             return False
-        done = self.sites[self.fault.victim].last("done")
-        if done is not None and done["at"] <= self.injected_at:
-            return False  # too late to matter
-        return self.fault.kind in LETHAL or (
+        hit = [f for f in self.trial.faults if self._hit(f) and not self._is_too_late(f)]
+        return any(f.kind in LETHAL for f in hit) or (
             self.fault.kind == "corrupt" and self.outcome == "SiteLostError"
         )
+
+    def _is_too_late(self, fault: Fault) -> bool:
+        """To matter: the site had done all."""
+        seen = self.sites[fault.victim]
+        return bool(seen.told("done")) and self._at(seen, "done") <= self._at(seen, "injected")
 
     def _exits(self) -> None:
         """No process was ended by a signal that nobody sent."""
@@ -211,7 +214,9 @@ class _Judgement:
             "nan": bool(seen.told("skipped")),
             "reset": bool(seen.told("reset")),
             "cut": bool(went_on),
-            "corrupt": any(one.told("discarded") or one.told("lost") for one in self.sites),
+            "corrupt": any(
+                one.told("discarded") or one.told("lost") or one.told("noted") for one in self.sites
+            ),
         }
         return checks[fault.kind]
 
@@ -286,7 +291,8 @@ class _Judgement:
     def _told_of(self, fault: Fault) -> None:
         """All heard of the step that came to nothing."""
         expected = {"raise": "discarded", "nan": "skipped", "corrupt": "discarded"}
-        if fault.kind in expected:
+        noted = any(seen.told("noted") for seen in self.sites)  # a vote on the last step
+        if fault.kind in expected and not noted:
             counts = {r: len(seen.told(expected[fault.kind])) for r, seen in enumerate(self.sites)}
             if set(counts.values()) != {1}:
                 self.wonder(f"{expected[fault.kind]} steps: {counts}")

@@ -12,8 +12,11 @@ from outergrad._types import ExchangeError, Link
 
 _SMALL_PAIRS = 4
 _LARGE_PAIRS = 2
+_MIDDLE_BYTES = 1 << 14
 _LARGE_BYTES = 1 << 18
 """What a site sends in one of the larger exchanges: all four take 0.9 s at 10 Mbit/s."""
+_LONG_S = 0.25
+"""For the middle one: on so slow a link it tells enough."""
 
 _LEAST_S = 1e-6
 """Below this, clocks and a loopback's noise are all that is measured."""
@@ -25,10 +28,13 @@ def measured_link(comm: Comm) -> Link:
     Blocks until the other sites do it, too; takes about a second at 10 Mbit/s.
     """
     others = comm.world_size - 1
-    part_bytes = math.ceil(_LARGE_BYTES / others)
     _exchange_s(comm, 1)  # sites come at different times, and connections may have to be made
     delay_s = min(_exchange_s(comm, 1) for _ in range(_SMALL_PAIRS))
-    large_s = min(_exchange_s(comm, part_bytes) for _ in range(_LARGE_PAIRS))
+    part_bytes = math.ceil(_MIDDLE_BYTES / others)
+    large_s = _exchange_s(comm, part_bytes)
+    if _slowest(comm, Link(large_s, 1.0)).delay_s < _LONG_S:
+        part_bytes = math.ceil(_LARGE_BYTES / others)
+        large_s = min(_exchange_s(comm, part_bytes) for _ in range(_LARGE_PAIRS))
     rate = part_bytes * others / max(large_s - delay_s, _LEAST_S)
     return _slowest(comm, Link(delay_s, rate))
 
