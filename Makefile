@@ -30,10 +30,12 @@ lint: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
-# The pinned torch comes first: a looser request would download gigabytes.
+# The pinned torch comes first: a looser request would download gigabytes. timm comes without
+# torchvision, whose wheel beside a torch for CPUs breaks the imports of transformers and lightning.
 $(READY): pyproject.toml constraints.txt
 	echo "installing into .venv: some minutes, once"
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt torch==2.13.0
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-deps timm
 	touch $@

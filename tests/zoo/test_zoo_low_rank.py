@@ -1,0 +1,72 @@
+"""Models that nobody here wrote: what low rank leaves out of their gradients is not lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from zoo_methods import LOW_RANK
+from zoo_runs import SITES, Gradients, assert_each_near, assert_equal_sites, course, train
+from zoo_table import ZOO
+
+import outergrad as og
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides"),
+    pytest.mark.usefixtures("large_matrices"),
+]
+
+LIMIT = 1e-5
+"""Relative: memories are rounded in every step."""
+
+ZERO = torch.zeros((), dtype=torch.float64)
+
+QUICK = {"rank-dad gather", "powersgd"}
+
+PAIRS = [
+    pytest.param(
+        name,
+        method,
+        marks=() if case.quick and method in QUICK else pytest.mark.slow,
+        id=f"{name}-{method}",
+    )
+    for name, case in ZOO.items()
+    for method in LOW_RANK
+]
+
+
+def unsent_of(session: og.Session) -> dict[str, Tensor]:
+    """What this site still owes to the mean gradients, in float64."""
+    states = session.state_dict()["exchanges"]
+    memories = {k: v for state in states for k, v in state["own"]["memories"].items()}
+    return {name: _unsent(memory) for name, memory in memories.items()}
+
+
+def _unsent(memory: dict[str, Tensor]) -> Tensor:
+    if "unsent_deltas" in memory:
+        return memory["unsent_deltas"].double().mT @ memory["unsent_activations"].double()
+    return memory.get("unsent", ZERO).double()
+
+
+def total(steps: list[Gradients]) -> Gradients:
+    """Of all steps, in float64."""
+    return {
+        name: None if first is None else sum(step[name].double() for step in steps)
+        for name, first in steps[0].items()
+    }
+
+
+@pytest.mark.parametrize(("name", "method"), PAIRS)
+def test_what_was_applied_and_what_is_unsent_are_all_gradients(name, method):
+    results = train(name, LOW_RANK[method], unsent_of)
+    assert_equal_sites([found for found, _ in results])
+    places = {name for _, unsent in results for name in unsent}
+    owed = {p: sum(unsent.get(p, ZERO) for _, unsent in results) / SITES for p in places}
+    assert any(unsent.norm() > 0 for unsent in owed.values())
+    applied = total(results[0][0])
+    for parameter, unsent in owed.items():
+        if unsent.numel() > 1:
+            applied[parameter] = applied[parameter] + unsent.view_as(applied[parameter])
+    steps = course(name)
+    wanted, by_ddp = total([s.expected for s in steps]), total([s.by_ddp for s in steps])
+    assert_each_near(applied, by_ddp, wanted, LIMIT)
