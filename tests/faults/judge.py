@@ -170,7 +170,7 @@ class _Judgement:
             return False
         hit = [f for f in self.trial.faults if self._hit(f) and not self._is_too_late(f)]
         return any(f.kind in LETHAL for f in hit) or (
-            self.fault.kind == "corrupt" and self.outcome == "SiteLostError"
+            self.fault.kind == "corrupt" and any(seen.told("lost") for seen in self.sites)
         )
 
     def _is_too_late(self, fault: Fault) -> bool:
@@ -194,7 +194,10 @@ class _Judgement:
         """A fault of which nothing is seen has not been tried."""
         for fault in self.trial.faults:
             seen = self.sites[fault.victim]
-            if self._hit(fault) and not self._has_effect(fault, seen):
+            ended = bool(seen.told("ended")) and self._at(seen, "ended") < self._at(
+                seen, "injected"
+            )
+            if self._hit(fault) and not ended and not self._has_effect(fault, seen):
                 self.complain(f"{fault.kind} had no effect on site {fault.victim}: {seen.lines}")
 
     def _has_effect(self, fault: Fault, seen: Seen) -> bool:
@@ -206,7 +209,7 @@ class _Judgement:
             "restart": seen.status == -signal.SIGKILL,
             "interrupt": ended["error"] == "KeyboardInterrupt",
             "leave": ended["error"] == "left",
-            "stop": seen.resumed_at is not None and went_on >= seen.resumed_at,
+            "stop": seen.resumed_at is not None and not self._does(seen, at, seen.resumed_at),
             "brief delay": went_on - at >= late_s,
             "twin": went_on - at >= late_s,
             "long delay": went_on - at >= late_s,
@@ -219,6 +222,10 @@ class _Judgement:
             ),
         }
         return checks[fault.kind]
+
+    def _does(self, seen: Seen, since: float, until: float) -> bool:
+        """Whether a site did something meanwhile; a signal may reach it a little later."""
+        return any(since + 0.5 < line["at"] < until for line in seen.lines)
 
     def _at(self, seen: Seen, event: str) -> float:
         line = seen.last(event)
@@ -273,7 +280,8 @@ class _Judgement:
         steps changes from one to the next: one that is made again may round otherwise.
         """
         again = self.fault.kind in ("corrupt", "nan", "raise")
-        return not again or (self.fault.step > _FIRST_STEPS and self.trial.method != "local steps")
+        turn = self.fault.step // self.trial.sessions
+        return not again or (turn > _FIRST_STEPS and self.trial.method != "local steps")
 
     def _close(self, seen: Seen) -> bool:
         if self.trial.method == "local steps" and self.fault.kind == "corrupt":
@@ -314,10 +322,14 @@ class _Judgement:
                 self.wonder(f"site {rank} says step {lost['step']}, has made {seen.steps}")
 
     def _names(self, rank: int, lost: dict[str, Any]) -> None:
-        """Nobody but sites to which something happened; a connection that is reset has two ends."""
+        """Nobody but sites to which something happened, or with which the store went in the end.
+
+        A connection that is reset has two ends.
+        """
         if rank in self._victims or self.fault.kind in ("corrupt", "reset"):
             return
-        named, victims = set(lost["sites"]), self._victims
+        done = {r for r, seen in enumerate(self.sites) if seen.told("done")}
+        named, victims = set(lost["sites"]), self._victims | done
         if not named & victims:
             self.wonder(f"site {rank} names {lost['sites']}: {lost['why']}")
         elif not named <= victims:
