@@ -168,6 +168,45 @@ def training_of_shards(mesh: DeviceMesh) -> None:
     assert {"body.0.weight", "last.weight"} <= {event.layer for event in events.layers}
 
 
+def shards_stepped_in_backward(mesh: DeviceMesh) -> None:
+    whole, models = net().double(), [sharded(mesh, parts=True) for _ in range(2)]
+    step_in_backward(models[0])
+    for model in models:
+        og.distribute(model, og.Dense(), mesh=mesh)
+    step_in_backward(models[1])
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for x in BATCHES.double():
+            (loss_of(whole, x) / 4).backward()
+        optimizer.step()
+        for model in models:
+            loss_of(model, BATCHES[dist.get_rank()]).backward()
+    for model in models:
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert relative_error(p.detach().full_tensor(), q.detach()) < 1e-5, name
+
+
+def step_in_backward(model: nn.Module) -> None:
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.9)
+        p.register_post_accumulate_grad_hook(lambda _, o=optimizer: (o.step(), o.zero_grad()))
+
+
+def changed_shards(mesh: DeviceMesh) -> None:
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.Dense(), mesh=mesh)
+    with torch.no_grad():
+        model(BATCHES[dist.get_rank()])  # leaves the whole parameters in the model
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with raises(RuntimeError, "'scale' was added after og.distribute()"):
+        optimizer.step()
+    session.detach()
+    optimizer.step()
+
+
 def accumulated_shards(mesh: DeviceMesh) -> None:
     model = sharded(mesh, parts=True)
     session = og.distribute(model, og.RankDAD(rank=1000), mesh=mesh)
@@ -285,7 +324,7 @@ def refused(mesh: DeviceMesh) -> None:
 CHECKS: list[Callable[[DeviceMesh], None]] = [
     *(mesh_in_either_order, as_ddp_leaves_it, shards_by_every_method, training_of_shards),
     *(accumulated_shards, discarded_shards, saved_shards, bytes_of_shards),
-    *(checkpointed_shards, refused),
+    *(checkpointed_shards, shards_stepped_in_backward, changed_shards, refused),
 ]
 
 

@@ -410,6 +410,25 @@ def test_local_steps_refuse_new_parameters():
     run_on_lasting_groups(SITES, body)
 
 
+def test_local_steps_tell_the_others_at_their_exchange():
+    def body(rank, group):
+        model = net()
+        session = og.distribute(model, og.LocalSteps(2), group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if rank == 1:
+            replace_head(model)
+            with pytest.raises(RuntimeError, match=r"'last.weight' was replaced"):
+                model(batch(rank, 0))
+        else:
+            loss_of(model, batch(rank, 0)).backward()
+            optimizer.step()
+            with pytest.raises(og.StepDiscardedError, match=r"'last.weight' of the model"):
+                optimizer.step()
+        session.detach()
+
+    run_on_lasting_groups(SITES, body)
+
+
 @pytest.mark.parametrize("change", ["double", "all assigned", "LoRA", "a layer more"])
 def test_ranks_of_a_mesh_refuse_it_too(change):
     change, name = REFUSED[change]

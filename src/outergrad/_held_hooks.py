@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from outergrad._claims import Claim
+from outergrad._untraced import untraced
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -34,12 +35,18 @@ class _Held:
 class HookedClaim(Claim):
     """A claim that hears of every gradient of its parameter, before anybody else's hooks do.
 
+    Args:
+        parameter: as for `Claim`.
+        owner: as for `Claim`.
+        ready: called when a backward has accumulated all that it has for the parameter.
+
     Attributes:
         hooks: of others.
     """
 
-    def __init__(self, parameter: nn.Parameter, owner: Any) -> None:
+    def __init__(self, parameter: nn.Parameter, owner: Any, ready: Callable[[], None]) -> None:
         super().__init__(parameter, owner)
+        self._ready = ready
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
         self.hooks = HeldHooks(parameter)
 
@@ -48,8 +55,9 @@ class HookedClaim(Claim):
         super().remove()
         self.hooks.release()
 
+    @untraced
     def _after(self, _: Tensor) -> None:
-        """Called when a backward has accumulated a gradient."""
+        self._ready()
 
 
 class HeldHooks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -222,7 +222,9 @@ class ShardedSession(LevelsSession):
         self._shards, self._fingerprint = shards, fingerprint
         self._planner = SharePlanner(view.model, view.exchanges, levels.site.world_size)
         trained = {name: shards.params[name] for name in view.model.params}
-        self._claims = {n: _ShardClaim(p, partial(self.on_ready, n)) for n, p in trained.items()}
+        self._claims = {
+            n: HookedClaim(p, self, partial(self.on_ready, n)) for n, p in trained.items()
+        }
 
     def detach(self) -> None:
         """As `Session.detach`; FSDP2 goes on inside the site."""
@@ -272,17 +274,6 @@ class ShardedSession(LevelsSession):
                     f"{name!r} was frozen when the model was distributed and would not be shared: "
                     f"call session.detach() and og.distribute(model, ...) again on every rank"
                 )
-
-
-class _ShardClaim(HookedClaim):
-    """Tells of a shard that FSDP2 has its gradient."""
-
-    def __init__(self, p: nn.Parameter, tell: Callable[[], None]) -> None:
-        super().__init__(p, tell)
-        self._tell = tell
-
-    def _after(self, _: Tensor) -> None:
-        self._tell()
 
 
 class _KeptStep(LocalStep):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -144,7 +145,7 @@ class WatchedParameter(HookedClaim):
         self.name, self.parameter, self._sink = name, parameter, sink
         self.dtype = parameter.dtype
         self._node: Node | None = get_gradient_edge(parameter).node
-        super().__init__(parameter, sink)
+        super().__init__(parameter, sink, partial(sink.on_ready, name))
 
     @property
     def node(self) -> Node | None:
@@ -207,10 +208,6 @@ class WatchedParameter(HookedClaim):
         self.hooks.hold()
         if gradient is not None:
             self._sink.on_gradient(self.name)
-
-    @untraced
-    def _after(self, _: Tensor) -> None:
-        self._sink.on_ready(self.name)
 
 
 def _double_backward(name: str) -> str:
