@@ -395,6 +395,46 @@ def test_copies_pickles_and_the_class_are_those_of_the_plain_model():
     run_on_lasting_groups(SITES, body)
 
 
+@pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)], ids=["dense", "dad"])
+def test_converted_between_forward_and_backward(method):
+    """On one site: its backward raises, and the others hear of it when it ends the session."""
+
+    def body(rank, group):
+        model = net()
+        session = og.distribute(model, method, group=group)
+        loss = model.first(batch(rank, 0)).square().mean()
+        second = (model.last(torch.ones(2, 48)) ** 2).mean()
+        if rank == 1:
+            model.first.double().float()
+            loss = loss + model.first(batch(rank, 0)).square().mean()
+            with pytest.raises(RuntimeError, match=r"'first\..*' was replaced or converted"):
+                (loss + second).backward()
+        else:
+            with pytest.raises(og.StepDiscardedError):
+                (loss + second).backward()
+        session.detach()
+
+    run_on_lasting_groups(SITES, body)
+
+
+class Sealed(nn.Linear):
+    def __init_subclass__(cls):
+        raise TypeError("no subclasses")
+
+
+def test_a_class_without_subclasses():
+    def body(rank, group):
+        model = Sealed(3, 2)
+        session = og.distribute(model, og.Dense(), group=group)
+        assert type(model) is Sealed
+        model.bias = nn.Parameter(torch.ones(2))
+        with pytest.raises(RuntimeError, match="'bias' was replaced"):
+            model(torch.ones(1, 3)).sum().backward()
+        session.detach()
+
+    run_on_lasting_groups(SITES, body)
+
+
 def test_local_steps_refuse_new_parameters():
     def body(rank, group):
         model = net()

@@ -41,7 +41,10 @@ class Watching(Joining):
         """Looks at a model from now on."""
         self._follow_nodes(watch)
         self._model_watch, self._thread = ref(watch), get_ident()
-        self._swap = CallSwap(model, lambda: self._on_call(watch))
+        try:
+            self._swap = CallSwap(model, lambda: self._on_call(watch))
+        except TypeError:  # a class that allows no subclass: backward and optimizers remain
+            self._kept_watch = watch
         look_at_steps(self)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
@@ -98,7 +101,9 @@ class Watching(Joining):
     def _can_tell(self) -> bool:
         """Whether a step can be given up that this site has not begun."""
         lost = on_group(self._comm.group).lost is not None
-        return self._several and not lost and self._joint is None and self._cadence.always
+        begun = self._step is not None and self._step.task == current_task()  # fails by itself
+        usual = self._several and self._joint is None and self._cadence.always
+        return usual and not lost and not begun
 
     def _tell(self, change: Change) -> None:
         """Gives up the next step together with the other sites, so that none applies it."""
