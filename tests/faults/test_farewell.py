@@ -30,8 +30,11 @@ VICTIM, END, STORE, PORT = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.a
 signal.signal(signal.SIGINT, signal.default_int_handler)
 rank = next((r for r in (1, 2) if os.fork() == 0), 0)
 
+def say(line):
+    os.write(1, line.encode() + b"\\n")  # at once: the others write there, too
+
 def said(kind, error, trace):
-    print(f"{rank} hook {kind.__name__}", flush=True)
+    say(f"{rank} hook {kind.__name__}")
     sys.__excepthook__(kind, error, trace)
 
 def train():
@@ -40,7 +43,7 @@ def train():
     og.distribute(model, timeout=60.0)
     for step in range(6):
         if rank == VICTIM and step == 4:
-            print(f"{rank} ends {time.monotonic()}", flush=True)
+            say(f"{rank} ends {time.monotonic()}")
             if END == "raise":
                 raise ValueError("no rows in" + chr(27) + "[2J part 7" + chr(10) + "second line")
             if END == "interrupt":
@@ -59,7 +62,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 try:
     train()
 except og.SiteLostError as error:
-    print(f"{rank} lost {error.sites} {time.monotonic()} {error}", flush=True)
+    say(f"{rank} lost {error.sites} {time.monotonic()} {error}")
 finally:
     if STORE != "tcp":
         dist.destroy_process_group()
