@@ -24,8 +24,16 @@ from zoo_runs import (
 import outergrad as og
 from ranks import run_on_lasting_groups
 
-METHODS: dict[str, Any] = {"dense": og.Dense(), "powersgd": og.PowerSGD(rank=1000)}
-"""Those that leave the backward of every layer as it is."""
+METHODS: dict[str, Any] = {
+    "dense": og.Dense(),
+    "powersgd": og.PowerSGD(rank=1000),
+    "dad": og.DAD(),
+    "dad forced": og.DAD(always=True),
+    "dad raw forced": og.DAD(always=True, reveal="activations"),
+    "rank-dad": og.RankDAD(rank=1000, reduce="gather"),
+    "edad": og.EDAD(always=True),
+}
+"""Those that leave the backward of every layer as it is, and those that tap layers."""
 
 
 def notes_of(method: Any, rank: int, group: dist.ProcessGroup) -> list[Note]:
