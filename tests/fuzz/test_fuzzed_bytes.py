@@ -455,7 +455,9 @@ def outcome(target: Target, message: Tensor) -> str:
         target.read(message)
         found = "read"
     except REFUSALS as error:
-        found = "refused" if re.search("(site|rank) 1 ", f"{error} ") else str(error)
+        told = getattr(error, "site", None) == 1  # all sites hear it from the vote
+        named = told or re.search("(site|rank) 1 ", f"{error} ")
+        found = "refused" if named else str(error)
     except target.others:
         found = "refused"
     except Exception as error:
