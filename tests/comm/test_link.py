@@ -45,7 +45,7 @@ def test_a_slow_link_is_not_kept_busy_for_minutes(monkeypatch):
     comm = SimulatedComm(2, 0.02, 8e3)
     monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=lambda: comm.now_s))
     assert link.measured_link(comm).bytes_per_s == pytest.approx(8e3, rel=0.01)
-    assert comm.now_s < 6.0
+    assert comm.now_s < 10.0
 
 
 def test_all_sites_agree():

@@ -14,12 +14,12 @@ import outergrad as og
 METHODS = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),
-    "rank-dad gather": og.RankDAD(rank=2),
+    "rank-dad gather": og.RankDAD(rank=2, reduce="gather"),
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=2),
     "edad blocks": og.EDAD(blocks=["0"], inputs="raw", always=True),
-    "per layer": og.PerLayer({"0.*": og.RankDAD(rank=2), "*": og.Dense()}),
+    "per layer": og.PerLayer({"0.*": og.RankDAD(rank=2, reduce="gather"), "*": og.Dense()}),
     "local steps": og.LocalSteps(2, method=og.Dense()),
 }
 
