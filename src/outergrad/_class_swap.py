@@ -81,7 +81,8 @@ def _call(
     plain: type[nn.Module], module: ref[nn.Module], before: Callable[[], None]
 ) -> Callable[..., Any]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if not torch.compiler.is_dynamo_compiling() and self is module():
+        compiles = torch.compiler.is_dynamo_compiling()
+        if self is module() and not compiles and not is_traced(args, kwargs):
             before()
         return plain.__call__(self, *args, **kwargs)
 
