@@ -228,7 +228,7 @@ def test_the_third_site_evaluates_for_long_after_the_step(faulty, name):
         return dying_in_the_vote(rank, group, METHODS[name], steps=3, ahead=evaluates)
 
     (ahead, params), (behind, other), _ = run_ranks(3, body)
-    assert not same(params, other)
+    assert not same(params, other), (ahead, behind)
     assert (behind.step, behind.certain, behind.may_differ) == (2, False, (0, 2))
     assert behind.sites == (2,)
     assert 1 in ahead.may_differ
