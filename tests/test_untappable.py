@@ -199,8 +199,7 @@ def every_kind_in_vmap(m, x, site):
 
 def every_kind_in_grad(m, x, site):
     zero = m.first.weight.new_zeros(8)
-    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-        return mean(grad(lambda shift: m(x, shift).square().mean())(zero))
+    return mean(grad(lambda shift: m(x, shift).square().mean())(zero))
 
 
 def with_jvp(m, x, site):
@@ -282,6 +281,13 @@ def assert_all_close(found: dict[str, Tensor | None], expected: dict[str, Tensor
     for name, gradient in expected.items():
         error = relative_error(found[name], gradient)
         assert error < 1e-10, f"{where}, {name}: {error:.1e}"
+
+
+@pytest.fixture(autouse=True)
+def attention_with_second_derivatives():
+    """For all threads at once: the choice is the process's."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # which PyTorch's jvp uses, too
