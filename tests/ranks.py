@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from math import inf
+from time import monotonic
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -27,11 +29,10 @@ def run_ranks(
 
 
 def raise_first(results: list[T | BaseException]) -> list[T]:
-    """The results, unless one is an error: then the one that was first, as far as one can see."""
+    """The results, unless some are errors: then the first that was raised."""
     errors = [result for result in results if isinstance(result, BaseException)]
-    causes = [error for error in errors if "imed out" not in str(error)] or errors
-    if causes:
-        raise causes[0]
+    if errors:
+        raise min(errors, key=lambda error: getattr(error, "raised_at", inf))
     return results  # type: ignore[return-value]
 
 
@@ -78,6 +79,7 @@ def _in_threads(
             alive[rank] = groups[rank]()
             results[rank] = body(rank, alive[rank])
         except BaseException as error:
+            error.raised_at = monotonic()  # type: ignore[attr-defined]
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(sites)]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import shutil
+import threading
 from datetime import timedelta
+from functools import partial, wraps
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +19,7 @@ import outergrad as og
 from cases import METHODS, Branches, Case, mlp, pooled, relative_error, rows, run, sequences
 from outergrad._compiled import _node
 from ranks import run_ranks
+from spawned import run_two
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -38,6 +42,35 @@ def fresh_compiler():
     counters.clear()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def one_rank_in_compiled_functions_at_a_time(monkeypatch):
+    """Ranks are threads here, and the graphs of a function stand in one list for all threads.
+
+    A thread that looks for its graph while another one adds to the list may end the process. What
+    is compiled here does not communicate, so nobody waits for a rank that waits for the lock.
+    """
+    lock, compiled_by_torch = threading.RLock(), torch.compile
+
+    def locked(function):
+        @wraps(function)
+        def call(*args, **kwargs):
+            with lock:
+                return function(*args, **kwargs)
+
+        return call
+
+    def compile_(model=None, **options):
+        if model is None:
+            return lambda model: compile_(model, **options)
+        compiled = compiled_by_torch(model, **options)
+        if not isinstance(compiled, nn.Module):
+            return locked(compiled)
+        compiled.forward = locked(compiled.forward)
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_)
 
 
 def before(model, method, group, **options):
@@ -342,27 +375,30 @@ def test_an_optimizer_in_backward():
             assert relative_error(p, q) < 5e-6
 
 
-@pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)])
-@pytest.mark.parametrize("order", ORDERS)
-def test_models_that_were_changed_are_refused(order, method):
-    case = plain()
-
-    def body(rank, group):
-        model = copy.deepcopy(case.model)
-        compiled, session = ORDERS[order](model, method, group, backend=BACKEND)
-        run(compiled, case, case.batches[rank]).backward()
-        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        def train_on(compiled, optimizer):
-            run(compiled, case, case.batches[rank]).backward()
-            optimizer.step()
-
-        with pytest.raises(RuntimeError, match=r"'0.weight' was replaced"):
-            train_on(compiled, optimizer)
+def change_models(method, folder):
+    """What is raised, by the order in which a model was compiled and distributed."""
+    said = {}
+    for name, order in ORDERS.items():
+        case = plain()
+        (x,) = case.batches[dist.get_rank()]
+        compiled, session = order(case.model, method, None, backend=BACKEND)
+        run(compiled, case, (x,)).backward()
+        case.model.load_state_dict(copy.deepcopy(case.model.state_dict()), assign=True)
+        try:
+            run(compiled, case, (x,)).backward()
+            torch.optim.SGD(case.model.parameters(), 0.1).step()
+        except RuntimeError as error:
+            said[name] = str(error)
         session.detach()
+    return said
 
-    on_sites(SITES, body)
+
+@pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)], ids=repr)
+def test_models_that_were_changed_are_refused(method, tmp_path):
+    """A forward tells the other sites of it, so they are processes."""
+    for said in run_two(partial(change_models, method), tmp_path):
+        assert list(said) == list(ORDERS)
+        assert all("'0.weight' was replaced" in reason for reason in said.values())
 
 
 def test_compiled_loops_take_no_notice():
@@ -450,28 +486,32 @@ def test_layers_are_tapped_again_when_factors_pay_again():
     assert counters["stats"]["unique_graphs"] <= 3 * SITES
 
 
-def test_loss_and_step_as_compiled_functions():
-    case = plain()
+def train_by_compiled_functions(folder):
+    torch.manual_seed(0)
+    case, rank = plain(), dist.get_rank()
+    model = copy.deepcopy(case.model)
+    session = og.distribute(model, og.DAD(always=True))
 
-    def body(rank, group):
-        model = copy.deepcopy(case.model)
-        session = og.distribute(model, og.DAD(always=True), group=group)
+    @torch.compile(backend=BACKEND, fullgraph=True)
+    def loss(x):
+        return case.loss(model(x))
 
-        @torch.compile(backend=BACKEND, fullgraph=True)
-        def loss(x):
-            return case.loss(model(x))
+    @torch.compile(backend=BACKEND)
+    def step(x):
+        model.zero_grad()
+        loss(x).backward()
 
-        @torch.compile(backend=BACKEND)
-        def step(x):
-            model.zero_grad()
-            loss(x).backward()
+    for _ in range(STEPS):
+        step(*case.batches[rank])
+    session.detach()
+    return grads(model)
 
-        for _ in range(STEPS):
-            step(*case.batches[rank])
-        session.detach()
-        return grads(model)
 
-    assert_right(on_sites(SITES, body), case)
+def test_loss_and_step_as_compiled_functions(tmp_path):
+    """The step communicates, so its ranks are processes."""
+    found = run_two(train_by_compiled_functions, tmp_path)
+    torch.manual_seed(0)
+    assert_right(found, plain())
 
 
 def test_checkpoint_around_a_compiled_model():
