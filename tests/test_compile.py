@@ -422,6 +422,32 @@ def test_compiled_loops_take_no_notice():
     assert all(map(torch.equal, first, second))
 
 
+def train_locally(folder, *, compiled):
+    torch.manual_seed(0)
+    case, rank = plain(), dist.get_rank()
+    session = og.distribute(case.model, og.LocalSteps(2))
+    optimizer = torch.optim.SGD(case.model.parameters(), 0.1)
+    step = torch.compile(optimizer.step, backend=BACKEND) if compiled else optimizer.step
+    for _ in range(5):
+        optimizer.zero_grad()
+        run(case.model, case, case.batches[rank]).backward()
+        step()
+    exchanges = session.stats().step
+    session.detach()
+    return exchanges, [p.detach() for p in case.model.parameters()]
+
+
+def test_compiled_steps_of_optimizers_are_counted(tmp_path):
+    """They communicate, so the ranks are processes."""
+    (tmp_path / "plain").mkdir()
+    expected = run_two(partial(train_locally, compiled=False), tmp_path / "plain")
+    for found, own in zip(
+        run_two(partial(train_locally, compiled=True), tmp_path), expected, strict=True
+    ):
+        assert found[0] == own[0] > 0
+        torch.testing.assert_close(found[1], own[1])
+
+
 def test_accumulation_evaluation_and_other_batch_sizes():
     case = Case(mlp(6, 7, 5, 4), rows(6, counts=(6, 4)))
 

@@ -7,7 +7,7 @@ threads, and a hook that comes or goes while another thread runs through them wo
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from threading import Lock
 from typing import Any, Protocol
@@ -68,14 +68,22 @@ class _Lookers(_Refs):
 
 
 class _Listeners(_Refs):
-    """Who counts steps."""
+    """Who counts steps; where there is somebody, a graph of torch.compile breaks for it."""
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._refs:
+            _outside_graphs(self._tell_before, optimizer)
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._refs:
+            _outside_graphs(self._tell_after, optimizer)
+
+    def _tell_before(self, optimizer: Optimizer) -> None:
         for r in self._present():
             if (listener := r()) is not None:
                 listener.before_step(optimizer)
 
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _tell_after(self, optimizer: Optimizer) -> None:
         for r in self._present():
             if (listener := r()) is not None:
                 listener.after_step(optimizer)
@@ -86,7 +94,7 @@ class _Listeners(_Refs):
         Only one at a time is held: while it waits for other sites, which may be threads, theirs
         may have to go.
         """
-        return () if not self._refs or _depth() > 1 else self._refs
+        return () if _depth() > 1 else self._refs
 
 
 _LISTENERS, _LOOKERS = _Listeners(), _Lookers()
@@ -103,6 +111,15 @@ def _install() -> None:
 @cache
 def _install_look() -> None:
     register_optimizer_step_pre_hook(_LOOKERS.before_step)
+
+
+def _outside_graphs(tell: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        from outergrad._tracing import step_outside_graphs
+
+        step_outside_graphs(tell, optimizer)
+    else:
+        tell(optimizer)
 
 
 def _depth() -> int:

@@ -25,3 +25,12 @@ def tap_in_graph(y: Tensor, a: Tensor, key: int, slot: int, *params: Tensor) -> 
 def outside_graphs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Calls a forward, which breaks the graph."""
     return forward(*args, **kwargs)
+
+
+@torch.compiler.disable(
+    reason="outergrad counts the steps of optimizers (og.LocalSteps, or replicas that are made "
+    "equal with the optimizers' state), which a graph cannot; compile without fullgraph=True"
+)
+def step_outside_graphs(tell: Callable[[Any], None], optimizer: Any) -> None:
+    """Tells of a step of an optimizer, which breaks the graph."""
+    tell(optimizer)
