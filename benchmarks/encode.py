@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from canonical import median_ms
 
-from outergrad._coding import decode, encode, nbytes, received, tensors
+from outergrad.core.coding import decode, encode, nbytes, received, tensors
 from outergrad.wire import BF16, Int8, TopK
 
 CODECS = (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
-from outergrad._coding import received, sum_dtype
+from outergrad.core.coding import received, sum_dtype
 from outergrad.linalg.outer import stack, weight_gradient
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.training import ADAM_EPS

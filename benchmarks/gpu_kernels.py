@@ -26,7 +26,7 @@ from gpu_common import Columns, Row
 from torch import Tensor
 
 import outergrad as og
-from outergrad._types import Unit
+from outergrad.core.types import Unit
 from outergrad.linalg.outer import weight_gradient
 
 _CACHE_BYTES = 1 << 28

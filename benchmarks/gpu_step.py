@@ -35,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
-from outergrad._protocols import Method
+from outergrad.core.protocols import Method
 
 _EXACT_STEPS = 2
 """Steps before PyTorch's hook begins to compress, the fewest it allows."""

@@ -10,11 +10,11 @@ from outergrad._commit import StepDiscardedError
 from outergrad._drift import DriftError
 from outergrad._lost import SiteLostError
 from outergrad._mishaps import BadStepsError
-from outergrad._protocols import Rule
 from outergrad._session import Session
-from outergrad._types import Call, Factors, Part, Slot
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
+from outergrad.core.protocols import Rule
+from outergrad.core.types import Call, Factors, Part, Slot
 from outergrad.exchange import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
 from outergrad.record.jsonl import JSONL

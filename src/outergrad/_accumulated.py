@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from outergrad._model import Model
-from outergrad._types import Factors, Slot, Unit
+from outergrad.core.model import Model
+from outergrad.core.types import Factors, Slot, Unit
 
 Pays = Callable[[Unit, Sequence[int]], bool]
 """Whether a unit with so many rows per slot (K) should travel as factors."""

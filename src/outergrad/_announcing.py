@@ -8,13 +8,13 @@ import torch
 
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
-from outergrad._blocks import Block
 from outergrad._groups import on_group
-from outergrad._model import Model
-from outergrad._protocols import Comm
 from outergrad._tapped_layer import TappedLayer
-from outergrad._types import Slot
 from outergrad.comm.header import MOST_ROWS, BlockUse, Header, Join, Use
+from outergrad.core.blocks import Block
+from outergrad.core.model import Model
+from outergrad.core.protocols import Comm
+from outergrad.core.types import Slot
 
 
 class Loop(NamedTuple):

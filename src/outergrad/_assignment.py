@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outergrad._protocols import Exchange, Method
-from outergrad._types import Unit
+from outergrad.core.protocols import Exchange, Method
+from outergrad.core.types import Unit
 from outergrad.exchange import Local, PerLayer
 
 

@@ -23,19 +23,19 @@ from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_vie
 from outergrad._local_steps import LocalStepsSession
 from outergrad._options import check_drift, check_settings, time_span
 from outergrad._own_parameters import OwnParameters
-from outergrad._protocols import Comm, Method, Rules
 from outergrad._recorders import Recorders, recorders_of
 from outergrad._session import Session
 from outergrad._settings import Settings
 from outergrad._shards import ShardedSession, Shards, broadcast_shards, is_sharded, look_at
 from outergrad._tapped_layer import TappedLayer
 from outergrad._two_levels import TwoLevelSession
-from outergrad._types import Link
 from outergrad._weighting import Weighting
 from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint
 from outergrad.comm.checksum import combined
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
+from outergrad.core.protocols import Comm, Method, Rules
+from outergrad.core.types import Link
 from outergrad.exchange import DAD, LocalSteps, PerLayer
 from outergrad.layers import RULES
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
-from outergrad._blocks import Block, Replayer, ReplayError, Sent, SentRun
-from outergrad._coding import Codecs
-from outergrad._types import RefusedError
+from outergrad.core.blocks import Block, Replayer, ReplayError, Sent, SentRun
+from outergrad.core.coding import Codecs
+from outergrad.core.types import RefusedError
 from outergrad.linalg.gradients import scaled
 from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
 

@@ -9,9 +9,9 @@ from weakref import ref
 
 from torch import Tensor
 
-from outergrad._blocks import Sent
 from outergrad._node_ref import NodeRef
 from outergrad._tap import NO_TASK, current_task, will_run
+from outergrad.core.blocks import Sent
 from outergrad.replay.run import Shape
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from outergrad._block_tap import TappedBlock
-from outergrad._blocks import Block, Replayer
 from outergrad._class_swap import ClassSwap
-from outergrad._coding import Codecs
 from outergrad._host import Host, is_plain_sequential
-from outergrad._protocols import Exchange
+from outergrad.core.blocks import Block, Replayer
+from outergrad.core.coding import Codecs
+from outergrad.core.protocols import Exchange
 from outergrad.replay.chain import Between, Chain
 from outergrad.replay.find import chains_in, has_hooks
 from outergrad.replay.layer import Layer, is_layer

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._block_message import Blocks, block_gradients
-from outergrad._blocks import Block
-from outergrad._protocols import Comm, FactorsOf
-from outergrad._types import Factors, Gradient, Slot, Unit
 from outergrad.comm.header import Header
 from outergrad.comm.wire import State
+from outergrad.core.blocks import Block
+from outergrad.core.protocols import Comm, FactorsOf
+from outergrad.core.types import Factors, Gradient, Slot, Unit
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.gradients import scaled
 from outergrad.record.gauge import Reading

@@ -9,11 +9,11 @@ from outergrad._commit import Decision
 from outergrad._groups import note_lost, on_group, refuse_lost
 from outergrad._lost import Findings, SiteLostError, find_out, standing_of
 from outergrad._mishaps import Mishaps
-from outergrad._model import Model
-from outergrad._protocols import Comm
 from outergrad._step import SharedStep
-from outergrad._types import ExchangeError
 from outergrad.comm.standing import End
+from outergrad.core.model import Model
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError
 from outergrad.record.stats import Stats
 
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from outergrad._lost import Findings, SiteLostError, find_out, lost_error, standing_of
-from outergrad._protocols import Comm
 from outergrad._tap import current_task
-from outergrad._types import ExchangeError
 from outergrad.comm.standing import End
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError
 
 _MOST_SESSIONS = 64
 

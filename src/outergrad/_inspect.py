@@ -9,17 +9,17 @@ from typing import Any
 from torch import nn
 
 from outergrad._assignment import Assignment
-from outergrad._blocks import Block
 from outergrad._blocks_found import BlockFinder, FoundBlock
 from outergrad._changes import ModelWatch
 from outergrad._claims import is_claimed
-from outergrad._exchanges import Exchanges
 from outergrad._host import Host
 from outergrad._joint import joint_parts
-from outergrad._model import Model
-from outergrad._protocols import Exchange, Rule, Rules
-from outergrad._types import Slot
 from outergrad.comm.header import DTYPES
+from outergrad.core.blocks import Block
+from outergrad.core.exchanges import Exchanges
+from outergrad.core.model import Model
+from outergrad.core.protocols import Exchange, Rule, Rules
+from outergrad.core.types import Slot
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
 

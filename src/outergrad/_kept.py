@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outergrad._accumulated import Earlier, Pays, is_whole, numel_of, rows_of
 from outergrad._calls import accumulate
-from outergrad._model import Model
-from outergrad._types import Factors, Slot, StateDict, Unit
+from outergrad.core.model import Model
+from outergrad.core.types import Factors, Slot, StateDict, Unit
 from outergrad.linalg.gradients import add_gradients
 
 Rows = Mapping[Slot, Sequence[Factors]]

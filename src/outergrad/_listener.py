@@ -11,7 +11,6 @@ from outergrad._announcing import Announcer, Loop
 from outergrad._block_message import Blocks
 from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
-from outergrad._blocks import Block
 from outergrad._cadence import Cadence, KeepingStep, Share
 from outergrad._calls import LocalStep
 from outergrad._giving_up import GivingUp
@@ -21,15 +20,16 @@ from outergrad._joint import JointParts, JointStep, Point, described
 from outergrad._mishaps import Mishaps
 from outergrad._nested import refuse_nested_backward
 from outergrad._plan import Planner
-from outergrad._protocols import Comm
 from outergrad._reporting import Reporter
 from outergrad._settings import Settings
 from outergrad._state import Owner
 from outergrad._step import SharedStep
 from outergrad._tap import WatchedParameter, at_end_of_backward, current_task
 from outergrad._tapped_layer import GraphTaps, TappedLayer
-from outergrad._types import ExchangeError, Factors, Slot, Unit
 from outergrad.comm.header import Join
+from outergrad.core.blocks import Block
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError, Factors, Slot, Unit
 from outergrad.record.stats import Stats
 
 _Step = LocalStep | SharedStep | KeepingStep

@@ -21,12 +21,12 @@ from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointStep
 from outergrad._optimizer_steps import StepCounter, ignore, listen
-from outergrad._protocols import Comm
 from outergrad._session import Session
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
-from outergrad._types import ExchangeError, StateDict
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError, StateDict
 from outergrad.exchange import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
 

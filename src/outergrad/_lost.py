@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from outergrad._protocols import Comm
-from outergrad._types import ExchangeError
 from outergrad.comm.standing import End, Standing
 from outergrad.comm.work import CLOSED, LATE
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError
 
 _SOON_S = 2.0
 _FAREWELL_S = 0.25

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outergrad._protocols import Comm
-from outergrad._types import ExchangeError
+from outergrad.core.protocols import Comm
+from outergrad.core.structure import flattened, rebuilt
+from outergrad.core.types import ExchangeError
 from outergrad.replay.run import DTYPES, told_shape
-from outergrad.replay.structure import flattened, rebuilt
 
 _MOST_TEXT = 1 << 24
 _CHUNK_BYTES = 1 << 26

@@ -8,14 +8,14 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from outergrad._blocks import Block
 from outergrad._bucket import Carried, Load, Sender, copy_scaled
 from outergrad._layout import Layout
-from outergrad._protocols import Exchange
-from outergrad._types import Factors, Part, RefusedError, Slot, tensors_of
 from outergrad.comm.checksum import combined
 from outergrad.comm.header import Header
 from outergrad.comm.wire import Piece, Preamble, State
+from outergrad.core.blocks import Block
+from outergrad.core.protocols import Exchange
+from outergrad.core.types import Factors, Part, RefusedError, Slot, tensors_of
 from outergrad.record.gauge import Reading
 
 _KEPT_LAYOUTS = 256

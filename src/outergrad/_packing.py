@@ -11,15 +11,15 @@ from torch import nn
 
 from outergrad._bucket import Bucket, Load
 from outergrad._dense_bucket import DenseBucket
-from outergrad._exchanges import Exchanges
 from outergrad._factor_bucket import FactorBucket
 from outergrad._message import Cargo
-from outergrad._model import Choice, Model
-from outergrad._protocols import Exchange
 from outergrad._sketch_bucket import SketchBucket
 from outergrad._two_way_bucket import TwoWayBucket
-from outergrad._types import Route, Slot, Unit
-from outergrad.exchange._owners import owners
+from outergrad.core.exchanges import Exchanges
+from outergrad.core.model import Choice, Model
+from outergrad.core.owners import owners
+from outergrad.core.protocols import Exchange
+from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20
 _DENSE_BYTES = 25 << 20

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from outergrad._blocks import UNSENDABLE
 from outergrad._bucket import Load
-from outergrad._exchanges import Exchanges
 from outergrad._foresight import Foresight
-from outergrad._model import Choice, Model
 from outergrad._packing import OF_ROWS, Packer, loads
-from outergrad._types import Route, Slot, Unit
 from outergrad.comm.header import BlockUse, Header
+from outergrad.core.blocks import UNSENDABLE
+from outergrad.core.exchanges import Exchanges
+from outergrad.core.model import Choice, Model
+from outergrad.core.types import Route, Slot, Unit
 
 _WAYS = {
     Route.GATHER: "triplets",

@@ -9,14 +9,14 @@ from outergrad._block_message import Blocks
 from outergrad._calls import Calls, overwrite
 from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
-from outergrad._model import Model
 from outergrad._pooling import Conclusion, Pooling, pool
 from outergrad._rank_reports import Fate, Report, Verdict
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
-from outergrad._types import ExchangeError, Factors, Slot
 from outergrad.comm.header import Header
 from outergrad.comm.torch import TorchComm
+from outergrad.core.model import Model
+from outergrad.core.types import ExchangeError, Factors, Slot
 from outergrad.linalg.outer import stack
 from outergrad.record.gauge import Reading
 

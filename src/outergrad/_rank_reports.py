@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from outergrad._model import Model
-from outergrad._types import ExchangeError
 from outergrad.comm.header import Header
 from outergrad.comm.torch import TorchComm
+from outergrad.core.model import Model
+from outergrad.core.types import ExchangeError
 
 
 class Fate(IntEnum):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outergrad._protocols import Recorder
+from outergrad.core.protocols import Recorder
 from outergrad.record.stats import Stats
 
 Recorders = Recorder | Sequence[Recorder] | None

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from outergrad._bucket import Sender
-from outergrad._exchanges import Exchanges
-from outergrad._model import Model
-from outergrad._protocols import Recorder
 from outergrad._recorders import Client
 from outergrad._version import __version__
 from outergrad.comm.torch import ring_bytes
+from outergrad.core.exchanges import Exchanges
+from outergrad.core.model import Model
+from outergrad.core.protocols import Recorder
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.linalg.inner import inner
 from outergrad.record.ending import Ending

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outergrad._tap import NO_TASK, WatchedParameter
-from outergrad._types import Call, Factors, Slot
+from outergrad.core.types import Call, Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 
 

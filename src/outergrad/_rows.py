@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outergrad._coding import Field, decode, encode
-from outergrad._types import Factors
+from outergrad.core.coding import Field, decode, encode
+from outergrad.core.types import Factors
 
 
 class Rows:

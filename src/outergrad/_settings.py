@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from outergrad._buffers import SharedBuffers
 from outergrad._drift import OnDrift
-from outergrad._protocols import Recorder
 from outergrad._weighting import Weighting
+from outergrad.core.protocols import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from outergrad._inspect import View, inspect, is_local
 from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
-from outergrad._model import Model
 from outergrad._nested import refuse_nested_backward
 from outergrad._optimizer_steps import look_at_steps
 from outergrad._rank_reports import Fate, told_fates
@@ -32,6 +31,7 @@ from outergrad._tap import NO_TASK, at_end_of_backward
 from outergrad._two_levels import LevelsSession
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.header import Header
+from outergrad.core.model import Model
 from outergrad.exchange import PerLayer
 from outergrad.record.gauge import Reading
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad._exchanges import Exchanges
-from outergrad._model import Model
-from outergrad._protocols import Comm
-from outergrad._types import Inheritance, Place, StateDict, Unit, place_name
 from outergrad.comm.agree import agree
+from outergrad.core.exchanges import Exchanges
+from outergrad.core.model import Model
+from outergrad.core.protocols import Comm
+from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 
 VERSION = 2
 _REMEDY = "load on every site what all sites saved after the same step"

@@ -12,20 +12,20 @@ from torch import Tensor
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._block_use import Use
-from outergrad._blocks import Block
 from outergrad._bucket import Bucket, Pending, Result, Sender
 from outergrad._buffers import BufferMessage, SharedBuffers
 from outergrad._calls import Calls
 from outergrad._commit import Ballot, Decision
 from outergrad._joint import JointStep, Point
-from outergrad._model import Choice, Model
 from outergrad._plan import Planner
-from outergrad._protocols import Comm
-from outergrad._types import ExchangeError, Factors, RefusedError, Slot, Unit
 from outergrad._writing import Writer
 from outergrad.comm.header import Header, digest
 from outergrad.comm.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.comm.wire import State
+from outergrad.core.blocks import Block
+from outergrad.core.model import Choice, Model
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot, Unit
 from outergrad.linalg.gradients import scaled
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since, Stats

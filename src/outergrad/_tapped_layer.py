@@ -13,11 +13,11 @@ from outergrad._class_swap import ClassSwap
 from outergrad._compiled import key_of
 from outergrad._live_uses import LiveUses
 from outergrad._own_parameters import OwnParameters
-from outergrad._protocols import Rule
 from outergrad._returned import returned
 from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
-from outergrad._types import Call, Factors, Slot
 from outergrad._untappable import may_be_tapped
+from outergrad.core.protocols import Rule
+from outergrad.core.types import Call, Factors, Slot
 
 
 class LayerSink(Protocol):

@@ -20,10 +20,10 @@ from outergrad._message import (
     read_all,
     sums_of_riders,
 )
-from outergrad._protocols import Merger, Work
-from outergrad._types import ExchangeError, Factors, RefusedError, Slot
 from outergrad.comm.checksum import combined
 from outergrad.comm.wire import Piece, State
+from outergrad.core.protocols import Merger, Work
+from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot
 from outergrad.linalg.gradients import add_gradients
 
 

@@ -13,12 +13,12 @@ from outergrad._groups import end_unfinished, lost_sites_told, on_group
 from outergrad._inspect import View
 from outergrad._made_equal import Replica
 from outergrad._optimizer_steps import SeenOptimizers, ignore, listen
-from outergrad._protocols import Comm
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK, current_task
-from outergrad._types import ExchangeError
 from outergrad._watching import Watching
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError
 
 _REMEDY = {
     "raise": "call session.make_equal() on every site to take site 0's and go on, or pass "

@@ -21,7 +21,7 @@ from outergrad._join import Joining
 from outergrad._optimizer_steps import look_at_steps, look_away
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK, current_task
-from outergrad._types import ExchangeError
+from outergrad.core.types import ExchangeError
 
 
 class Watching(Joining):

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from outergrad._class_swap import ClassSwap
 from outergrad._tap import NO_TASK, current_task
-from outergrad._types import StateDict
 from outergrad._untappable import is_vmapped
+from outergrad.core.types import StateDict
 
 Kind = Literal["sites", "samples"]
 KINDS: tuple[Kind, ...] = ("sites", "samples")

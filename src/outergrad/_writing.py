@@ -9,8 +9,8 @@ from torch import Tensor
 
 from outergrad._bucket import Bucket, Result, Sender
 from outergrad._calls import accumulate, overwrite
-from outergrad._model import Model
 from outergrad._plan import Planner
+from outergrad.core.model import Model
 from outergrad.linalg.gradients import scaled
 
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from outergrad import Slot
 from outergrad._layout import Layout
-from outergrad._types import ExchangeError, RefusedError
 from outergrad.comm.header import DTYPES, Header, Join, Use
 from outergrad.comm.vote import WORDS, Vote
 from outergrad.comm.wire import Piece, Preamble, State
+from outergrad.core.types import ExchangeError, RefusedError
 
 uses = st.builds(Use, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
 headers = st.builds(

@@ -19,7 +19,7 @@ from low_rank import (
     mean_gradients,
     train,
 )
-from outergrad._types import Link, Route, Unit
+from outergrad.core.types import Link, Route, Unit
 from outergrad.wire import BF16, Int8, Plain, TopK
 from ranks import run_on_lasting_groups
 

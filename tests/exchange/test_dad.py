@@ -11,7 +11,7 @@ from torch import nn
 
 import outergrad as og
 from cases import build
-from outergrad._types import Unit
+from outergrad.core.types import Unit
 from ranks import run_on_lasting_groups
 
 LINEAR = Unit((og.Slot("l", "l.weight", 60, 50, bias="l.bias"),), ("l.weight", "l.bias"), 60 * 51)

@@ -21,7 +21,7 @@ from low_rank import (
     total,
     train,
 )
-from outergrad._types import Route, Unit
+from outergrad.core.types import Route, Unit
 from outergrad.linalg.compress import Solver
 from ranks import run_on_lasting_groups
 

@@ -22,8 +22,8 @@ from low_rank import (
     total,
     train,
 )
-from outergrad._types import Link, Route, Unit
-from outergrad.exchange._owners import heaviest_share, owners
+from outergrad.core.owners import heaviest_share, owners
+from outergrad.core.types import Link, Route, Unit
 from outergrad.exchange._reduce import best_way
 from ranks import run_on_lasting_groups, run_ranks
 

@@ -27,9 +27,9 @@ from trials import METHODS, Trial, batch, build
 import outergrad as og
 import outergrad._attach
 from outergrad._groups import on_group
-from outergrad._types import ExchangeError
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.vote import WORDS
+from outergrad.core.types import ExchangeError
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""

@@ -33,7 +33,6 @@ from outergrad._joint import JointStep, Point
 from outergrad._layout import Layout
 from outergrad._message import factors_of, read_all
 from outergrad._rank_reports import Fate, Report, told_words
-from outergrad._types import ExchangeError, Link, RefusedError
 from outergrad.comm import header as headers
 from outergrad.comm import link, wire
 from outergrad.comm.agree import agree
@@ -41,6 +40,7 @@ from outergrad.comm.header import BlockUse, Header, Join, Use
 from outergrad.comm.letters import refuse_compressed
 from outergrad.comm.vote import NOTHING, Verdict, Vote
 from outergrad.comm.wire import Piece, Preamble, State
+from outergrad.core.types import ExchangeError, Link, RefusedError
 from outergrad.linalg.gradients import add_gradients
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.trace import Tracer

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
-from outergrad._types import Call
+from outergrad.core.types import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 

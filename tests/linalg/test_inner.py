@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from outergrad._types import Factors
+from outergrad.core.types import Factors
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values, values_of_rows
 from outergrad.linalg.outer import product_of

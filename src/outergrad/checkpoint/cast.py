@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outergrad._types import StateDict
 from outergrad.checkpoint.choose import Choice
 from outergrad.checkpoint.debts import without_debts
 from outergrad.checkpoint.parts import for_a_new_site
 from outergrad.checkpoint.restored import Restored
+from outergrad.core.types import StateDict
 
 
 @dataclass(frozen=True)

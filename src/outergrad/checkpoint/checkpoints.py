@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from outergrad._groups import end_unfinished
 from outergrad._session import Session
-from outergrad._types import StateDict
 from outergrad.checkpoint.choose import Allowed
 from outergrad.checkpoint.going_on import Found, GoingOn, found_by_all
 from outergrad.checkpoint.keep import Kept
@@ -25,6 +24,7 @@ from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.talk import comm_of, gathered, told_of_lost_sites
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
+from outergrad.core.types import StateDict
 
 _LOG = logging.getLogger("outergrad")
 

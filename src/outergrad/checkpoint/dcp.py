@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from outergrad._local_steps import LocalStepsSession
 from outergrad._session import Session
-from outergrad._types import StateDict
 from outergrad.checkpoint.parts import Part, Parts, for_a_new_site
 from outergrad.checkpoint.random_state import random_state, set_random_state
 from outergrad.checkpoint.talk import packed, unpacked
 from outergrad.comm.agree import agree
+from outergrad.core.types import StateDict
 
 
 class DCPState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outergrad._types import StateDict
+from outergrad.core.types import StateDict
 
 _UNSENT = ("unsent", "unsent_deltas", "unsent_activations")
 

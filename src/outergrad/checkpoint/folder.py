@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from outergrad._types import StateDict
 from outergrad._whole_files import save_whole, sync_folder
 from outergrad.checkpoint.tree import whole
+from outergrad.core.types import StateDict
 
 _SAVE = re.compile(r"step-([0-9]{8,18})-of-([1-9][0-9]{0,5})-([0-9a-f]{6})")
 _SITE = re.compile(r"site-(0|[1-9][0-9]{0,17})\.pt")

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outergrad._protocols import Comm
-from outergrad._types import StateDict
 from outergrad.checkpoint import claims
 from outergrad.checkpoint.cast import Cast
 from outergrad.checkpoint.choose import Allowed, Choice, Overview
@@ -17,6 +15,8 @@ from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.talk import gathered, packed, swapped, unpacked
 from outergrad.checkpoint.unusable import require_nothing
 from outergrad.comm.agree import agree
+from outergrad.core.protocols import Comm
+from outergrad.core.types import StateDict
 
 Read = dict[int, StateDict]
 """What a site has read: states by the number of the site that saved them."""

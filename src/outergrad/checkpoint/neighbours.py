@@ -7,11 +7,11 @@ import os
 import secrets
 from pathlib import Path
 
-from outergrad._protocols import Comm
 from outergrad._whole_files import write_whole
 from outergrad.checkpoint import claims
 from outergrad.checkpoint.talk import gathered
 from outergrad.comm.agree import agree
+from outergrad.core.protocols import Comm
 
 
 def first_of_folder(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad._types import StateDict
+from outergrad.core.types import StateDict
 
 
 class Stateful(Protocol):

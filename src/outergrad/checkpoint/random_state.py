@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from outergrad._types import StateDict
+from outergrad.core.types import StateDict
 
 
 def random_state() -> StateDict:

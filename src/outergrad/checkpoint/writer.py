@@ -8,14 +8,14 @@ from contextlib import suppress
 from operator import index
 from pathlib import Path
 
-from outergrad._protocols import Comm
-from outergrad._types import ExchangeError, StateDict
 from outergrad.checkpoint import claims
 from outergrad.checkpoint import folder as files
 from outergrad.checkpoint.folder import Save
 from outergrad.checkpoint.talk import gathered
 from outergrad.checkpoint.tree import digests, tensors, without
 from outergrad.comm.agree import agree
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError, StateDict
 
 _TOGETHER = "call it on every site, after the same step"
 

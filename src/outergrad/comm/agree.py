@@ -10,10 +10,10 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from outergrad._protocols import Comm
-from outergrad._types import ExchangeError
 from outergrad.comm.course import Course
 from outergrad.comm.torch import TorchComm
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError
 
 _MOST_TEXT = 1 << 24
 _CHUNK_BYTES = 1 << 26

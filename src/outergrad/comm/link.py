@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from outergrad._protocols import Comm
-from outergrad._types import ExchangeError, Link
+from outergrad.core.protocols import Comm
+from outergrad.core.types import ExchangeError, Link
 
 _SMALL_PAIRS = 4
 _LARGE_PAIRS = 2

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad._protocols import Enough
-from outergrad._types import ExchangeError
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
+from outergrad.core.protocols import Enough
+from outergrad.core.types import ExchangeError
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from outergrad._types import ExchangeError
 from outergrad.comm.header import KNOWN, MAGIC, bounded, sum_of_words
+from outergrad.core.types import ExchangeError
 
 NOTHING = -1
 WORDS = 9

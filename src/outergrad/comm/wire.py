@@ -9,8 +9,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from outergrad._coding import Codecs, Field, aligned
-from outergrad._types import RefusedError, Slot
 from outergrad.comm.checksum import checksum
 from outergrad.comm.header import (
     MAGIC,
@@ -22,6 +20,8 @@ from outergrad.comm.header import (
     sum_of_words,
     words_for,
 )
+from outergrad.core.coding import Codecs, Field, aligned
+from outergrad.core.types import RefusedError, Slot
 
 BUFFERS = 1 << 32
 """In place of a bucket's index: the message of the buffers."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from outergrad._types import ExchangeError
 from outergrad.comm.pace import Pace
+from outergrad.core.types import ExchangeError
 
 LATE = "no answer in time"
 CLOSED = "the connection was closed"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Part
+from outergrad.core.types import Factors, Gradient, Part
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import formed, padded, together
 from outergrad.linalg.product import cheapest, unscaled

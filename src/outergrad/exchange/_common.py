@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from outergrad._coding import Codecs, nbytes, stacked
-from outergrad._types import Factors, Slot, Unit
+from outergrad.core.coding import Codecs, nbytes, stacked
+from outergrad.core.types import Factors, Slot, Unit
 
 FLOAT_BYTES = 4
 """Of a number that is not encoded: ways are compared as if all were float32."""

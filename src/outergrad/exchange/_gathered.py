@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outergrad._types import (
+from outergrad.core.types import (
     Factors,
     Gradient,
     Inheritance,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Inheritance, Place, StateDict, place_name
+from outergrad.core.types import Factors, Gradient, Inheritance, Place, StateDict, place_name
 from outergrad.exchange._memory import Memory, compacted
 from outergrad.linalg.outer import product_of, stack
 

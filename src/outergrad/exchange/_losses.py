@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from outergrad._coding import Codecs, received
-from outergrad._types import Factors, Gradient
+from outergrad.core.coding import Codecs, received
+from outergrad.core.types import Factors, Gradient
 from outergrad.exchange._memory import finite_or_none
 from outergrad.linalg.outer import stack
 from outergrad.linalg.small_core import small_core

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outergrad._blocks import Replays
-from outergrad._coding import Codecs, drops
-from outergrad._protocols import Merger, Sketches
-from outergrad._types import (
+from outergrad.core.blocks import Replays
+from outergrad.core.coding import Codecs, drops
+from outergrad.core.owners import heaviest_share
+from outergrad.core.protocols import Merger, Sketches
+from outergrad.core.types import (
     Factors,
     Gradient,
     Inheritance,
@@ -24,7 +25,6 @@ from outergrad.exchange._gathered import Gathered
 from outergrad.exchange._inherit import common_state, inherited, own_state
 from outergrad.exchange._memory import Memories, unsent_of
 from outergrad.exchange._merging import Merging
-from outergrad.exchange._owners import heaviest_share
 from outergrad.exchange._reduce import WAYS, best_way, explained, times
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.exchange._sizes import Sizes, exact_rows

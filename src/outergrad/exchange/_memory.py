@@ -10,7 +10,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Place, Slot
+from outergrad.core.types import Factors, Gradient, Place, Slot
 
 
 @dataclass(frozen=True)

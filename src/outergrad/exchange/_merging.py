@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Slot
+from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.exchange._losses import decoded, loss_of
 from outergrad.exchange._memory import (
     Memories,

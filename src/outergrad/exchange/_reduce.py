@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from outergrad._types import Link, Route
+from outergrad.core.types import Link, Route
 
 _ENOUGH = 1.1
 """A way that takes at most so many times as long as the fastest is as good, if its error is less:

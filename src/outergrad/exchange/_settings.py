@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from outergrad._coding import Codecs, drops
-from outergrad._types import Gradient, Part, Slot
+from outergrad.core.coding import Codecs, drops
+from outergrad.core.types import Gradient, Part, Slot
 from outergrad.linalg.compress import Solver
 
 Reduce = Literal["auto", "gather", "two_way", "all_reduce"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outergrad._coding import Codecs, without_drops
-from outergrad._types import Slot, Unit
+from outergrad.core.coding import Codecs, without_drops
+from outergrad.core.types import Slot, Unit
 from outergrad.exchange._common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
 from outergrad.exchange._settings import LowRankSettings
 

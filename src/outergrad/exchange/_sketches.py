@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outergrad._types import Factors, Gradient, Part, Slot
+from outergrad.core.types import Factors, Gradient, Part, Slot
 from outergrad.exchange._memory import Memories, Memory, compacted, unsent_of
 from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.orthonormal import orthonormal, principal

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outergrad._blocks import Replays
-from outergrad._coding import Codecs
-from outergrad._protocols import Merger, Sketches
-from outergrad._types import Gradient, Inheritance, Link, Slot, StateDict, Unit
+from outergrad.core.blocks import Replays
+from outergrad.core.coding import Codecs
+from outergrad.core.protocols import Merger, Sketches
+from outergrad.core.types import Gradient, Inheritance, Link, Slot, StateDict, Unit
 
 
 class Stateless:

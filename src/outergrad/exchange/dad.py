@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from outergrad._blocks import UNSENDABLE, Replays
-from outergrad._coding import Wire, stacked
-from outergrad._types import Factors, Gradient, Part, Route, Slot, Unit
+from outergrad.core.blocks import UNSENDABLE, Replays
+from outergrad.core.coding import Wire, stacked
+from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.exchange._common import (
     bias_bytes,
     brief,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outergrad._blocks import Replays
-from outergrad._coding import Wire
+from outergrad.core.blocks import Replays
+from outergrad.core.coding import Wire
 from outergrad.exchange._common import brief, require, settle_wire
 from outergrad.exchange.dad import DAD, DADExchange
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from outergrad._protocols import Method
+from outergrad.core.protocols import Method
 from outergrad.exchange._common import require
 from outergrad.exchange.dense import Dense
 from outergrad.exchange.per_layer import PerLayer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from outergrad._protocols import Method
+from outergrad.core.protocols import Method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad._coding import Wire, drops, stacked
+from outergrad.core.coding import Wire, drops, stacked
 from outergrad.exchange._common import brief, require, settle_wire
 from outergrad.exchange._low_rank import LowRankExchange
 from outergrad.exchange._settings import LowRankSettings

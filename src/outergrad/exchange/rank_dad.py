@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from outergrad._coding import Wire, drops, stacked
+from outergrad.core.coding import Wire, drops, stacked
 from outergrad.exchange._common import brief, require, settle_wire
 from outergrad.exchange._low_rank import LowRankExchange
 from outergrad.exchange._settings import Feedback, LowRankSettings, Reduce

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad._session import Session
-from outergrad._types import StateDict
 from outergrad.comm.agree import agree
 from outergrad.comm.torch import TorchComm
+from outergrad.core.types import StateDict
 
 
 class Stateful(Protocol):

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from outergrad._attach import distribute as distribute_model
-from outergrad._protocols import Method, Rules
 from outergrad._recorders import Recorders
 from outergrad._session import Session
-from outergrad._types import StateDict
 from outergrad._whole_files import save_whole
+from outergrad.core.protocols import Method, Rules
+from outergrad.core.types import StateDict
 from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import Found, find, resume, site_state
 from outergrad.layers import RULES

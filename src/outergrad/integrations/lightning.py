@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from outergrad._attach import distribute
-from outergrad._protocols import Method, Rules
 from outergrad._recorders import Recorders
 from outergrad._session import Session
-from outergrad._types import StateDict
+from outergrad.core.protocols import Method, Rules
+from outergrad.core.types import StateDict
 from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import Found, agree_on, find, resume, site_state
 from outergrad.layers import RULES

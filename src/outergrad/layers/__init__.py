@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from outergrad._protocols import Rule, Rules
+from outergrad.core.protocols import Rule, Rules
 from outergrad.layers.attention import MultiheadAttentionRule
 from outergrad.layers.cells import GRUCellRule, LSTMCellRule, RNNCellRule
 from outergrad.layers.conv import ConvRule

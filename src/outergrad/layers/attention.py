@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outergrad._protocols import TapFn
-from outergrad._types import Call, Factors, Slot
+from outergrad.core.protocols import TapFn
+from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import detached, is_plain, join
 from outergrad.layers.linear import linear_factors, tapped_linear
 

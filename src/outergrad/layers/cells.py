@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outergrad._protocols import TapFn
-from outergrad._types import Call, Factors, Slot
+from outergrad.core.protocols import TapFn
+from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import is_plain, join
 from outergrad.layers.linear import linear_factors, tapped_linear
 

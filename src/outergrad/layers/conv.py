@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outergrad._protocols import TapFn
-from outergrad._types import Call, Factors, Slot
+from outergrad.core.protocols import TapFn
+from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import detached, is_plain, join
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors
+from outergrad.core.types import Factors
 from outergrad.linalg.probe import gaussian_probe
 
 _RANK_TOLERANCE = 1e-10

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient
+from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import added, shape_of
 from outergrad.linalg.power import POWER_ITERATIONS, power_iteration

@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Slot
+from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.outer import bias_gradient, lookup_gradient, stack, weight_gradient
 
 

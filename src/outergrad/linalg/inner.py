@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient
+from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.outer import formed, stack, widened
 
 _FEW = 256

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outergrad._types import Factors
+from outergrad.core.types import Factors
 
 _NOISE = 32
 """Singular values below this many roundings of the largest are zero: products of up to some ten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outergrad._types import Factors
+from outergrad.core.types import Factors
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import stack, widened
 from outergrad.linalg.small_core import small_core

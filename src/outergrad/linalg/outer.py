@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Slot
+from outergrad.core.types import Factors, Gradient, Slot
 
 _SMALL = 1 << 14
 """Products of at most this many elements are summed in float64, which costs them nothing: a

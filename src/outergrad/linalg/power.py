@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from outergrad._types import Gradient
+from outergrad.core.types import Gradient
 from outergrad.linalg.low_rank import LowRank, is_noise
 from outergrad.linalg.probe import gaussian_probe
 from outergrad.linalg.product import Product, cheapest, product

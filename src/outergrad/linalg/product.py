@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from outergrad._types import Gradient
+from outergrad.core.types import Gradient
 from outergrad.linalg.outer import widened
 
 _SAFE = (2.0**-24, 2.0**16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors
+from outergrad.core.types import Factors
 from outergrad.linalg.outer import stack
 from outergrad.linalg.product import cheapest, product
 

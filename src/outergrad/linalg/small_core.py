@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outergrad._types import Gradient
+from outergrad.core.types import Gradient
 from outergrad.linalg.low_rank import LowRank, truncate
 from outergrad.linalg.product import Product, product
 

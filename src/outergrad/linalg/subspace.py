@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient
+from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.probe import gaussian_probe

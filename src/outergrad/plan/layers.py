@@ -13,8 +13,8 @@ from torch import nn
 import outergrad as og
 from outergrad._inspect import Layer as TappableLayer
 from outergrad._inspect import View, inspect
-from outergrad._protocols import Method
-from outergrad._types import Slot
+from outergrad.core.protocols import Method
+from outergrad.core.types import Slot
 from outergrad.record.stats import LayerStats
 
 _MARKS = {"factors": "f", "low rank": "l", "replayed": "r", "dense": ""}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outergrad._types import Link as SettledLink
 from outergrad.bench.links import Link
 from outergrad.bench.traffic import HEADER_BYTES
+from outergrad.core.types import Link as SettledLink
 from outergrad.plan.trace import Kind, Started, Trace
 
 SEGMENT_BYTES = 1448

@@ -11,8 +11,8 @@ from torch.optim import SGD
 
 import outergrad as og
 from outergrad._attach import attach
-from outergrad._protocols import Method
 from outergrad.bench.links import Link
+from outergrad.core.protocols import Method
 from outergrad.plan.link_time import as_settled, step_seconds, wire_bytes
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.subject import Subject

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad._protocols import Enough
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.wire import as_from
+from outergrad.core.protocols import Enough
 from outergrad.plan.trace import Kind, Tracer
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outergrad._types import Factors, Part, Slot
+from outergrad.core.types import Factors, Part, Slot
 from outergrad.exchange.dad import DAD, DADExchange
 from outergrad.linalg.outer import row_sum
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import outergrad as og
-from outergrad._protocols import Method, Recorder
+from outergrad.core.protocols import Method, Recorder
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.first_rows import FirstRows
 from outergrad.recipes.replica import Replica

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from outergrad._protocols import Exchange
-from outergrad._types import Slot, Unit
+from outergrad.core.protocols import Exchange
+from outergrad.core.types import Slot, Unit
 
 _OWN_GRADIENT = "this site's gradient"
 _MEAN_GRADIENT = "the mean gradient"

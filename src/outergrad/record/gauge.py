@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient, Part, Place, Slot
+from outergrad.core.types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
 from outergrad.linalg.outer import stack

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from outergrad._types import Factors, Gradient
+from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import values_of_rows
 from outergrad.linalg.outer import stack, widened

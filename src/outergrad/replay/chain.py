@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from outergrad._blocks import ReplayError, Sent, SentRun, Traced
+from outergrad.core.blocks import ReplayError, Sent, SentRun, Traced
 from outergrad.replay.autocast import autocast_as, autocast_now
 from outergrad.replay.compare import Comparison
 from outergrad.replay.find import has_hooks, keeps_rows_apart

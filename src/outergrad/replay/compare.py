@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outergrad._blocks import ReplayError
+from outergrad.core.blocks import ReplayError
 from outergrad.replay.fingerprint import is_like
 
 

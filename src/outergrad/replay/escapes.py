@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outergrad.replay.structure import exchanged, flattened
+from outergrad.core.structure import exchanged, flattened
 
 
 class Escapes:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outergrad._blocks import ReplayError, Sent, SentRun, Traced
+from outergrad.core.blocks import ReplayError, Sent, SentRun, Traced
+from outergrad.core.structure import exchanged, flattened, rebuilt
 from outergrad.replay.autocast import autocast_as, autocast_now
 from outergrad.replay.compare import Comparison, failures_told
 from outergrad.replay.escapes import Escapes
@@ -18,7 +19,6 @@ from outergrad.replay.forward import Forward, other_tensors
 from outergrad.replay.modes import modes_as, modes_now
 from outergrad.replay.run import DTYPES
 from outergrad.replay.streams import recorded, replayed
-from outergrad.replay.structure import exchanged, flattened, rebuilt
 from outergrad.replay.sums import summed
 from outergrad.replay.unchanged import unchanged
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outergrad._coding import Codecs, Field, aligned, decode, encode
+from outergrad.core.coding import Codecs, Field, aligned, decode, encode
 from outergrad.wire import Plain
 
 DTYPES = (

@@ -14,8 +14,8 @@ from torch.optim import Adam
 
 import outergrad as og
 from outergrad._attach import attach
-from outergrad._types import Factors, Part, place_name
 from outergrad.bench.links import Link
+from outergrad.core.types import Factors, Part, place_name
 from outergrad.exchange.dad import DADExchange
 from outergrad.plan.link_time import as_settled
 from outergrad.plan.mirror import MirrorComm

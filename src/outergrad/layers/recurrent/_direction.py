@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outergrad._protocols import TapFn
+from outergrad.core.protocols import TapFn
 from outergrad.layers.recurrent._sequences import States
 from outergrad.layers.recurrent._steps import Steps
 from outergrad.layers.recurrent._walk import Known

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from outergrad._protocols import TapFn
-from outergrad._types import Call, Factors, Slot
+from outergrad.core.protocols import TapFn
+from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import is_plain, join
 from outergrad.layers.linear import linear_factors
 from outergrad.layers.recurrent._direction import Direction, parts_of

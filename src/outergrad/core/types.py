@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from outergrad._blocks import Block
+from outergrad.core.blocks import Block
 
 Rows = tuple[int, int]
 Place = tuple[str, Rows | None]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from outergrad._blocks import Block
-from outergrad._types import Route, Slot, Unit
+from outergrad.core.blocks import Block
+from outergrad.core.types import Route, Slot, Unit
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outergrad._blocks import Replays
-from outergrad._types import (
+from outergrad.core.blocks import Replays
+from outergrad.core.types import (
     Call,
     Factors,
     Gradient,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outergrad._protocols import Exchange
-from outergrad._types import Inheritance, StateDict, Unit
+from outergrad.core.protocols import Exchange
+from outergrad.core.types import Inheritance, StateDict, Unit
 
 
 class Exchanges:

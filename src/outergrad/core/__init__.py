@@ -1,0 +1,1 @@
+"""The nouns of outergrad and the protocols between its rooms: no behaviour."""
