@@ -18,7 +18,7 @@ from compiled import Side
 
 from outergrad import _step
 from outergrad._commit import Ballot, Decision
-from outergrad.comm.wire import State
+from outergrad.messages.wire import State
 from outergrad.recipes.launch import run_sites
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import Boom
-from outergrad.comm.wire import Preamble
+from outergrad.messages.wire import Preamble
 from ranks import run_on_lasting_groups, run_ranks
 
 SITES = 3

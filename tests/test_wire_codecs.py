@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import outergrad as og
-from outergrad._layout import Layout
-from outergrad.comm.header import DTYPES
-from outergrad.comm.wire import Piece
 from outergrad.core.coding import encode, nbytes, received, tensors
+from outergrad.messages.header import DTYPES
+from outergrad.messages.layout import Layout
+from outergrad.messages.wire import Piece
 from outergrad.wire import BF16, Int8, TopK
 
 CODECS: dict[str, tuple[Any, ...]] = {

@@ -10,11 +10,11 @@ from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._groups import on_group
 from outergrad._tapped_layer import TappedLayer
-from outergrad.comm.header import MOST_ROWS, BlockUse, Header, Join, Use
 from outergrad.core.blocks import Block
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import Slot
+from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, Use
 
 
 class Loop(NamedTuple):

@@ -31,13 +31,13 @@ from outergrad._tapped_layer import TappedLayer
 from outergrad._two_levels import TwoLevelSession
 from outergrad._weighting import Weighting
 from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint
-from outergrad.comm.checksum import combined
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
 from outergrad.core.protocols import Comm, Method, Rules
 from outergrad.core.types import Link
 from outergrad.exchange import DAD, LocalSteps, PerLayer
 from outergrad.layers import RULES
+from outergrad.messages.checksum import combined
 
 
 def distribute(

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._block_message import Blocks, block_gradients
-from outergrad.comm.header import Header
-from outergrad.comm.wire import State
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Comm, FactorsOf
 from outergrad.core.types import Factors, Gradient, Slot, Unit
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.gradients import scaled
+from outergrad.messages.header import Header
+from outergrad.messages.wire import State
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats
 

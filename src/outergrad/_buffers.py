@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Sender
-from outergrad.comm.checksum import combined
-from outergrad.comm.header import Header, Join
-from outergrad.comm.wire import BUFFERS, Preamble
 from outergrad.core.protocols import Work
+from outergrad.messages.checksum import combined
+from outergrad.messages.header import Header, Join
+from outergrad.messages.wire import BUFFERS, Preamble
 
 Kind = Literal["broadcast", "mean", "local"]
 KINDS: tuple[Kind, ...] = ("broadcast", "mean", "local")

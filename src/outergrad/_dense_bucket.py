@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender, copy_scaled
-from outergrad.comm.checksum import checksum
 from outergrad.comm.torch import ring_bytes
-from outergrad.comm.wire import State
 from outergrad.core.protocols import Work
 from outergrad.linalg.finite import is_finite
+from outergrad.messages.checksum import checksum
+from outergrad.messages.wire import State
 
 
 class DenseBucket:

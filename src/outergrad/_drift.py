@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outergrad.comm.checksum import checksum, combined
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
+from outergrad.messages.checksum import checksum, combined
 
 OnDrift = Literal["raise", "warn", "mend"]
 ON_DRIFT: tuple[OnDrift, ...] = ("raise", "warn", "mend")

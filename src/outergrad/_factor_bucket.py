@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Pending, Result, Sender
-from outergrad._layout import Layout
 from outergrad._message import Cargo, book_received, digest_of, factors_of, read_all, sums_of_riders
-from outergrad.comm.wire import Preamble, State
 from outergrad.core.protocols import Work
 from outergrad.core.types import Factors
 from outergrad.linalg.gradients import add_gradients
+from outergrad.messages.layout import Layout
+from outergrad.messages.wire import Preamble, State
 
 
 class FactorBucket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from outergrad.comm.header import Header
+from outergrad.messages.header import Header
 
 Facts = Callable[[Sequence[Header]], Hashable]
 """What the plan of a step and its messages' lengths follow from."""

@@ -14,7 +14,6 @@ from outergrad._changes import ModelWatch
 from outergrad._claims import is_claimed
 from outergrad._host import Host
 from outergrad._joint import joint_parts
-from outergrad.comm.header import DTYPES
 from outergrad.core.blocks import Block
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Model
@@ -22,6 +21,7 @@ from outergrad.core.protocols import Exchange, Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
+from outergrad.messages.header import DTYPES
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 _PLAIN = "a plain parameter"

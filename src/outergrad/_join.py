@@ -23,8 +23,8 @@ from outergrad._loop_watch import LoopWatch
 from outergrad._made_equal import Replica
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
-from outergrad.comm.header import Header, Join
 from outergrad.core.types import ExchangeError
+from outergrad.messages.header import Header, Join
 
 _NOTHING_EARLIER = Earlier({}, {})
 

@@ -18,11 +18,11 @@ from outergrad._class_swap import ClassSwap
 from outergrad._tap import DeltaTap, will_run
 from outergrad._untappable import is_transformed
 from outergrad.comm.agree import fingerprint
-from outergrad.comm.checksum import combined
-from outergrad.comm.header import Header
-from outergrad.comm.wire import DELTAS, Preamble, State
 from outergrad.core.protocols import Comm
 from outergrad.core.structure import flattened, rebuilt
+from outergrad.messages.checksum import combined
+from outergrad.messages.header import Header
+from outergrad.messages.wire import DELTAS, Preamble, State
 
 _START = Preamble.nbytes(0, 0)
 _LANE = 1

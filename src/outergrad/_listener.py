@@ -26,10 +26,10 @@ from outergrad._state import Owner
 from outergrad._step import SharedStep
 from outergrad._tap import WatchedParameter, at_end_of_backward, current_task
 from outergrad._tapped_layer import GraphTaps, TappedLayer
-from outergrad.comm.header import Join
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, Factors, Slot, Unit
+from outergrad.messages.header import Join
 from outergrad.record.stats import Stats
 
 _Step = LocalStep | SharedStep | KeepingStep

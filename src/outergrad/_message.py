@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Carried, Load, Sender, copy_scaled
-from outergrad._layout import Layout
-from outergrad.comm.checksum import combined
-from outergrad.comm.header import Header
-from outergrad.comm.wire import Piece, Preamble, State
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Exchange
 from outergrad.core.types import Factors, Part, RefusedError, Slot, tensors_of
+from outergrad.messages.checksum import combined
+from outergrad.messages.header import Header
+from outergrad.messages.layout import Layout
+from outergrad.messages.wire import Piece, Preamble, State
 from outergrad.record.gauge import Reading
 
 _KEPT_LAYOUTS = 256

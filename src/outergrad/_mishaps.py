@@ -9,9 +9,9 @@ from torch import nn
 
 from outergrad._commit import Decision
 from outergrad._lost import SiteLostError
-from outergrad.comm.vote import NOTHING, Verdict, Vote
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
+from outergrad.messages.vote import NOTHING, Verdict, Vote
 
 _DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED, Verdict.CHANGED)
 _WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}

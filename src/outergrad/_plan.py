@@ -10,11 +10,11 @@ import torch
 from outergrad._bucket import Load
 from outergrad._foresight import Foresight
 from outergrad._packing import OF_ROWS, Packer, loads
-from outergrad.comm.header import BlockUse, Header
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Choice, Model
 from outergrad.core.types import Route, Slot, Unit
+from outergrad.messages.header import BlockUse, Header
 
 _WAYS = {
     Route.GATHER: "triplets",

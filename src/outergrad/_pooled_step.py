@@ -13,11 +13,11 @@ from outergrad._pooling import Conclusion, Pooling, pool
 from outergrad._rank_reports import Fate, Report, Verdict
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
-from outergrad.comm.header import Header
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model
 from outergrad.core.types import ExchangeError, Factors, Slot
 from outergrad.linalg.outer import stack
+from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from outergrad._bucket import copy_scaled
-from outergrad._layout import Layout
 from outergrad._message import sums_of_riders
 from outergrad._rank_reports import Fate, Report, Verdict, fate_of, told_words
-from outergrad.comm.header import Use
 from outergrad.comm.torch import TorchComm
-from outergrad.comm.wire import Piece
 from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners
 from outergrad.core.types import ExchangeError, Factors, Slot, Unit
+from outergrad.messages.header import Use
+from outergrad.messages.layout import Layout
+from outergrad.messages.wire import Piece
 
 _MOST_TEXT = 1 << 24
 _LEAST_BYTES = 16

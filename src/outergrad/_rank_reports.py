@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from outergrad.comm.header import Header
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model
 from outergrad.core.types import ExchangeError
+from outergrad.messages.header import Header
 
 
 class Fate(IntEnum):

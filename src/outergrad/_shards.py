@@ -30,9 +30,9 @@ from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK, at_end_of_backward
 from outergrad._two_levels import LevelsSession
 from outergrad.comm.agree import broadcast_all
-from outergrad.comm.header import Header
 from outergrad.core.model import Model
 from outergrad.exchange import PerLayer
+from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading
 
 _NOTHING_EARLIER = Earlier({}, {})

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._bucket import Carried, Load, Pending, Result, Sender, copy_scaled
-from outergrad.comm.checksum import checksum
 from outergrad.comm.torch import ring_bytes
-from outergrad.comm.wire import State
 from outergrad.core.coding import sum_dtype
 from outergrad.core.protocols import Comm, Exchange, Work
 from outergrad.core.types import Factors, Gradient, Slot, tensors_of
 from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum
+from outergrad.messages.checksum import checksum
+from outergrad.messages.wire import State
 
 
 class SketchBucket(Carried):

@@ -19,14 +19,14 @@ from outergrad._commit import Ballot, Decision
 from outergrad._joint import JointStep, Point
 from outergrad._plan import Planner
 from outergrad._writing import Writer
-from outergrad.comm.header import Header, digest
-from outergrad.comm.vote import MEAN_DELTAS, Subjects, Verdict
-from outergrad.comm.wire import State
 from outergrad.core.blocks import Block
 from outergrad.core.model import Choice, Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot, Unit
 from outergrad.linalg.gradients import scaled
+from outergrad.messages.header import Header, digest
+from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
+from outergrad.messages.wire import State
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since, Stats
 

@@ -24,8 +24,8 @@ from outergrad._settings import Settings
 from outergrad._state import resumed
 from outergrad._step import SharedStep
 from outergrad._tap import NO_TASK
-from outergrad.comm.header import Header
 from outergrad.core.types import ExchangeError, StateDict
+from outergrad.messages.header import Header
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.record.stats import Stats
 

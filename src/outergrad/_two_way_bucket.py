@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from outergrad._bucket import Pending, Result, Sender
-from outergrad._layout import Layout
 from outergrad._message import (
     Cargo,
     book,
@@ -20,11 +19,12 @@ from outergrad._message import (
     read_all,
     sums_of_riders,
 )
-from outergrad.comm.checksum import combined
-from outergrad.comm.wire import Piece, State
 from outergrad.core.protocols import Merger, Work
 from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot
 from outergrad.linalg.gradients import add_gradients
+from outergrad.messages.checksum import combined
+from outergrad.messages.layout import Layout
+from outergrad.messages.wire import Piece, State
 
 
 class TwoWayBucket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outergrad.comm.checksum import checksum, combined
+from outergrad.messages.checksum import checksum, combined
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 65, 512, 1037])

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outergrad import Slot
-from outergrad._layout import Layout
-from outergrad.comm.header import DTYPES, Header, Join, Use
-from outergrad.comm.vote import WORDS, Vote
-from outergrad.comm.wire import Piece, Preamble, State
 from outergrad.core.types import ExchangeError, RefusedError
+from outergrad.messages.header import DTYPES, Header, Join, Use
+from outergrad.messages.layout import Layout
+from outergrad.messages.vote import WORDS, Vote
+from outergrad.messages.wire import Piece, Preamble, State
 
 uses = st.builds(Use, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
 headers = st.builds(

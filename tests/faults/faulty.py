@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.comm.torch import TorchComm
-from outergrad.comm.vote import WORDS
+from outergrad.messages.vote import WORDS
 
 Change = Callable[[int, int, list[Tensor]], None]
 """Is given a site, the number of a message that reached it, and its parts by sender; or a sum."""

@@ -28,8 +28,8 @@ import outergrad as og
 import outergrad._attach
 from outergrad._groups import on_group
 from outergrad.comm.torch import TorchComm
-from outergrad.comm.vote import WORDS
 from outergrad.core.types import ExchangeError
+from outergrad.messages.vote import WORDS
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import mlp
-from outergrad.comm import header, wire
-from outergrad.comm.header import KNOWN
+from outergrad.messages import header, wire
+from outergrad.messages.header import KNOWN
 from ranks import run_on_lasting_groups, run_ranks
 
 STEPS, DAMAGED = 6, 3

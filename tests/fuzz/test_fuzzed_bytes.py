@@ -30,18 +30,19 @@ from outergrad._attach import attach
 from outergrad._bucket import Sender
 from outergrad._buffers import SharedBuffers
 from outergrad._joint import JointStep, Point
-from outergrad._layout import Layout
 from outergrad._message import factors_of, read_all
 from outergrad._rank_reports import Fate, Report, told_words
-from outergrad.comm import header as headers
-from outergrad.comm import link, wire
+from outergrad.comm import link
 from outergrad.comm.agree import agree
-from outergrad.comm.header import BlockUse, Header, Join, Use
 from outergrad.comm.letters import refuse_compressed
-from outergrad.comm.vote import NOTHING, Verdict, Vote
-from outergrad.comm.wire import Piece, Preamble, State
 from outergrad.core.types import ExchangeError, Link, RefusedError
 from outergrad.linalg.gradients import add_gradients
+from outergrad.messages import header as headers
+from outergrad.messages import wire
+from outergrad.messages.header import BlockUse, Header, Join, Use
+from outergrad.messages.layout import Layout
+from outergrad.messages.vote import NOTHING, Verdict, Vote
+from outergrad.messages.wire import Piece, Preamble, State
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.trace import Tracer
 from outergrad.wire import BF16, Int8, TopK

@@ -10,10 +10,10 @@ import torch
 
 import outergrad as og
 from outergrad._attach import attach
-from outergrad.comm.header import Header, Use
 from outergrad.comm.torch import TorchComm
-from outergrad.comm.wire import Preamble, State, as_from
 from outergrad.core.types import Link
+from outergrad.messages.header import Header, Use
+from outergrad.messages.wire import Preamble, State, as_from
 from outergrad.plan.measure import is_exact
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.trace import Awaited, Started, Tracer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.torch import ring_bytes
-from outergrad.comm.wire import as_from
 from outergrad.core.protocols import Enough
+from outergrad.messages.wire import as_from
 from outergrad.plan.trace import Kind, Tracer
 
 

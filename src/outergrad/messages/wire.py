@@ -9,8 +9,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from outergrad.comm.checksum import checksum
-from outergrad.comm.header import (
+from outergrad.core.coding import Codecs, Field, aligned
+from outergrad.core.types import RefusedError, Slot
+from outergrad.messages.checksum import checksum
+from outergrad.messages.header import (
     MAGIC,
     MOST_ROWS,
     RANK,
@@ -20,8 +22,6 @@ from outergrad.comm.header import (
     sum_of_words,
     words_for,
 )
-from outergrad.core.coding import Codecs, Field, aligned
-from outergrad.core.types import RefusedError, Slot
 
 BUFFERS = 1 << 32
 """In place of a bucket's index: the message of the buffers."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from outergrad.comm.header import KNOWN, MAGIC, bounded, sum_of_words
 from outergrad.core.types import ExchangeError
+from outergrad.messages.header import KNOWN, MAGIC, bounded, sum_of_words
 
 NOTHING = -1
 WORDS = 9

@@ -11,8 +11,8 @@ from enum import IntEnum
 
 import torch
 
-from outergrad.comm.checksum import combined
 from outergrad.core.types import ExchangeError
+from outergrad.messages.checksum import combined
 
 MAGIC = 0x6F757465726704  # "outerg", version 4 of the format
 _FIXED_WORDS = 64

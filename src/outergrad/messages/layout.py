@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outergrad._rows import Rows
-from outergrad.comm.wire import Piece
 from outergrad.core.coding import aligned
 from outergrad.core.types import Factors, Slot
+from outergrad.messages.rows import Rows
+from outergrad.messages.wire import Piece
 
 
 class Layout:

@@ -1,0 +1,1 @@
+"""What bytes mean: headers, layouts of rows, votes, checksums."""
