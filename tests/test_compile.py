@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Branches, Case, mlp, pooled, relative_error, rows, run, sequences
-from outergrad._compiled import _node
+from outergrad.capture.compiled import _node
 from ranks import run_ranks
 from spawned import run_two
 
@@ -681,7 +681,9 @@ def test_a_compiled_graph_is_one_node_that_its_forward_knows(monkeypatch):
     known = []
 
     def body(compiled, model, session):
-        monkeypatch.setattr("outergrad._compiled._node", lambda: known.append(_node()) or known[-1])
+        monkeypatch.setattr(
+            "outergrad.capture.compiled._node", lambda: known.append(_node()) or known[-1]
+        )
         y = compiled(X)
         assert len(known) == 2
         assert all(node is y.grad_fn for node in known)

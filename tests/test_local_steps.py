@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 
 import outergrad as og
 from cases import Events, mlp, relative_error
-from outergrad._optimizer_steps import StepCounter
+from outergrad.capture.optimizer_steps import StepCounter
 from ranks import run_on_lasting_groups, try_ranks
 
 FULL_RANK = {

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import outergrad as og
-from outergrad import _live_uses
-from outergrad._node_ref import NodeRef
+from outergrad.capture import live_uses as _live_uses
+from outergrad.capture.node_ref import NodeRef
 from ranks import run_ranks
 
 

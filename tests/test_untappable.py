@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import outergrad as og
 from cases import relative_error
 from meshes import run_mesh
-from outergrad import _untappable
+from outergrad.capture import untappable as _untappable
 from ranks import run_on_lasting_groups
 
 SITES, STEPS = 2, 3

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import outergrad as og
 from loops import METHODS, assert_close, batch, loss_of, net, pooled
-from outergrad._weighting import Weighting
+from outergrad.capture.weighting import Weighting
 from ranks import run_on_lasting_groups
 
 pytestmark = pytest.mark.usefixtures("large_matrices")

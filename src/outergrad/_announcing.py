@@ -9,7 +9,7 @@ import torch
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._groups import on_group
-from outergrad._tapped_layer import TappedLayer
+from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outergrad import _buffers, _drift, _weighting
+from outergrad import _buffers, _drift
 from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
 from outergrad._buffers import SharedBuffers
@@ -22,14 +22,15 @@ from outergrad._inspect import View, inspect
 from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_view
 from outergrad._local_steps import LocalStepsSession
 from outergrad._options import check_drift, check_settings, time_span
-from outergrad._own_parameters import OwnParameters
 from outergrad._recorders import Recorders, recorders_of
 from outergrad._session import Session
 from outergrad._settings import Settings
 from outergrad._shards import ShardedSession, Shards, broadcast_shards, is_sharded, look_at
-from outergrad._tapped_layer import TappedLayer
 from outergrad._two_levels import TwoLevelSession
-from outergrad._weighting import Weighting
+from outergrad.capture import weighting as _weighting
+from outergrad.capture.own_parameters import OwnParameters
+from outergrad.capture.tapped_layer import TappedLayer
+from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from outergrad._block_use import Following, Use, use_of
-from outergrad._class_swap import ClassSwap
-from outergrad._node_ref import NodeRef
-from outergrad._own_parameters import OwnParameters
-from outergrad._returned import is_wanted
-from outergrad._tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
 from outergrad._unrepeated import unrepeated
-from outergrad._untappable import may_be_tapped
+from outergrad.capture.class_swap import ClassSwap
+from outergrad.capture.node_ref import NodeRef
+from outergrad.capture.own_parameters import OwnParameters
+from outergrad.capture.returned import is_wanted
+from outergrad.capture.tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
+from outergrad.capture.untappable import may_be_tapped
 from outergrad.core.blocks import UNSENDABLE, Block, Replayer, ReplayError, Sent, SentRun
 from outergrad.core.coding import Codecs
 from outergrad.core.types import RefusedError

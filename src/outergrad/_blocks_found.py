@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from outergrad._block_tap import TappedBlock
-from outergrad._class_swap import ClassSwap
 from outergrad._host import Host, is_plain_sequential
+from outergrad.capture.class_swap import ClassSwap
 from outergrad.core.blocks import Block, Replayer
 from outergrad.core.coding import Codecs
 from outergrad.core.protocols import Exchange

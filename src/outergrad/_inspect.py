@@ -10,10 +10,10 @@ from torch import nn
 
 from outergrad._assignment import Assignment
 from outergrad._blocks_found import BlockFinder, FoundBlock
-from outergrad._changes import ModelWatch
-from outergrad._claims import is_claimed
 from outergrad._host import Host
 from outergrad._joint import joint_parts
+from outergrad.capture.changes import ModelWatch
+from outergrad.capture.claims import is_claimed
 from outergrad.core.blocks import Block
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Model

@@ -19,10 +19,10 @@ from outergrad._commit import StepDiscardedError
 from outergrad._groups import end_unfinished, on_group
 from outergrad._joint import JointStep
 from outergrad._listener import Listener
-from outergrad._loop_watch import LoopWatch
 from outergrad._made_equal import Replica
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK
+from outergrad.capture.loop_watch import LoopWatch
+from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError
 from outergrad.messages.header import Header, Join
 

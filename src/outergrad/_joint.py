@@ -14,9 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from outergrad._class_swap import ClassSwap
-from outergrad._tap import DeltaTap, will_run
-from outergrad._untappable import is_transformed
+from outergrad.capture.class_swap import ClassSwap
+from outergrad.capture.tap import DeltaTap, will_run
+from outergrad.capture.untappable import is_transformed
 from outergrad.comm.agree import fingerprint
 from outergrad.core.protocols import Comm
 from outergrad.core.structure import flattened, rebuilt

@@ -18,14 +18,14 @@ from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointParts, JointStep, Point, described
 from outergrad._mishaps import Mishaps
-from outergrad._nested import refuse_nested_backward
 from outergrad._plan import Planner
 from outergrad._reporting import Reporter
 from outergrad._settings import Settings
 from outergrad._state import Owner
 from outergrad._step import SharedStep
-from outergrad._tap import WatchedParameter, at_end_of_backward, current_task
-from outergrad._tapped_layer import GraphTaps, TappedLayer
+from outergrad.capture.nested import refuse_nested_backward
+from outergrad.capture.tap import WatchedParameter, at_end_of_backward, current_task
+from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, Factors, Slot, Unit

@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 
 from outergrad._accumulated import Earlier
 from outergrad._announcing import Loop
-from outergrad._changes import ModelWatch
-from outergrad._claims import Claim
 from outergrad._drift import DriftError
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointStep
-from outergrad._optimizer_steps import StepCounter, ignore, listen
 from outergrad._session import Session
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK
+from outergrad.capture.changes import ModelWatch
+from outergrad.capture.claims import Claim
+from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
+from outergrad.capture.tap import NO_TASK
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.exchange import LocalSteps

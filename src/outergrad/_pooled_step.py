@@ -12,7 +12,7 @@ from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._pooling import Conclusion, Pooling, pool
 from outergrad._rank_reports import Fate, Report, Verdict
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK
+from outergrad.capture.tap import NO_TASK
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model
 from outergrad.core.types import ExchangeError, Factors, Slot

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outergrad._buffers import SharedBuffers
 from outergrad._drift import OnDrift
-from outergrad._weighting import Weighting
+from outergrad.capture.weighting import Weighting
 from outergrad.core.protocols import Recorder
 
 

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._calls import LocalStep
-from outergrad._changes import ModelWatch, ShardWatch
-from outergrad._claims import is_claimed
 from outergrad._groups import end_unfinished, on_group
-from outergrad._held_hooks import HeldHooks, HookedClaim
 from outergrad._inspect import View, inspect, is_local
 from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
-from outergrad._nested import refuse_nested_backward
-from outergrad._optimizer_steps import look_at_steps
 from outergrad._rank_reports import Fate, told_fates
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK, at_end_of_backward
 from outergrad._two_levels import LevelsSession
+from outergrad.capture.changes import ModelWatch, ShardWatch
+from outergrad.capture.claims import is_claimed
+from outergrad.capture.held_hooks import HeldHooks, HookedClaim
+from outergrad.capture.nested import refuse_nested_backward
+from outergrad.capture.optimizer_steps import look_at_steps
+from outergrad.capture.tap import NO_TASK, at_end_of_backward
 from outergrad.comm.agree import broadcast_all
 from outergrad.core.model import Model
 from outergrad.exchange import PerLayer

@@ -9,7 +9,6 @@ from outergrad._accumulated import Earlier
 from outergrad._announcing import PLAIN, Announcer
 from outergrad._cadence import KeepingStep
 from outergrad._calls import LocalStep
-from outergrad._changes import Change
 from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._level_step import LevelStep, SharePlanner
@@ -23,7 +22,8 @@ from outergrad._session import Session
 from outergrad._settings import Settings
 from outergrad._state import resumed
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK
+from outergrad.capture.changes import Change
+from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.messages.header import Header
 from outergrad.record.coverage import Coverage, Travel

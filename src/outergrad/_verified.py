@@ -12,11 +12,11 @@ from outergrad._drift import Drift, DriftError, compared
 from outergrad._groups import end_unfinished, lost_sites_told, on_group
 from outergrad._inspect import View
 from outergrad._made_equal import Replica
-from outergrad._optimizer_steps import SeenOptimizers, ignore, listen
 from outergrad._settings import Settings
 from outergrad._step import SharedStep
-from outergrad._tap import NO_TASK, current_task
 from outergrad._watching import Watching
+from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
+from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
 

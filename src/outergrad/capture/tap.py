@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from outergrad._held_hooks import HookedClaim
-from outergrad._nested import is_nested
-from outergrad._untraced import untraced
+from outergrad.capture.held_hooks import HookedClaim
+from outergrad.capture.nested import is_nested
+from outergrad.capture.untraced import untraced
 
 NO_TASK = -1
 _BY_CLONES = (
@@ -83,6 +83,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, a: Tensor, layer: Any, slot: int, *params: Tensor) -> Tensor:
+        """Keeps a, and returns y itself."""
         ctx.save_for_backward(a)
         ctx.layer, ctx.slot, ctx.born_in = layer, slot, current_task()
         ctx.mark_dirty(y)
@@ -91,6 +92,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+        """Hands (a, delta) to the layer; the delta goes on."""
         of_a, *of_params = ctx.layer.capture(ctx, ctx.slot, deltas[0])
         return deltas[0], of_a, None, None, *of_params
 
@@ -110,6 +112,7 @@ class BlockTap(torch.autograd.Function):
         counts: tuple[int, int],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Keeps what the use read, and returns copies of its outputs."""
         outputs, read = counts
         ctx.save_for_backward(*tensors[outputs : outputs + read])
         ctx.block, ctx.use, ctx.born_in = block, use, current_task()
@@ -119,6 +122,7 @@ class BlockTap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+        """Hands the deltas of the outputs to the block."""
         return None, None, None, *ctx.block.capture(ctx, ctx.use, deltas)
 
 
@@ -127,12 +131,14 @@ class DeltaTap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, instead: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        """Returns a copy of y."""
         ctx.instead = instead
         return y.clone()
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+        """Lets `instead` say which delta goes on."""
         if torch.is_grad_enabled() or is_nested():
             raise RuntimeError(_JOINT)
         return ctx.instead(ctx, deltas[0]), None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from outergrad._optimizer_steps import SeenOptimizers, ignore, listen
+from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 
 
 class LoopWatch:

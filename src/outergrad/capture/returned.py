@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad._tap import NO_TASK, WatchedParameter
+from outergrad.capture.tap import NO_TASK, WatchedParameter
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outergrad._class_swap import ClassSwap
-from outergrad._compiled import key_of
-from outergrad._live_uses import LiveUses
-from outergrad._own_parameters import OwnParameters
-from outergrad._returned import returned
-from outergrad._tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
-from outergrad._untappable import may_be_tapped
+from outergrad.capture.class_swap import ClassSwap
+from outergrad.capture.compiled import key_of
+from outergrad.capture.live_uses import LiveUses
+from outergrad.capture.own_parameters import OwnParameters
+from outergrad.capture.returned import returned
+from outergrad.capture.tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
+from outergrad.capture.untappable import may_be_tapped
 from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors, Slot
 
@@ -107,7 +107,7 @@ class TappedLayer:
 
     def _tap_in_graph(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
         """Implements `TapFn` for graphs; rows are counted when the graph runs."""
-        from outergrad._tracing import tap_in_graph
+        from outergrad.capture.tracing import tap_in_graph
 
         slot %= len(self.slots)
         return tap_in_graph(y, a, self._key, slot, *(p.parameter for p in self._watched[slot]))

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outergrad._claims import Claim
-from outergrad._untraced import untraced
+from outergrad.capture.claims import Claim
+from outergrad.capture.untraced import untraced
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 

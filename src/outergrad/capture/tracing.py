@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad._compiled import GraphTap
+from outergrad.capture.compiled import GraphTap
 
 
 @torch.compiler.allow_in_graph

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outergrad._node_ref import NodeRef
-from outergrad._tap import will_run
+from outergrad.capture.node_ref import NodeRef
+from outergrad.capture.tap import will_run
 
 _FEW = 16
 

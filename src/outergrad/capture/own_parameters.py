@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outergrad._tap import WatchedParameter
-from outergrad._untappable import in_functional_call
+from outergrad.capture.tap import WatchedParameter
+from outergrad.capture.untappable import in_functional_call
 
 
 class OwnParameters:

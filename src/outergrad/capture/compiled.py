@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from outergrad._untraced import untraced
+from outergrad.capture.untraced import untraced
 
 
 class GraphSink(Protocol):
@@ -90,6 +90,7 @@ class GraphTap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, a: Tensor, key: int, slot: int, *params: Tensor) -> Tensor:
+        """Counts a use of the layer, and keeps a."""
         torch.ops.outergrad.use(a, key, slot, y.dtype)
         ctx.save_for_backward(a)
         ctx.place = key, slot
@@ -99,6 +100,7 @@ class GraphTap(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+        """Hands (a, delta) to the layer; the delta goes on."""
         torch.ops.outergrad.delta(deltas[0], ctx.saved_tensors[0], *ctx.place)
         return deltas[0], *(None for _ in ctx.needs_input_grad[1:])
 

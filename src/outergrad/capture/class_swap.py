@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from outergrad._untappable import is_traced
-from outergrad._untraced import itself_untraced, untraced
+from outergrad.capture.untappable import is_traced
+from outergrad.capture.untraced import itself_untraced, untraced
 
 
 class ClassSwap:
@@ -107,7 +107,7 @@ def _forward(
             return plain.forward(self, *args, **kwargs)
         else:
             return instead(*args, **kwargs)
-        from outergrad._tracing import outside_graphs
+        from outergrad.capture.tracing import outside_graphs
 
         return outside_graphs(instead, args, kwargs)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from outergrad._untappable import in_functional_call
+from outergrad.capture.untappable import in_functional_call
 
 _SHAPE = attrgetter("shape")
 _REQUIRES_GRAD = attrgetter("requires_grad")

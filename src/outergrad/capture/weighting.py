@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from outergrad._class_swap import ClassSwap
-from outergrad._tap import NO_TASK, current_task
-from outergrad._untappable import is_vmapped
+from outergrad.capture.class_swap import ClassSwap
+from outergrad.capture.tap import NO_TASK, current_task
+from outergrad.capture.untappable import is_vmapped
 from outergrad.core.types import StateDict
 
 Kind = Literal["sites", "samples"]

@@ -1,0 +1,1 @@
+"""What autograd and optimizers tell: taps, hooks, swapped classes, compiled graphs."""
