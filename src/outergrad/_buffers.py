@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Sender
+from outergrad.buckets.bucket import Sender
 from outergrad.core.protocols import Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, Join

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from outergrad._bucket import Bucket, Load
-from outergrad._dense_bucket import DenseBucket
-from outergrad._factor_bucket import FactorBucket
-from outergrad._message import Cargo
-from outergrad._sketch_bucket import SketchBucket
-from outergrad._two_way_bucket import TwoWayBucket
+from outergrad.buckets.bucket import Bucket, Load
+from outergrad.buckets.dense import DenseBucket
+from outergrad.buckets.gather import FactorBucket
+from outergrad.buckets.message import Cargo
+from outergrad.buckets.sketch import SketchBucket
+from outergrad.buckets.two_way import TwoWayBucket
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Choice, Model
 from outergrad.core.owners import owners

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from outergrad._bucket import Load
 from outergrad._foresight import Foresight
 from outergrad._packing import OF_ROWS, Packer, loads
+from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Choice, Model

@@ -8,9 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from outergrad._bucket import copy_scaled
-from outergrad._message import sums_of_riders
 from outergrad._rank_reports import Fate, Report, Verdict, fate_of, told_words
+from outergrad.buckets.bucket import copy_scaled
+from outergrad.buckets.message import sums_of_riders
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from outergrad._bucket import Sender
 from outergrad._recorders import Client
 from outergrad._version import __version__
+from outergrad.buckets.bucket import Sender
 from outergrad.comm.torch import ring_bytes
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Model

@@ -12,13 +12,13 @@ from torch import Tensor
 from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._block_use import Use
-from outergrad._bucket import Bucket, Pending, Result, Sender
 from outergrad._buffers import BufferMessage, SharedBuffers
 from outergrad._calls import Calls
 from outergrad._commit import Ballot, Decision
 from outergrad._joint import JointStep, Point
 from outergrad._plan import Planner
 from outergrad._writing import Writer
+from outergrad.buckets.bucket import Bucket, Pending, Result, Sender
 from outergrad.core.blocks import Block
 from outergrad.core.model import Choice, Model
 from outergrad.core.protocols import Comm

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from outergrad._bucket import Bucket, Result, Sender
 from outergrad._calls import accumulate, overwrite
 from outergrad._plan import Planner
+from outergrad.buckets.bucket import Bucket, Result, Sender
 from outergrad.core.model import Model
 from outergrad.linalg.gradients import scaled
 

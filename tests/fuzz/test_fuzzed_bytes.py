@@ -27,11 +27,11 @@ import outergrad as og
 from cases import mlp
 from outergrad import _block_message, _made_equal
 from outergrad._attach import attach
-from outergrad._bucket import Sender
 from outergrad._buffers import SharedBuffers
 from outergrad._joint import JointStep, Point
-from outergrad._message import factors_of, read_all
 from outergrad._rank_reports import Fate, Report, told_words
+from outergrad.buckets.bucket import Sender
+from outergrad.buckets.message import factors_of, read_all
 from outergrad.comm import link
 from outergrad.comm.agree import agree
 from outergrad.comm.letters import refuse_compressed
@@ -348,7 +348,7 @@ def blocks(codecs: Any) -> Target:
     method = og.EDAD(blocks=["0"], inputs="raw", always=True, wire=codecs)
     session = attach(model, method, MirrorComm(2, Tracer()), Link(1e-3, 1e9))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outergrad._bucket.block_gradients", keep)
+        patch.setattr("outergrad.buckets.bucket.block_gradients", keep)
         model(torch.randn(5, 6)).square().mean().backward()
     session.detach()
     tapped, (own, other, *_), *rest = found[0]

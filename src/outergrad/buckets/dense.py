@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from outergrad._bucket import Pending, Result, Sender, copy_scaled
+from outergrad.buckets.bucket import Pending, Result, Sender, copy_scaled
 from outergrad.comm.torch import ring_bytes
 from outergrad.core.protocols import Work
 from outergrad.linalg.finite import is_finite

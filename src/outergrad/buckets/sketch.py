@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Carried, Load, Pending, Result, Sender, copy_scaled
+from outergrad.buckets.bucket import Carried, Load, Pending, Result, Sender, copy_scaled
 from outergrad.comm.torch import ring_bytes
 from outergrad.core.coding import sum_dtype
 from outergrad.core.protocols import Comm, Exchange, Work

@@ -7,8 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Pending, Result, Sender
-from outergrad._message import Cargo, book_received, digest_of, factors_of, read_all, sums_of_riders
+from outergrad.buckets.bucket import Pending, Result, Sender
+from outergrad.buckets.message import (
+    Cargo,
+    book_received,
+    digest_of,
+    factors_of,
+    read_all,
+    sums_of_riders,
+)
 from outergrad.core.protocols import Work
 from outergrad.core.types import Factors
 from outergrad.linalg.gradients import add_gradients

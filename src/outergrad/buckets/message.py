@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from outergrad._bucket import Carried, Load, Sender, copy_scaled
+from outergrad.buckets.bucket import Carried, Load, Sender, copy_scaled
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Exchange
 from outergrad.core.types import Factors, Part, RefusedError, Slot, tensors_of

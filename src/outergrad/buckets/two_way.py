@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outergrad._bucket import Pending, Result, Sender
-from outergrad._message import (
+from outergrad.buckets.bucket import Pending, Result, Sender
+from outergrad.buckets.message import (
     Cargo,
     book,
     book_received,

@@ -1,0 +1,1 @@
+"""What one collective carries: a program per file."""
