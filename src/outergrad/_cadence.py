@@ -10,9 +10,9 @@ import torch
 from outergrad._accumulated import Earlier
 from outergrad._announcing import Announcer
 from outergrad._kept import Kept
-from outergrad._plan import Planner
 from outergrad.core.model import Model, part_of
 from outergrad.core.types import Factors, Slot, StateDict
+from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage
 
 

@@ -10,12 +10,12 @@ import torch
 from outergrad._block_message import Blocks
 from outergrad._calls import LocalStep
 from outergrad._commit import StepDiscardedError
-from outergrad._plan import Planner
 from outergrad._rank_reports import Fate
 from outergrad._step import SharedStep
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Model
 from outergrad.core.types import ExchangeError, Unit
+from outergrad.planning.plan import Planner
 
 
 class SharePlanner(Planner):

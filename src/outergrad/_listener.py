@@ -18,7 +18,6 @@ from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._joint import JointParts, JointStep, Point, described
 from outergrad._mishaps import Mishaps
-from outergrad._plan import Planner
 from outergrad._reporting import Reporter
 from outergrad._settings import Settings
 from outergrad._state import Owner
@@ -30,6 +29,7 @@ from outergrad.core.blocks import Block
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, Factors, Slot, Unit
 from outergrad.messages.header import Join
+from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
 
 _Step = LocalStep | SharedStep | KeepingStep

@@ -16,7 +16,6 @@ from outergrad._buffers import BufferMessage, SharedBuffers
 from outergrad._calls import Calls
 from outergrad._commit import Ballot, Decision
 from outergrad._joint import JointStep, Point
-from outergrad._plan import Planner
 from outergrad._writing import Writer
 from outergrad.buckets.bucket import Bucket, Pending, Result, Sender
 from outergrad.core.blocks import Block
@@ -27,6 +26,7 @@ from outergrad.linalg.gradients import scaled
 from outergrad.messages.header import Header, digest
 from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
+from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since, Stats
 

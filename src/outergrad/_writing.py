@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from outergrad._calls import accumulate, overwrite
-from outergrad._plan import Planner
 from outergrad.buckets.bucket import Bucket, Result, Sender
 from outergrad.core.model import Model
 from outergrad.linalg.gradients import scaled
+from outergrad.planning.plan import Planner
 
 
 class Writer:

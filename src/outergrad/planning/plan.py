@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from outergrad._foresight import Foresight
-from outergrad._packing import OF_ROWS, Packer, loads
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Choice, Model
 from outergrad.core.types import Route, Slot, Unit
 from outergrad.messages.header import BlockUse, Header
+from outergrad.planning.foresight import Foresight
+from outergrad.planning.packing import OF_ROWS, Packer, loads
 
 _WAYS = {
     Route.GATHER: "triplets",
