@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from compiled import Side
 
-from outergrad import _step
-from outergrad._commit import Ballot, Decision
 from outergrad.messages.wire import State
 from outergrad.recipes.launch import run_sites
+from outergrad.step import step as _step
+from outergrad.step.commit import Ballot, Decision
 
 
 class OwnVote(Ballot):

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from outergrad._groups import on_group
 from outergrad.recipes.simulate import gloo_group
+from outergrad.step.groups import on_group
 from ranks import TIMEOUT, _in_threads, raise_first
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from outergrad._groups import on_group
 from outergrad.recipes.simulate import first_calls, gloo_group
+from outergrad.step.groups import on_group
 
 first_calls()
 

@@ -6,10 +6,7 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 
 from outergrad import events, report, wire
 from outergrad._attach import distribute
-from outergrad._commit import StepDiscardedError
 from outergrad._drift import DriftError
-from outergrad._lost import SiteLostError
-from outergrad._mishaps import BadStepsError
 from outergrad._session import Session
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
@@ -20,6 +17,9 @@ from outergrad.layers import RULES
 from outergrad.record.jsonl import JSONL
 from outergrad.record.tensorboard import TensorBoard
 from outergrad.record.wandb import WandB
+from outergrad.step.commit import StepDiscardedError
+from outergrad.step.lost import SiteLostError
+from outergrad.step.mishaps import BadStepsError
 
 __all__ = [
     "DAD",

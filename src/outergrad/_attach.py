@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outergrad import _buffers, _drift
+from outergrad import _drift
 from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
-from outergrad._buffers import SharedBuffers
 from outergrad._description import describe, shared_tensors
 from outergrad._drift import checksums
 from outergrad._farewell import say_farewell
-from outergrad._groups import count_session, end_unfinished, lost_sites_told, refuse_lost
 from outergrad._inspect import View, inspect
 from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_view
 from outergrad._local_steps import LocalStepsSession
@@ -39,6 +37,9 @@ from outergrad.core.types import Link
 from outergrad.exchange import DAD, LocalSteps, PerLayer
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
+from outergrad.step import buffers as _buffers
+from outergrad.step.buffers import SharedBuffers
+from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
 
 
 def distribute(

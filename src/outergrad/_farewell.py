@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-from outergrad._groups import Sessions, on_group
-from outergrad._lost import USUAL_HOST
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import Standing
 from outergrad.comm.torch import TorchComm
+from outergrad.step.groups import Sessions, on_group
+from outergrad.step.lost import USUAL_HOST
 
 _ends: WeakKeyDictionary[Any, finalize[..., Any]] = WeakKeyDictionary()
 """Of the transport of each session of this process what is done when nobody has it any more, or

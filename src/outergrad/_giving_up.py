@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outergrad._commit import Decision
-from outergrad._groups import note_lost, on_group, refuse_lost
-from outergrad._lost import Findings, SiteLostError, find_out, standing_of
-from outergrad._mishaps import Mishaps
-from outergrad._step import SharedStep
 from outergrad.comm.standing import End
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
 from outergrad.record.stats import Stats
+from outergrad.step.commit import Decision
+from outergrad.step.groups import note_lost, on_group, refuse_lost
+from outergrad.step.lost import Findings, SiteLostError, find_out, standing_of
+from outergrad.step.mishaps import Mishaps
+from outergrad.step.step import SharedStep
 
 
 class GivingUp:

@@ -11,7 +11,6 @@ from torch import nn
 from outergrad._assignment import Assignment
 from outergrad._blocks_found import BlockFinder, FoundBlock
 from outergrad._host import Host
-from outergrad._joint import joint_parts
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.core.blocks import Block
@@ -22,6 +21,7 @@ from outergrad.core.types import Slot
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
+from outergrad.step.joint import joint_parts
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 _PLAIN = "a plain parameter"

@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from outergrad._accumulated import Earlier
-from outergrad._announcing import Loop
-from outergrad._commit import StepDiscardedError
-from outergrad._groups import end_unfinished, on_group
-from outergrad._joint import JointStep
 from outergrad._listener import Listener
 from outergrad._made_equal import Replica
-from outergrad._step import SharedStep
 from outergrad.capture.loop_watch import LoopWatch
 from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError
 from outergrad.messages.header import Header, Join
+from outergrad.step.accumulated import Earlier
+from outergrad.step.announcing import Loop
+from outergrad.step.commit import StepDiscardedError
+from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.joint import JointStep
+from outergrad.step.step import SharedStep
 
 _NOTHING_EARLIER = Earlier({}, {})
 

@@ -6,22 +6,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from outergrad._accumulated import Accumulated
-from outergrad._announcing import Announcer, Loop
 from outergrad._block_message import Blocks
 from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
-from outergrad._cadence import Cadence, KeepingStep, Share
-from outergrad._calls import LocalStep
 from outergrad._giving_up import GivingUp
-from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
-from outergrad._joint import JointParts, JointStep, Point, described
-from outergrad._mishaps import Mishaps
 from outergrad._reporting import Reporter
 from outergrad._settings import Settings
 from outergrad._state import Owner
-from outergrad._step import SharedStep
 from outergrad.capture.nested import refuse_nested_backward
 from outergrad.capture.tap import WatchedParameter, at_end_of_backward, current_task
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
@@ -31,6 +23,14 @@ from outergrad.core.types import ExchangeError, Factors, Slot, Unit
 from outergrad.messages.header import Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
+from outergrad.step.accumulated import Accumulated
+from outergrad.step.announcing import Announcer, Loop
+from outergrad.step.cadence import Cadence, KeepingStep, Share
+from outergrad.step.calls import LocalStep
+from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.joint import JointParts, JointStep, Point, described
+from outergrad.step.mishaps import Mishaps
+from outergrad.step.step import SharedStep
 
 _Step = LocalStep | SharedStep | KeepingStep
 

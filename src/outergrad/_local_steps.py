@@ -12,15 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad._accumulated import Earlier
-from outergrad._announcing import Loop
 from outergrad._drift import DriftError
-from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
-from outergrad._joint import JointStep
 from outergrad._session import Session
 from outergrad._settings import Settings
-from outergrad._step import SharedStep
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
 from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
@@ -29,6 +24,11 @@ from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.exchange import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
+from outergrad.step.accumulated import Earlier
+from outergrad.step.announcing import Loop
+from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.joint import JointStep
+from outergrad.step.step import SharedStep
 
 _NOTHING_EARLIER = Earlier({}, {})
 

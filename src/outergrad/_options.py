@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from outergrad import _buffers
 from outergrad._drift import ON_DRIFT
 from outergrad._inspect import View
 from outergrad._levels import Mesh, refuse_settings
 from outergrad.capture import weighting as _weighting
+from outergrad.step import buffers as _buffers
 
 
 def check_settings(

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
-from outergrad._calls import Calls, overwrite
-from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._pooling import Conclusion, Pooling, pool
 from outergrad._rank_reports import Fate, Report, Verdict
-from outergrad._step import SharedStep
 from outergrad.capture.tap import NO_TASK
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model
@@ -19,6 +15,10 @@ from outergrad.core.types import ExchangeError, Factors, Slot
 from outergrad.linalg.outer import stack
 from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading
+from outergrad.step.accumulated import Earlier
+from outergrad.step.calls import Calls, overwrite
+from outergrad.step.joint import JointStep
+from outergrad.step.step import SharedStep
 
 
 class Site:

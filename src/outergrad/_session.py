@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from outergrad._farewell import end_session
-from outergrad._groups import end_unfinished, lost_sites_told, on_group
 from outergrad._state import Progress, resumed, saved
 from outergrad._verified import Verified
 from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
+from outergrad.step.groups import end_unfinished, lost_sites_told, on_group
 
 
 class Session(Verified):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outergrad._buffers import SharedBuffers
 from outergrad._drift import OnDrift
 from outergrad.capture.weighting import Weighting
 from outergrad.core.protocols import Recorder
+from outergrad.step.buffers import SharedBuffers
 
 
 @dataclass(frozen=True, kw_only=True)

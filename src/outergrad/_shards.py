@@ -11,17 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
-from outergrad._calls import LocalStep
-from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View, inspect, is_local
-from outergrad._joint import JointStep
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels, Mesh
 from outergrad._rank_reports import Fate, told_fates
 from outergrad._settings import Settings
-from outergrad._step import SharedStep
 from outergrad._two_levels import LevelsSession
 from outergrad.capture.changes import ModelWatch, ShardWatch
 from outergrad.capture.claims import is_claimed
@@ -34,6 +29,11 @@ from outergrad.core.model import Model
 from outergrad.exchange import PerLayer
 from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading
+from outergrad.step.accumulated import Earlier
+from outergrad.step.calls import LocalStep
+from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.joint import JointStep
+from outergrad.step.step import SharedStep
 
 _NOTHING_EARLIER = Earlier({}, {})
 

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outergrad._accumulated import Earlier
-from outergrad._announcing import PLAIN, Announcer
-from outergrad._cadence import KeepingStep
-from outergrad._calls import LocalStep
-from outergrad._groups import end_unfinished, on_group
 from outergrad._inspect import View
 from outergrad._level_step import LevelStep, SharePlanner
 from outergrad._levels import Levels
-from outergrad._lost import Findings
-from outergrad._mishaps import Mishaps
 from outergrad._pooled_step import PooledStep, Site
 from outergrad._pooling import shares
 from outergrad._reporting import Reporter
 from outergrad._session import Session
 from outergrad._settings import Settings
 from outergrad._state import resumed
-from outergrad._step import SharedStep
 from outergrad.capture.changes import Change
 from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.messages.header import Header
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.record.stats import Stats
+from outergrad.step.accumulated import Earlier
+from outergrad.step.announcing import PLAIN, Announcer
+from outergrad.step.cadence import KeepingStep
+from outergrad.step.calls import LocalStep
+from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.lost import Findings
+from outergrad.step.mishaps import Mishaps
+from outergrad.step.step import SharedStep
 
 _STATE = "two levels"
 

@@ -26,10 +26,10 @@ from trials import METHODS, Trial, batch, build
 
 import outergrad as og
 import outergrad._attach
-from outergrad._groups import on_group
 from outergrad.comm.torch import TorchComm
 from outergrad.core.types import ExchangeError
 from outergrad.messages.vote import WORDS
+from outergrad.step.groups import on_group
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""

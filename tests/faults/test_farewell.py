@@ -14,9 +14,9 @@ from torch import nn
 
 import outergrad as og
 from outergrad import _farewell
-from outergrad._groups import Sessions, on_group
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import Standing
+from outergrad.step.groups import Sessions, on_group
 from ranks import run_ranks
 
 # Forked, so that PyTorch is imported once; each process goes through Python's own end.

@@ -16,9 +16,9 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import mlp
-from outergrad._lost import find_out, lost_error
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import End, Standing
+from outergrad.step.lost import find_out, lost_error
 from ranks import run_ranks
 
 SESSION, OTHER, STEP = 11, 12, 4

@@ -27,8 +27,6 @@ import outergrad as og
 from cases import mlp
 from outergrad import _block_message, _made_equal
 from outergrad._attach import attach
-from outergrad._buffers import SharedBuffers
-from outergrad._joint import JointStep, Point
 from outergrad._rank_reports import Fate, Report, told_words
 from outergrad.buckets.bucket import Sender
 from outergrad.buckets.message import factors_of, read_all
@@ -45,6 +43,8 @@ from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.messages.wire import Piece, Preamble, State
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.trace import Tracer
+from outergrad.step.buffers import SharedBuffers
+from outergrad.step.joint import JointStep, Point
 from outergrad.wire import BF16, Int8, TopK
 
 MOST_BYTES = 192 << 20

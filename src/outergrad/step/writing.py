@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from outergrad._calls import accumulate, overwrite
 from outergrad.buckets.bucket import Bucket, Result, Sender
 from outergrad.core.model import Model
 from outergrad.linalg.gradients import scaled
 from outergrad.planning.plan import Planner
+from outergrad.step.calls import accumulate, overwrite
 
 
 class Writer:

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outergrad._accumulated import Earlier, Pays, is_whole, numel_of, rows_of
-from outergrad._calls import accumulate
 from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot, StateDict, Unit
 from outergrad.linalg.gradients import add_gradients
+from outergrad.step.accumulated import Earlier, Pays, is_whole, numel_of, rows_of
+from outergrad.step.calls import accumulate
 
 Rows = Mapping[Slot, Sequence[Factors]]
 

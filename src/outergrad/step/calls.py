@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from outergrad._accumulated import Accumulated
 from outergrad._block_message import Blocks
 from outergrad._block_use import Use
-from outergrad._joint import Point
 from outergrad.core.blocks import Block, SentRun
 from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
+from outergrad.step.accumulated import Accumulated
+from outergrad.step.joint import Point
 
 
 class Calls:

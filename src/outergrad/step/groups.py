@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from outergrad._lost import Findings, SiteLostError, find_out, lost_error, standing_of
 from outergrad.capture.tap import current_task
 from outergrad.comm.standing import End
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
+from outergrad.step.lost import Findings, SiteLostError, find_out, lost_error, standing_of
 
 _MOST_SESSIONS = 64
 

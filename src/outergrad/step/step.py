@@ -9,14 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outergrad._accumulated import Earlier
 from outergrad._block_message import Blocks
 from outergrad._block_use import Use
-from outergrad._buffers import BufferMessage, SharedBuffers
-from outergrad._calls import Calls
-from outergrad._commit import Ballot, Decision
-from outergrad._joint import JointStep, Point
-from outergrad._writing import Writer
 from outergrad.buckets.bucket import Bucket, Pending, Result, Sender
 from outergrad.core.blocks import Block
 from outergrad.core.model import Choice, Model
@@ -29,6 +23,12 @@ from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since, Stats
+from outergrad.step.accumulated import Earlier
+from outergrad.step.buffers import BufferMessage, SharedBuffers
+from outergrad.step.calls import Calls
+from outergrad.step.commit import Ballot, Decision
+from outergrad.step.joint import JointStep, Point
+from outergrad.step.writing import Writer
 
 
 class SharedStep:

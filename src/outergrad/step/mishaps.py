@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from outergrad._commit import Decision
-from outergrad._lost import SiteLostError
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.vote import NOTHING, Verdict, Vote
+from outergrad.step.commit import Decision
+from outergrad.step.lost import SiteLostError
 
 _DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED, Verdict.CHANGED)
 _WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}

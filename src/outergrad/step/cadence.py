@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outergrad._accumulated import Earlier
-from outergrad._announcing import Announcer
-from outergrad._kept import Kept
 from outergrad.core.model import Model, part_of
 from outergrad.core.types import Factors, Slot, StateDict
 from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage
+from outergrad.step.accumulated import Earlier
+from outergrad.step.announcing import Announcer
+from outergrad.step.kept import Kept
 
 
 @dataclass(frozen=True)

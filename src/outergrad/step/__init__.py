@@ -1,0 +1,1 @@
+"""One backward that is shared: collect, send, commit, write."""
