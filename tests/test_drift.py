@@ -17,8 +17,8 @@ from torch.optim import SGD, Adam
 
 import outergrad as og
 from cases import mlp
-from outergrad._drift import compared
 from outergrad.comm.torch import TorchComm
+from outergrad.session.drift import compared
 from ranks import run_on_lasting_groups, run_ranks
 
 N, STEPS, BAD = 3, 10, 4

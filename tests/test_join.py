@@ -89,7 +89,7 @@ def no_copies(monkeypatch) -> None:
     def refused(*_: Any) -> Any:
         raise AssertionError("the replicas were not equal")
 
-    monkeypatch.setattr("outergrad._made_equal._sent", refused)
+    monkeypatch.setattr("outergrad.session.made_equal._sent", refused)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["step=", "seen"])

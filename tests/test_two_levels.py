@@ -16,8 +16,8 @@ from torch import nn
 import outergrad as og
 from cases import METHODS, Boom, Case, Events, build, mlp, pooled, relative_error, run
 from meshes import ThreadMesh, run_mesh, try_mesh
-from outergrad._pooling import Conclusion
 from outergrad.exchange.dad import DADExchange
+from outergrad.session.mesh.pooling import Conclusion
 from ranks import run_on_lasting_groups
 
 CASES = build()
@@ -375,7 +375,7 @@ def test_a_rank_that_leaves_behind_the_votes_leaves_its_site_in_doubt(monkeypatc
                 raise LeftError
             super().__init__(*args)
 
-    monkeypatch.setattr("outergrad._pooled_step.Conclusion", Leaving)
+    monkeypatch.setattr("outergrad.session.mesh.pooled_step.Conclusion", Leaving)
 
     def body(mesh):
         own.leaves = mesh.number == 1

@@ -5,9 +5,6 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 """
 
 from outergrad import events, report, wire
-from outergrad._attach import distribute
-from outergrad._drift import DriftError
-from outergrad._session import Session
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
 from outergrad.core.protocols import Rule
@@ -17,6 +14,9 @@ from outergrad.layers import RULES
 from outergrad.record.jsonl import JSONL
 from outergrad.record.tensorboard import TensorBoard
 from outergrad.record.wandb import WandB
+from outergrad.session.attach import distribute
+from outergrad.session.drift import DriftError
+from outergrad.session.session import Session
 from outergrad.step.commit import StepDiscardedError
 from outergrad.step.lost import SiteLostError
 from outergrad.step.mishaps import BadStepsError

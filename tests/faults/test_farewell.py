@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import outergrad as og
-from outergrad import _farewell
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import Standing
+from outergrad.session import farewell as _farewell
 from outergrad.step.groups import Sessions, on_group
 from ranks import run_ranks
 

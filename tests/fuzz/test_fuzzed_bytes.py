@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import mlp
-from outergrad import _block_message, _made_equal
-from outergrad._attach import attach
-from outergrad._rank_reports import Fate, Report, told_words
+from outergrad import _block_message
 from outergrad.buckets.bucket import Sender
 from outergrad.buckets.message import factors_of, read_all
 from outergrad.comm import link
@@ -43,6 +41,9 @@ from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.messages.wire import Piece, Preamble, State
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.trace import Tracer
+from outergrad.session import made_equal as _made_equal
+from outergrad.session.attach import attach
+from outergrad.session.mesh.rank_reports import Fate, Report, told_words
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.joint import JointStep, Point
 from outergrad.wire import BF16, Int8, TopK

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad._session import Session
 from outergrad.checkpoint.choose import Allowed
 from outergrad.checkpoint.going_on import Found, GoingOn, found_by_all
 from outergrad.checkpoint.keep import Kept
@@ -24,6 +23,7 @@ from outergrad.checkpoint.talk import comm_of, gathered, told_of_lost_sites
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
 from outergrad.core.types import StateDict
+from outergrad.session.session import Session
 from outergrad.step.groups import end_unfinished
 
 _LOG = logging.getLogger("outergrad")

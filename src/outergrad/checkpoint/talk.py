@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad._session import Session
 from outergrad.comm.letters import refuse_compressed
 from outergrad.comm.torch import TorchComm
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
+from outergrad.session.session import Session
 
 _END = b"\0"
 """Behind every message: none may be empty."""

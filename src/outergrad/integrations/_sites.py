@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outergrad._session import Session
 from outergrad.comm.agree import agree
 from outergrad.comm.torch import TorchComm
 from outergrad.core.types import StateDict
+from outergrad.session.session import Session
 
 
 class Stateful(Protocol):

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from outergrad._attach import distribute
 from outergrad._recorders import Recorders
-from outergrad._session import Session
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
 from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import Found, agree_on, find, resume, site_state
 from outergrad.layers import RULES
+from outergrad.session.attach import distribute
+from outergrad.session.session import Session
 
 try:
     from lightning.pytorch.strategies import DDPStrategy

@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 import outergrad as og
-from outergrad._inspect import Layer as TappableLayer
-from outergrad._inspect import View, inspect
 from outergrad.core.protocols import Method
 from outergrad.core.types import Slot
 from outergrad.record.stats import LayerStats
+from outergrad.session.inspect import Layer as TappableLayer
+from outergrad.session.inspect import View, inspect
 
 _MARKS = {"factors": "f", "low rank": "l", "replayed": "r", "dense": ""}
 

@@ -10,7 +10,6 @@ from statistics import median
 from torch.optim import SGD
 
 import outergrad as og
-from outergrad._attach import attach
 from outergrad.bench.links import Link
 from outergrad.core.protocols import Method
 from outergrad.plan.link_time import as_settled, step_seconds, wire_bytes
@@ -20,6 +19,7 @@ from outergrad.plan.trace import Trace, Tracer
 from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import CONFIGURABLE, METHODS, Attach, Distributed, attach_of
 from outergrad.record.stats import Stats
+from outergrad.session.attach import attach
 
 ROUNDS = 3
 STEPS = 3

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 
 import outergrad as og
-from outergrad._attach import attach
 from outergrad.bench.links import Link
 from outergrad.core.types import Factors, Part, place_name
 from outergrad.exchange.dad import DADExchange
@@ -23,6 +22,7 @@ from outergrad.plan.trace import Tracer
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.training import ADAM_EPS
 from outergrad.recipes.workloads import WORKLOADS
+from outergrad.session.attach import attach
 
 _EXACT = og.DAD(always=True, reveal="activations")
 

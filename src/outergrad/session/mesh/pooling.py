@@ -8,7 +8,6 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from outergrad._rank_reports import Fate, Report, Verdict, fate_of, told_words
 from outergrad.buckets.bucket import copy_scaled
 from outergrad.buckets.message import sums_of_riders
 from outergrad.comm.torch import TorchComm
@@ -18,6 +17,7 @@ from outergrad.core.types import ExchangeError, Factors, Slot, Unit
 from outergrad.messages.header import Use
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
+from outergrad.session.mesh.rank_reports import Fate, Report, Verdict, fate_of, told_words
 
 _MOST_TEXT = 1 << 24
 _LEAST_BYTES = 16

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outergrad._inspect import View
-from outergrad._level_step import LevelStep, SharePlanner
-from outergrad._levels import Levels
-from outergrad._pooled_step import PooledStep, Site
-from outergrad._pooling import shares
-from outergrad._reporting import Reporter
-from outergrad._session import Session
-from outergrad._settings import Settings
-from outergrad._state import resumed
 from outergrad.capture.changes import Change
 from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.messages.header import Header
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.record.stats import Stats
+from outergrad.session.inspect import View
+from outergrad.session.mesh.level_step import LevelStep, SharePlanner
+from outergrad.session.mesh.levels import Levels
+from outergrad.session.mesh.pooled_step import PooledStep, Site
+from outergrad.session.mesh.pooling import shares
+from outergrad.session.reporting import Reporter
+from outergrad.session.session import Session
+from outergrad.session.settings import Settings
+from outergrad.session.state import resumed
 from outergrad.step.accumulated import Earlier
 from outergrad.step.announcing import PLAIN, Announcer
 from outergrad.step.cadence import KeepingStep

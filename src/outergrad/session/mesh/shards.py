@@ -12,12 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._block_message import Blocks
-from outergrad._inspect import View, inspect, is_local
-from outergrad._level_step import LevelStep, SharePlanner
-from outergrad._levels import Levels, Mesh
-from outergrad._rank_reports import Fate, told_fates
-from outergrad._settings import Settings
-from outergrad._two_levels import LevelsSession
 from outergrad.capture.changes import ModelWatch, ShardWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.capture.held_hooks import HeldHooks, HookedClaim
@@ -29,6 +23,12 @@ from outergrad.core.model import Model
 from outergrad.exchange import PerLayer
 from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading
+from outergrad.session.inspect import View, inspect, is_local
+from outergrad.session.mesh.level_step import LevelStep, SharePlanner
+from outergrad.session.mesh.levels import Levels, Mesh
+from outergrad.session.mesh.rank_reports import Fate, told_fates
+from outergrad.session.mesh.two_levels import LevelsSession
+from outergrad.session.settings import Settings
 from outergrad.step.accumulated import Earlier
 from outergrad.step.calls import LocalStep
 from outergrad.step.groups import end_unfinished, on_group

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outergrad._inspect import View
 from outergrad._version import __version__
+from outergrad.session.inspect import View
 
 
 def describe(model: nn.Module, method: object, view: View) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from outergrad._farewell import end_session
-from outergrad._state import Progress, resumed, saved
-from outergrad._verified import Verified
 from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
+from outergrad.session.farewell import end_session
+from outergrad.session.state import Progress, resumed, saved
+from outergrad.session.verified import Verified
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_group
 
 

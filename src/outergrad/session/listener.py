@@ -9,11 +9,6 @@ from torch import Tensor
 from outergrad._block_message import Blocks
 from outergrad._block_tap import TappedBlock
 from outergrad._block_use import Use
-from outergrad._giving_up import GivingUp
-from outergrad._inspect import View
-from outergrad._reporting import Reporter
-from outergrad._settings import Settings
-from outergrad._state import Owner
 from outergrad.capture.nested import refuse_nested_backward
 from outergrad.capture.tap import WatchedParameter, at_end_of_backward, current_task
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
@@ -23,6 +18,11 @@ from outergrad.core.types import ExchangeError, Factors, Slot, Unit
 from outergrad.messages.header import Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
+from outergrad.session.giving_up import GivingUp
+from outergrad.session.inspect import View
+from outergrad.session.reporting import Reporter
+from outergrad.session.settings import Settings
+from outergrad.session.state import Owner
 from outergrad.step.accumulated import Accumulated
 from outergrad.step.announcing import Announcer, Loop
 from outergrad.step.cadence import Cadence, KeepingStep, Share

@@ -10,21 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outergrad import _drift
 from outergrad._block_tap import TappedBlock
 from outergrad._blocks_found import FoundBlock
-from outergrad._description import describe, shared_tensors
-from outergrad._drift import checksums
-from outergrad._farewell import say_farewell
-from outergrad._inspect import View, inspect
-from outergrad._levels import Levels, Mesh, levels_of, refuse_method, refuse_view
-from outergrad._local_steps import LocalStepsSession
-from outergrad._options import check_drift, check_settings, time_span
 from outergrad._recorders import Recorders, recorders_of
-from outergrad._session import Session
-from outergrad._settings import Settings
-from outergrad._shards import ShardedSession, Shards, broadcast_shards, is_sharded, look_at
-from outergrad._two_levels import TwoLevelSession
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.own_parameters import OwnParameters
 from outergrad.capture.tapped_layer import TappedLayer
@@ -37,6 +25,24 @@ from outergrad.core.types import Link
 from outergrad.exchange import DAD, LocalSteps, PerLayer
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
+from outergrad.session import drift as _drift
+from outergrad.session.description import describe, shared_tensors
+from outergrad.session.drift import checksums
+from outergrad.session.farewell import say_farewell
+from outergrad.session.inspect import View, inspect
+from outergrad.session.local_steps import LocalStepsSession
+from outergrad.session.mesh.levels import Levels, Mesh, levels_of, refuse_method, refuse_view
+from outergrad.session.mesh.shards import (
+    ShardedSession,
+    Shards,
+    broadcast_shards,
+    is_sharded,
+    look_at,
+)
+from outergrad.session.mesh.two_levels import TwoLevelSession
+from outergrad.session.options import check_drift, check_settings, time_span
+from outergrad.session.session import Session
+from outergrad.session.settings import Settings
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost

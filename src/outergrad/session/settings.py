@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outergrad._drift import OnDrift
 from outergrad.capture.weighting import Weighting
 from outergrad.core.protocols import Recorder
+from outergrad.session.drift import OnDrift
 from outergrad.step.buffers import SharedBuffers
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from outergrad._drift import ON_DRIFT
-from outergrad._inspect import View
-from outergrad._levels import Mesh, refuse_settings
 from outergrad.capture import weighting as _weighting
+from outergrad.session.drift import ON_DRIFT
+from outergrad.session.inspect import View
+from outergrad.session.mesh.levels import Mesh, refuse_settings
 from outergrad.step import buffers as _buffers
 
 

@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outergrad._drift import Drift, DriftError, compared
-from outergrad._inspect import View
-from outergrad._made_equal import Replica
-from outergrad._settings import Settings
-from outergrad._watching import Watching
 from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
+from outergrad.session.drift import Drift, DriftError, compared
+from outergrad.session.inspect import View
+from outergrad.session.made_equal import Replica
+from outergrad.session.settings import Settings
+from outergrad.session.watching import Watching
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_group
 from outergrad.step.step import SharedStep
 

@@ -12,10 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad._drift import DriftError
-from outergrad._inspect import View
-from outergrad._session import Session
-from outergrad._settings import Settings
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
 from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
@@ -24,6 +20,10 @@ from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.exchange import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
+from outergrad.session.drift import DriftError
+from outergrad.session.inspect import View
+from outergrad.session.session import Session
+from outergrad.session.settings import Settings
 from outergrad.step.accumulated import Earlier
 from outergrad.step.announcing import Loop
 from outergrad.step.groups import end_unfinished, on_group

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from outergrad._listener import Listener
-from outergrad._made_equal import Replica
 from outergrad.capture.loop_watch import LoopWatch
 from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError
 from outergrad.messages.header import Header, Join
+from outergrad.session.listener import Listener
+from outergrad.session.made_equal import Replica
 from outergrad.step.accumulated import Earlier
 from outergrad.step.announcing import Loop
 from outergrad.step.commit import StepDiscardedError

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad._inspect import View
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.comm.torch import TorchComm
 from outergrad.exchange import EDAD, LocalSteps, PerLayer
+from outergrad.session.inspect import View
 
 _REMEDY = (
     "torch.distributed.device_mesh.init_device_mesh(device_type, (sites, devices_per_site), "

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad._join import Joining
 from outergrad.capture.changes import Change, ModelWatch
 from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.held_hooks import HeldHooks
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.types import ExchangeError
+from outergrad.session.join import Joining
 from outergrad.step.calls import LocalStep
 from outergrad.step.groups import on_group
 from outergrad.step.step import SharedStep

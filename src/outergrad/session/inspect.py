@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from outergrad._assignment import Assignment
 from outergrad._blocks_found import BlockFinder, FoundBlock
 from outergrad._host import Host
 from outergrad.capture.changes import ModelWatch
@@ -21,6 +20,7 @@ from outergrad.core.types import Slot
 from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
+from outergrad.session.assignment import Assignment
 from outergrad.step.joint import joint_parts
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")

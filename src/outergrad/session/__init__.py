@@ -1,0 +1,1 @@
+"""The life of a distributed model, from `distribute()` to `detach()`."""
