@@ -25,8 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
-from outergrad.exchange._memory import Memory
 from outergrad.linalg.outer import stack, weight_gradient
+from outergrad.methods.low_rank.memory import Memory
 
 SITES = 2
 """The expansion is of what two sites send."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outergrad.exchange import _settings
+from outergrad.methods.low_rank import settings as _settings
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from outergrad.exchange import _settings
-from outergrad.exchange._settings import Feedback, Reduce
+from outergrad.methods.low_rank import settings as _settings
+from outergrad.methods.low_rank.settings import Feedback, Reduce
 from ranks import run_on_lasting_groups, try_ranks
 
 

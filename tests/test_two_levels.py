@@ -16,7 +16,7 @@ from torch import nn
 import outergrad as og
 from cases import METHODS, Boom, Case, Events, build, mlp, pooled, relative_error, run
 from meshes import ThreadMesh, run_mesh, try_mesh
-from outergrad.exchange.dad import DADExchange
+from outergrad.methods.dad import DADExchange
 from outergrad.session.mesh.pooling import Conclusion
 from ranks import run_on_lasting_groups
 

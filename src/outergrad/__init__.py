@@ -9,8 +9,8 @@ from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
 from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors, Part, Slot
-from outergrad.exchange import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.layers import RULES
+from outergrad.methods import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
 from outergrad.record.jsonl import JSONL
 from outergrad.record.tensorboard import TensorBoard
 from outergrad.record.wandb import WandB

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import outergrad as og
 from low_rank import train
-from outergrad.exchange import _settings
-from outergrad.exchange._bundles import _LARGE, _PADDING, Kind, bundles
 from outergrad.linalg.outer import weight_gradient
+from outergrad.methods.low_rank import settings as _settings
+from outergrad.methods.low_rank.batching import _LARGE, _PADDING, Kind, bundles
 
 SLOTS = [
     og.Slot("a", "a.weight", 40, 60),

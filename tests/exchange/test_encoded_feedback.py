@@ -20,7 +20,7 @@ from low_rank import (
     total,
     train,
 )
-from outergrad.exchange import _settings
+from outergrad.methods.low_rank import settings as _settings
 from ranks import run_on_lasting_groups
 
 MEMORIES = {

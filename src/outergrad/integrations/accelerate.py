@@ -15,9 +15,9 @@ from outergrad._recorders import Recorders
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
-from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import Found, find, resume, site_state
 from outergrad.layers import RULES
+from outergrad.methods import LocalSteps, PerLayer
 from outergrad.session.attach import distribute as distribute_model
 from outergrad.session.session import Session
 

@@ -10,9 +10,9 @@ from typing import Any
 from outergrad._recorders import Recorders
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
-from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import Found, agree_on, find, resume, site_state
 from outergrad.layers import RULES
+from outergrad.methods import LocalSteps, PerLayer
 from outergrad.session.attach import distribute
 from outergrad.session.session import Session
 

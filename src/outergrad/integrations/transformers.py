@@ -12,10 +12,10 @@ from outergrad._recorders import Recorders
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.exchange import LocalSteps, PerLayer
 from outergrad.integrations._sites import agree_on, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
 from outergrad.layers._common import is_plain, join, rows_of
+from outergrad.methods import LocalSteps, PerLayer
 from outergrad.session.session import Session
 
 try:

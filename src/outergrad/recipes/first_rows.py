@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outergrad.core.types import Factors, Part, Slot
-from outergrad.exchange.dad import DAD, DADExchange
 from outergrad.linalg.outer import row_sum
+from outergrad.methods.dad import DAD, DADExchange
 
 
 @dataclass(frozen=True, kw_only=True)

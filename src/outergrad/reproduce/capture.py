@@ -15,7 +15,7 @@ from torch.optim import Adam
 import outergrad as og
 from outergrad.bench.links import Link
 from outergrad.core.types import Factors, Part, place_name
-from outergrad.exchange.dad import DADExchange
+from outergrad.methods.dad import DADExchange
 from outergrad.plan.link_time import as_settled
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.trace import Tracer

@@ -7,7 +7,7 @@ from typing import Any
 
 from outergrad.core.protocols import Exchange, Method
 from outergrad.core.types import Unit
-from outergrad.exchange import Local, PerLayer
+from outergrad.methods import Local, PerLayer
 
 
 class Assignment:

@@ -22,9 +22,9 @@ from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchComm
 from outergrad.core.protocols import Comm, Method, Rules
 from outergrad.core.types import Link
-from outergrad.exchange import DAD, LocalSteps, PerLayer
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
+from outergrad.methods import DAD, LocalSteps, PerLayer
 from outergrad.session import drift as _drift
 from outergrad.session.description import describe, shared_tensors
 from outergrad.session.drift import checksums

@@ -17,9 +17,9 @@ from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Model
 from outergrad.core.protocols import Exchange, Rule, Rules
 from outergrad.core.types import Slot
-from outergrad.exchange import Local, PerLayer
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
+from outergrad.methods import Local, PerLayer
 from outergrad.session.assignment import Assignment
 from outergrad.step.joint import joint_parts
 

@@ -18,7 +18,7 @@ from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
 from outergrad.capture.tap import NO_TASK
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, StateDict
-from outergrad.exchange import LocalSteps
+from outergrad.methods import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.session.drift import DriftError
 from outergrad.session.inspect import View

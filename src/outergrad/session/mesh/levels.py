@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.comm.torch import TorchComm
-from outergrad.exchange import EDAD, LocalSteps, PerLayer
+from outergrad.methods import EDAD, LocalSteps, PerLayer
 from outergrad.session.inspect import View
 
 _REMEDY = (

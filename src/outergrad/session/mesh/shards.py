@@ -20,8 +20,8 @@ from outergrad.capture.optimizer_steps import look_at_steps
 from outergrad.capture.tap import NO_TASK, at_end_of_backward
 from outergrad.comm.agree import broadcast_all
 from outergrad.core.model import Model
-from outergrad.exchange import PerLayer
 from outergrad.messages.header import Header
+from outergrad.methods import PerLayer
 from outergrad.record.gauge import Reading
 from outergrad.session.inspect import View, inspect, is_local
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from outergrad.core.coding import Codecs, without_drops
 from outergrad.core.types import Slot, Unit
-from outergrad.exchange._common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
-from outergrad.exchange._settings import LowRankSettings
+from outergrad.methods.common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
+from outergrad.methods.low_rank.settings import LowRankSettings
 
 
 class Sizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad.exchange._common import brief, require
+from outergrad.methods.common import brief, require
 
 
 @dataclass(frozen=True, kw_only=True)

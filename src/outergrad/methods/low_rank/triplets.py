@@ -18,16 +18,16 @@ from outergrad.core.types import (
     StateDict,
     place_name,
 )
-from outergrad.exchange._bundles import Warm, bundles, compress_together, without
-from outergrad.exchange._common import without_silent_ids
-from outergrad.exchange._losses import with_loss
-from outergrad.exchange._memory import Memories, Memory, compact
-from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import apart, formed, matrices_apart, row_sum, shape_of
 from outergrad.linalg.subspace import OVERSAMPLING
+from outergrad.methods.common import without_silent_ids
+from outergrad.methods.low_rank.batching import Warm, bundles, compress_together, without
+from outergrad.methods.low_rank.losses import with_loss
+from outergrad.methods.low_rank.memory import Memories, Memory, compact
+from outergrad.methods.low_rank.settings import LowRankSettings
 
 _SPARE_PER_ROW = 2
 """A spare direction per so many triplets keeps the error of one iteration within 2 % of the best

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from outergrad.core.protocols import Method
-from outergrad.exchange._common import require
-from outergrad.exchange.dense import Dense
-from outergrad.exchange.per_layer import PerLayer
+from outergrad.methods.common import require
+from outergrad.methods.dense import Dense
+from outergrad.methods.per_layer import PerLayer
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of a list of parameters."""

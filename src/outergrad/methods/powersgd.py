@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outergrad.core.coding import Wire, drops, stacked
-from outergrad.exchange._common import brief, require, settle_wire
-from outergrad.exchange._low_rank import LowRankExchange
-from outergrad.exchange._settings import LowRankSettings
+from outergrad.methods.common import brief, require, settle_wire
+from outergrad.methods.low_rank.exchange import LowRankExchange
+from outergrad.methods.low_rank.settings import LowRankSettings
 
 
 @dataclass(frozen=True, kw_only=True)

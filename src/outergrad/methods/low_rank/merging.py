@@ -8,19 +8,19 @@ from dataclasses import replace
 from torch import Tensor
 
 from outergrad.core.types import Factors, Gradient, Slot
-from outergrad.exchange._losses import decoded, loss_of
-from outergrad.exchange._memory import (
+from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.merge import merge
+from outergrad.linalg.outer import added, formed, product_of, stack
+from outergrad.linalg.small_core import small_core
+from outergrad.methods.low_rank.losses import decoded, loss_of
+from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
     compact,
     finite_or_none,
     unsent_of,
 )
-from outergrad.exchange._settings import LowRankSettings
-from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.merge import merge
-from outergrad.linalg.outer import added, formed, product_of, stack
-from outergrad.linalg.small_core import small_core
+from outergrad.methods.low_rank.settings import LowRankSettings
 
 
 class Merging:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from outergrad.core.blocks import Replays
 from outergrad.core.coding import Wire
-from outergrad.exchange._common import brief, require, settle_wire
-from outergrad.exchange.dad import DAD, DADExchange
+from outergrad.methods.common import brief, require, settle_wire
+from outergrad.methods.dad import DAD, DADExchange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from outergrad.core.coding import Wire, drops, stacked
-from outergrad.exchange._common import brief, require, settle_wire
-from outergrad.exchange._low_rank import LowRankExchange
-from outergrad.exchange._settings import Feedback, LowRankSettings, Reduce
 from outergrad.linalg.compress import Solver
+from outergrad.methods.common import brief, require, settle_wire
+from outergrad.methods.low_rank.exchange import LowRankExchange
+from outergrad.methods.low_rank.settings import Feedback, LowRankSettings, Reduce
 
 _FEEDBACK_RANK = 8
 

@@ -10,7 +10,9 @@ from typing import Literal
 from outergrad.core.blocks import UNSENDABLE, Replays
 from outergrad.core.coding import Wire, stacked
 from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
-from outergrad.exchange._common import (
+from outergrad.linalg.canonical import canonical
+from outergrad.linalg.outer import row_sum
+from outergrad.methods.common import (
     bias_bytes,
     brief,
     dense_bytes,
@@ -21,9 +23,7 @@ from outergrad.exchange._common import (
     used_slots,
     without_silent_ids,
 )
-from outergrad.exchange._stateless import Stateless
-from outergrad.linalg.canonical import canonical
-from outergrad.linalg.outer import row_sum
+from outergrad.methods.stateless import Stateless
 
 
 @dataclass(frozen=True, kw_only=True)

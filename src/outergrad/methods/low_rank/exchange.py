@@ -20,15 +20,15 @@ from outergrad.core.types import (
     StateDict,
     Unit,
 )
-from outergrad.exchange._common import bias_bytes, dense_bytes, tied_in_use
-from outergrad.exchange._gathered import Gathered
-from outergrad.exchange._inherit import common_state, inherited, own_state
-from outergrad.exchange._memory import Memories, unsent_of
-from outergrad.exchange._merging import Merging
-from outergrad.exchange._reduce import WAYS, best_way, explained, times
-from outergrad.exchange._settings import LowRankSettings
-from outergrad.exchange._sizes import Sizes, exact_rows
-from outergrad.exchange._sketches import GlobalSketches
+from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
+from outergrad.methods.low_rank.inherit import common_state, inherited, own_state
+from outergrad.methods.low_rank.memory import Memories, unsent_of
+from outergrad.methods.low_rank.merging import Merging
+from outergrad.methods.low_rank.reduce import WAYS, best_way, explained, times
+from outergrad.methods.low_rank.settings import LowRankSettings
+from outergrad.methods.low_rank.sizes import Sizes, exact_rows
+from outergrad.methods.low_rank.sketches import GlobalSketches
+from outergrad.methods.low_rank.triplets import Gathered
 
 _THIN = 4
 """A multiplication in a product with a thin matrix costs about as much as so many in one of full

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outergrad.core.types import Factors, Gradient, Part, Slot
-from outergrad.exchange._memory import Memories, Memory, compacted, unsent_of
-from outergrad.exchange._settings import LowRankSettings
 from outergrad.linalg.orthonormal import orthonormal, principal
 from outergrad.linalg.outer import formed
 from outergrad.linalg.product import Product, cheapest, unscaled
 from outergrad.linalg.subspace import start
 from outergrad.linalg.total import Total, total
+from outergrad.methods.low_rank.memory import Memories, Memory, compacted, unsent_of
+from outergrad.methods.low_rank.settings import LowRankSettings
 
 
 @dataclass

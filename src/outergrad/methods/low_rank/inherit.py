@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outergrad.core.types import Factors, Gradient, Inheritance, Place, StateDict, place_name
-from outergrad.exchange._memory import Memory, compacted
 from outergrad.linalg.outer import product_of, stack
+from outergrad.methods.low_rank.memory import Memory, compacted
 
 Saved = Mapping[str, Any]
 """What one site remembers of one place."""

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from outergrad.core.coding import Codecs, received
 from outergrad.core.types import Factors, Gradient
-from outergrad.exchange._memory import finite_or_none
 from outergrad.linalg.outer import stack
 from outergrad.linalg.small_core import small_core
+from outergrad.methods.low_rank.memory import finite_or_none
 
 
 def decoded(sent: Factors, codecs: Codecs) -> Factors:

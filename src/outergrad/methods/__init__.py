@@ -1,0 +1,11 @@
+"""Methods: how gradients travel. A method is a frozen dataclass; its exchange does the work."""
+
+from outergrad.methods.dad import DAD
+from outergrad.methods.dense import Dense
+from outergrad.methods.edad import EDAD
+from outergrad.methods.local_steps import LocalSteps
+from outergrad.methods.per_layer import Local, PerLayer
+from outergrad.methods.powersgd import PowerSGD
+from outergrad.methods.rank_dad import RankDAD
+
+__all__ = ["DAD", "EDAD", "Dense", "Local", "LocalSteps", "PerLayer", "PowerSGD", "RankDAD"]
