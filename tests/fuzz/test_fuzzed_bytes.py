@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import mlp
-from outergrad import _block_message
 from outergrad.buckets.bucket import Sender
 from outergrad.buckets.message import factors_of, read_all
 from outergrad.comm import link
@@ -41,6 +40,7 @@ from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.messages.wire import Piece, Preamble, State
 from outergrad.plan.mirror import MirrorComm
 from outergrad.plan.trace import Tracer
+from outergrad.replay import block_message as _block_message
 from outergrad.session import made_equal as _made_equal
 from outergrad.session.attach import attach
 from outergrad.session.mesh.rank_reports import Fate, Report, told_words

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outergrad._block_message import Blocks, block_gradients
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Comm, FactorsOf
 from outergrad.core.types import Factors, Gradient, Slot, Unit
@@ -20,6 +19,7 @@ from outergrad.messages.header import Header
 from outergrad.messages.wire import State
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats
+from outergrad.replay.block_message import Blocks, block_gradients
 
 
 class Bucket(Protocol):

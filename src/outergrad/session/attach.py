@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outergrad._block_tap import TappedBlock
-from outergrad._blocks_found import FoundBlock
 from outergrad._recorders import Recorders, recorders_of
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.own_parameters import OwnParameters
@@ -25,6 +23,8 @@ from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.methods import DAD, LocalSteps, PerLayer
+from outergrad.replay.block_tap import TappedBlock
+from outergrad.replay.blocks_found import FoundBlock
 from outergrad.session import drift as _drift
 from outergrad.session.description import describe, shared_tensors
 from outergrad.session.drift import checksums

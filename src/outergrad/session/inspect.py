@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from outergrad._blocks_found import BlockFinder, FoundBlock
-from outergrad._host import Host
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.core.blocks import Block
@@ -20,6 +18,8 @@ from outergrad.core.types import Slot
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
 from outergrad.methods import Local, PerLayer
+from outergrad.replay.blocks_found import BlockFinder, FoundBlock
+from outergrad.replay.host import Host
 from outergrad.session.assignment import Assignment
 from outergrad.step.joint import joint_parts
 

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from outergrad._block_message import Blocks
-from outergrad._block_tap import TappedBlock
-from outergrad._block_use import Use
 from outergrad.capture.nested import refuse_nested_backward
 from outergrad.capture.tap import WatchedParameter, at_end_of_backward, current_task
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
@@ -18,6 +15,9 @@ from outergrad.core.types import ExchangeError, Factors, Slot, Unit
 from outergrad.messages.header import Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
+from outergrad.replay.block_message import Blocks
+from outergrad.replay.block_tap import TappedBlock
+from outergrad.replay.block_use import Use
 from outergrad.session.giving_up import GivingUp
 from outergrad.session.inspect import View
 from outergrad.session.reporting import Reporter

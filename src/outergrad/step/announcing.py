@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from outergrad._block_message import Blocks
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import Slot
 from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, Use
+from outergrad.replay.block_message import Blocks
 from outergrad.step.accumulated import Earlier
 from outergrad.step.groups import on_group
 

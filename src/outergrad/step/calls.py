@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from outergrad._block_message import Blocks
-from outergrad._block_use import Use
 from outergrad.core.blocks import Block, SentRun
 from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
+from outergrad.replay.block_message import Blocks
+from outergrad.replay.block_use import Use
 from outergrad.step.accumulated import Accumulated
 from outergrad.step.joint import Point
 

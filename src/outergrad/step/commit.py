@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outergrad._block_message import Blocks
 from outergrad.core.protocols import Comm, Work
 from outergrad.core.types import ExchangeError, RefusedError
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, WORDS, Subjects, Verdict, Vote
 from outergrad.messages.wire import State
+from outergrad.replay.block_message import Blocks
 
 _LANE = 2
 """Apart from the messages: a site that is in another step than the others waits, which is an error

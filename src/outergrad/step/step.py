@@ -9,8 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outergrad._block_message import Blocks
-from outergrad._block_use import Use
 from outergrad.buckets.bucket import Bucket, Pending, Result, Sender
 from outergrad.core.blocks import Block
 from outergrad.core.model import Choice, Model
@@ -23,6 +21,8 @@ from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since, Stats
+from outergrad.replay.block_message import Blocks
+from outergrad.replay.block_use import Use
 from outergrad.step.accumulated import Earlier
 from outergrad.step.buffers import BufferMessage, SharedBuffers
 from outergrad.step.calls import Calls

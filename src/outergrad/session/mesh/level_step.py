@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from outergrad._block_message import Blocks
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Model
 from outergrad.core.types import ExchangeError, Unit
 from outergrad.planning.plan import Planner
+from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.rank_reports import Fate
 from outergrad.step.calls import LocalStep
 from outergrad.step.commit import StepDiscardedError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from outergrad._block_message import Blocks
 from outergrad.capture.tap import NO_TASK
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model
@@ -12,6 +11,7 @@ from outergrad.core.types import ExchangeError, Factors, Slot
 from outergrad.linalg.outer import stack
 from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading
+from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.pooling import Conclusion, Pooling, pool
 from outergrad.session.mesh.rank_reports import Fate, Report, Verdict

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outergrad._block_message import Blocks
 from outergrad.capture.changes import ModelWatch, ShardWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.capture.held_hooks import HeldHooks, HookedClaim
@@ -23,6 +22,7 @@ from outergrad.core.model import Model
 from outergrad.messages.header import Header
 from outergrad.methods import PerLayer
 from outergrad.record.gauge import Reading
+from outergrad.replay.block_message import Blocks
 from outergrad.session.inspect import View, inspect, is_local
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.levels import Levels, Mesh

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from outergrad._block_tap import TappedBlock
-from outergrad._host import Host, is_plain_sequential
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.core.blocks import Block, Replayer
 from outergrad.core.coding import Codecs
 from outergrad.core.protocols import Exchange
+from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.chain import Between, Chain
 from outergrad.replay.find import chains_in, has_hooks
+from outergrad.replay.host import Host, is_plain_sequential
 from outergrad.replay.layer import Layer, is_layer
 from outergrad.replay.modules import Modules
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
-from outergrad._block_tap import TappedBlock
 from outergrad.capture.class_swap import ClassSwap
+from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.find import has_hooks
 
 

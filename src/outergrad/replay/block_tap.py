@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outergrad._block_use import Following, Use, use_of
-from outergrad._unrepeated import unrepeated
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.node_ref import NodeRef
 from outergrad.capture.own_parameters import OwnParameters
@@ -19,7 +17,9 @@ from outergrad.capture.untappable import may_be_tapped
 from outergrad.core.blocks import UNSENDABLE, Block, Replayer, ReplayError, Sent, SentRun
 from outergrad.core.coding import Codecs
 from outergrad.core.types import RefusedError
+from outergrad.replay.block_use import Following, Use, use_of
 from outergrad.replay.run import Shape
+from outergrad.replay.unrepeated import unrepeated
 
 
 class BlockSink(Protocol):

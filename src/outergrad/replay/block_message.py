@@ -6,12 +6,12 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor
 
-from outergrad._block_tap import TappedBlock
-from outergrad._block_use import Use
 from outergrad.core.blocks import Block, Replayer, ReplayError, Sent, SentRun
 from outergrad.core.coding import Codecs
 from outergrad.core.types import RefusedError
 from outergrad.linalg.gradients import scaled
+from outergrad.replay.block_tap import TappedBlock
+from outergrad.replay.block_use import Use
 from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
 
 
