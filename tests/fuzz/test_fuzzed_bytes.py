@@ -30,6 +30,8 @@ from outergrad.buckets.message import factors_of, read_all
 from outergrad.comm import link
 from outergrad.comm.agree import agree
 from outergrad.comm.letters import refuse_compressed
+from outergrad.comm.mirror import MirrorComm
+from outergrad.comm.trace import Tracer
 from outergrad.core.types import ExchangeError, Link, RefusedError
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
@@ -38,8 +40,6 @@ from outergrad.messages.header import BlockUse, Header, Join, Use
 from outergrad.messages.layout import Layout
 from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.messages.wire import Piece, Preamble, State
-from outergrad.plan.mirror import MirrorComm
-from outergrad.plan.trace import Tracer
 from outergrad.replay import block_message as _block_message
 from outergrad.session import made_equal as _made_equal
 from outergrad.session.attach import attach

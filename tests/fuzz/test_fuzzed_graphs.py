@@ -14,9 +14,9 @@ import outergrad as og
 from fuzz.nodes import Net
 from fuzz.plays import Expected, Gradients, Real, Refused
 from fuzz.programs import EXACT, LOW_RANK, Program, programs
+from outergrad.comm.mirror import MirrorComm
+from outergrad.comm.trace import Tracer
 from outergrad.core.types import Link
-from outergrad.plan.mirror import MirrorComm
-from outergrad.plan.trace import Tracer
 from outergrad.session.attach import attach
 from ranks import run_on_lasting_groups
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outergrad.bench.links import Link
+from outergrad.comm.trace import Awaited, Kind, Started, Trace, Tracer
 from outergrad.plan.link_time import LEAST_RTT_S, step_seconds, wire_bytes
-from outergrad.plan.trace import Awaited, Kind, Started, Trace, Tracer
 
 MB = 1_000_000
 FAST = Link(rate_bit_per_s=None)

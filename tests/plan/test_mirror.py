@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import outergrad as og
+from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.trace import Awaited, Started, Tracer
 from outergrad.core.types import Link
 from outergrad.messages.header import Header, Use
 from outergrad.messages.wire import Preamble, State, as_from
 from outergrad.plan.measure import is_exact
-from outergrad.plan.mirror import MirrorComm
-from outergrad.plan.trace import Awaited, Started, Tracer
 from outergrad.session.attach import attach
 from plan.cases import METHODS, MODELS, square
 from ranks import run_on_lasting_groups

@@ -14,11 +14,11 @@ from torch.optim import Adam
 
 import outergrad as og
 from outergrad.bench.links import Link
+from outergrad.comm.mirror import MirrorComm
+from outergrad.comm.trace import Tracer
 from outergrad.core.types import Factors, Part, place_name
 from outergrad.methods.dad import DADExchange
 from outergrad.plan.link_time import as_settled
-from outergrad.plan.mirror import MirrorComm
-from outergrad.plan.trace import Tracer
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.training import ADAM_EPS
 from outergrad.recipes.workloads import WORKLOADS

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.torch import ring_bytes
+from outergrad.comm.trace import Kind, Tracer
 from outergrad.core.protocols import Enough
 from outergrad.messages.wire import as_from
-from outergrad.plan.trace import Kind, Tracer
 
 
 class Mirrored:
