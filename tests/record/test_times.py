@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from outergrad._recorders import Client
+from outergrad.record.recorders import Client
 from outergrad.record.stats import Stats
 from ranks import run_on_lasting_groups
 

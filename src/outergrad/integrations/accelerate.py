@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from outergrad._recorders import Recorders
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import Found, find, resume, site_state
 from outergrad.layers import RULES
 from outergrad.methods import LocalSteps, PerLayer
+from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute as distribute_model
 from outergrad.session.session import Session
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from outergrad._recorders import Recorders
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import Found, agree_on, find, resume, site_state
 from outergrad.layers import RULES
 from outergrad.methods import LocalSteps, PerLayer
+from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute
 from outergrad.session.session import Session
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from outergrad._recorders import Recorders
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
@@ -16,6 +15,7 @@ from outergrad.integrations._sites import agree_on, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
 from outergrad.layers._common import is_plain, join, rows_of
 from outergrad.methods import LocalSteps, PerLayer
+from outergrad.record.recorders import Recorders
 from outergrad.session.session import Session
 
 try:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outergrad._recorders import Recorders, recorders_of
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.own_parameters import OwnParameters
 from outergrad.capture.tapped_layer import TappedLayer
@@ -23,6 +22,7 @@ from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.methods import DAD, LocalSteps, PerLayer
+from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.blocks_found import FoundBlock
 from outergrad.session import drift as _drift

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from outergrad._recorders import Client
 from outergrad._version import __version__
 from outergrad.buckets.bucket import Sender
 from outergrad.comm.torch import ring_bytes
@@ -21,6 +20,7 @@ from outergrad.linalg.inner import inner
 from outergrad.record.ending import Ending
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
+from outergrad.record.recorders import Client
 from outergrad.record.stats import LayerStats, Stats
 
 _LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm")
