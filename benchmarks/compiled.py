@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from outergrad.launch.start import run_sites
 from outergrad.recipes.data import synthetic
-from outergrad.recipes.launch import run_sites
 from outergrad.recipes.methods import Distributed, attach_of
 from outergrad.recipes.training import ADAM_EPS
 from outergrad.recipes.workloads import WORKLOADS

@@ -202,7 +202,7 @@ def save(options: argparse.Namespace, checks: Sequence[str], rows: Sequence[Row]
 def machine(device: str) -> Row:
     """Names and versions of what the figures depend on.
 
-    It repeats part of `outergrad.bench.machine` on purpose, as the machine with the GPU may lack
+    It repeats part of `outergrad.launch.machine` on purpose, as the machine with the GPU may lack
     the extra `cli` that it needs.
     """
     gpu = device == "cuda"

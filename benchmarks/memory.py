@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from outergrad.bench.links import Place, parse_link, places
 from outergrad.bench.plan import Plan
 from outergrad.bench.trainer import Trainer, dataset
-from outergrad.recipes.console import errors_in_one_line
-from outergrad.recipes.processes import run_processes
+from outergrad.launch.console import errors_in_one_line
+from outergrad.launch.links import Place, parse_link, places
+from outergrad.launch.processes import run_processes
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import outergrad as og
-from outergrad.recipes.simulate import Stop, gloo_group, simulate
+from outergrad.launch.simulate import Stop, gloo_group, simulate
 
 METHODS = {
     "`og.Dense()`": og.Dense(),

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from compiled import Side
 
+from outergrad.launch.start import run_sites
 from outergrad.messages.wire import State
-from outergrad.recipes.launch import run_sites
 from outergrad.step import step as _step
 from outergrad.step.commit import Ballot, Decision
 

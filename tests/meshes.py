@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from outergrad.recipes.simulate import gloo_group
+from outergrad.launch.simulate import gloo_group
 from outergrad.step.groups import on_group
 from ranks import TIMEOUT, _in_threads, raise_first
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from outergrad.recipes.simulate import first_calls, gloo_group
+from outergrad.launch.simulate import first_calls, gloo_group
 from outergrad.step.groups import on_group
 
 first_calls()

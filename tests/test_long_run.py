@@ -24,7 +24,7 @@ from torch import nn
 
 import outergrad as og
 from cases import Boom
-from outergrad.recipes.simulate import gloo_group
+from outergrad.launch.simulate import gloo_group
 from ranks import TIMEOUT
 
 SITES = 2

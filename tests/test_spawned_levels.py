@@ -6,7 +6,7 @@ import pytest
 import torch.multiprocessing as mp
 
 import spawned_ranks
-from outergrad.recipes.simulate import _on_loopback
+from outergrad.launch.simulate import _on_loopback
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -6,9 +6,9 @@ import sys
 def main() -> None:
     """Runs the command line, or says what to install for it."""
     try:
-        import outergrad.recipes  # noqa: F401  (says what is missing)
+        import outergrad.launch  # noqa: F401  (says what is missing)
         from outergrad.commands import app
-        from outergrad.recipes.console import leave_at_once
+        from outergrad.launch.console import leave_at_once
     except ImportError as error:
         sys.exit(f"outergrad: {error}")
     except KeyboardInterrupt:  # PyTorch takes seconds to import

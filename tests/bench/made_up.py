@@ -11,9 +11,9 @@ from outergrad.bench.plan import COMPARED, Plan
 from outergrad.bench.probe import Probe
 from outergrad.bench.results import Arrival, LinkResult, Results, Timing
 from outergrad.bench.site import Found
-from outergrad.bench.traffic import Traffic
 from outergrad.bench.trainer import Phases
 from outergrad.bench.until import Mark
+from outergrad.launch.traffic import Traffic
 
 RATES = {"10mbit": 1e7, "100mbit": 1e8, "1gbit": 1e9, "none": None, "loopback": None}
 

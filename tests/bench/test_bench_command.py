@@ -13,9 +13,9 @@ import pytest
 from made_up import link, results, timing
 from typer.testing import CliRunner
 
-from outergrad.bench.links import Link, parse_link, what_is_missing
 from outergrad.bench.plan import COMPARED
 from outergrad.commands import app
+from outergrad.launch.links import Link, parse_link, what_is_missing
 from outergrad.recipes.workloads import WORKLOADS
 
 command = import_module("outergrad.commands.bench")  # the package's own name is the function

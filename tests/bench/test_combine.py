@@ -10,9 +10,9 @@ from made_up import block, site
 from outergrad.bench.combine import arrivals, timings
 from outergrad.bench.measure import Block
 from outergrad.bench.site import Found
-from outergrad.bench.traffic import HEADER_BYTES, Traffic
 from outergrad.bench.trainer import Phases
 from outergrad.bench.until import Mark
+from outergrad.launch.traffic import HEADER_BYTES, Traffic
 
 
 def test_a_step_takes_as_long_as_at_the_slowest_site():

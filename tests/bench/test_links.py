@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 import psutil
 import pytest
 
-from outergrad.bench import links
-from outergrad.bench.links import Link, Place, parse_link, places, what_is_missing
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch import links
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link, Place, parse_link, places, what_is_missing
 
 READABLE = [
     ("none", "0ms", Link(rate_bit_per_s=None), "none"),

@@ -12,8 +12,8 @@ from threads import at_every_site
 from outergrad.bench import measure, meeting
 from outergrad.bench.measure import Trainers, take_block, time_steps
 from outergrad.bench.plan import Plan
-from outergrad.bench.traffic import Traffic
 from outergrad.bench.trainer import Phases
+from outergrad.launch.traffic import Traffic
 
 METHODS = ("alone", "ddp", "dense", "dad")
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 import outergrad
-from outergrad.bench import namespaces as module
-from outergrad.bench.links import Link, what_is_missing
-from outergrad.bench.namespaces import mark, namespaces, qdiscs
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch import namespaces as module
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.namespaces import mark, namespaces, qdiscs
 
 LATE = Link(rate_bit_per_s=None, rtt_s=0.01)
 real = pytest.mark.skipif(
@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.modules["outergrad"] = package = types.ModuleType("outergrad")
 package.__path__ = sys.argv[1:]  # without torch, which takes seconds to import
 
-from outergrad.bench.namespaces import namespaces
+from outergrad.launch.namespaces import namespaces
 try:
     with namespaces(3, 1e7, 0.01) as names:
         print(*names, flush=True)

@@ -8,7 +8,7 @@ from math import inf, nan
 import pytest
 
 from outergrad.bench.plan import COMPARED, Plan
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
 
 COUNTS = ("sites", "steps", "rounds", "threads", "check_every", "max_steps")

@@ -7,11 +7,11 @@ import time
 import psutil
 import pytest
 
-from outergrad.bench import relay as module
-from outergrad.bench.links import Link, what_is_missing
-from outergrad.bench.namespaces import namespaces
-from outergrad.bench.relay import can_relay, relay
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch import relay as module
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.namespaces import namespaces
+from outergrad.launch.relay import can_relay, relay
 
 LATE = Link(rate_bit_per_s=None, rtt_s=0.01)
 MISSING = what_is_missing(LATE, 2) or (None if can_relay() else "no `cc` or no /dev/net/tun")

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from outergrad.bench.traffic import HEADER_BYTES, Counter, Traffic
-from outergrad.recipes.loopback import loopback_name
+from outergrad.launch.loopback import loopback_name
+from outergrad.launch.traffic import HEADER_BYTES, Counter, Traffic
 
 LOOPBACK = loopback_name() or "lo"
 

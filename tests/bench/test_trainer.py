@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam
 
 from outergrad.bench.plan import Plan
 from outergrad.bench.trainer import Phases, Trainer, batches, dataset
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
 
 

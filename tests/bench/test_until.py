@@ -10,9 +10,9 @@ from threads import at_every_site
 
 from outergrad.bench import meeting, until
 from outergrad.bench.plan import Plan
-from outergrad.bench.traffic import Traffic
 from outergrad.bench.trainer import Phases
 from outergrad.bench.until import Mark, train_until
+from outergrad.launch.traffic import Traffic
 
 LOSSES = {"ddp": [2.0, 1.0, 0.5], "dad": [0.6, nan, 0.4], "alone": [inf, 3.0, 3.0]}
 """Test loss of each method after each ten steps; the last stays."""

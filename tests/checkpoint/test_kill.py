@@ -19,8 +19,8 @@ from torch import nn
 
 import outergrad as og
 from outergrad.checkpoint import folder as files
-from outergrad.recipes.launch import start_sites
-from outergrad.recipes.supervise import Attempt, Restarts, supervise
+from outergrad.launch.start import start_sites
+from outergrad.launch.supervise import Attempt, Restarts, supervise
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

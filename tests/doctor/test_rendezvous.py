@@ -13,7 +13,7 @@ from outergrad.doctor.rendezvous import (
     open_store,
     why_unreachable,
 )
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 
 TORCHRUN = {
     "RANK": "1",

@@ -33,8 +33,8 @@ from faulty_site import come_again, run
 from judge import Seen, Verdict, judge, summary
 from trials import Trial, draw
 
-from outergrad.bench.links import Link, Place, what_is_missing
-from outergrad.bench.namespaces import INTERFACE
+from outergrad.launch.links import Link, Place, what_is_missing
+from outergrad.launch.namespaces import INTERFACE
 
 AT_ONCE = 4
 """Trials that run side by side: most of their time they wait."""
@@ -50,7 +50,7 @@ _PORTS = iter(range(20000, 30000))
 # In a process of its own: what is forked here would take the namespaces down when it ends.
 _KEEPER = """
 import sys
-from outergrad.bench.links import Link, places
+from outergrad.launch.links import Link, places
 with places(int(sys.argv[1]), Link(rate_bit_per_s=None)) as found:
     print(*[place.namespace for place in found], flush=True)
     sys.stdin.read()

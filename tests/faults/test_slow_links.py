@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outergrad.bench.links import Link, what_is_missing
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.pace import LEAST_BYTES, Pace
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.work import TorchWork
 from outergrad.core.types import ExchangeError
+from outergrad.launch.links import Link, what_is_missing
 from ranks import run_ranks
 
 SLOW = Link(rate_bit_per_s=64e3)
@@ -31,7 +31,7 @@ import os, subprocess, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist, torch._dynamo
 import outergrad as og
-from outergrad.bench.links import Link, places
+from outergrad.launch.links import Link, places
 
 T = 3.0
 

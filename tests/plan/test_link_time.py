@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.bench.links import Link
 from outergrad.comm.trace import Awaited, Kind, Started, Trace, Tracer
+from outergrad.launch.links import Link
 from outergrad.plan.link_time import LEAST_RTT_S, step_seconds, wire_bytes
 
 MB = 1_000_000

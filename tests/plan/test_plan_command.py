@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import outergrad as og
-from outergrad.bench.links import Link, what_is_missing
 from outergrad.commands import app
+from outergrad.launch.links import Link, what_is_missing
 from outergrad.plan.measure import Planned
 from outergrad.plan.table import shortened
 from outergrad.record.stats import Stats

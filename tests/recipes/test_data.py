@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import SOURCES, Dataset, Format, load, missing_files, synthetic
-from outergrad.recipes.errors import RecipeError
 
 FORMATS = {
     "flat": Format(shape=(7,), classes=3),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from outergrad.launch.start import run_sites
 from outergrad.recipes.demo import JOB, Outcome, conclusions, demo, table
-from outergrad.recipes.launch import run_sites
 
 
 def outcomes(**changes) -> dict[str, Outcome]:

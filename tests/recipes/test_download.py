@@ -7,10 +7,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from outergrad.recipes.console import download_bars
+from outergrad.launch.console import download_bars
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import Format, Source
 from outergrad.recipes.download import download
-from outergrad.recipes.errors import RecipeError
 
 FILES = {"images.gz": b"i" * 200_000, "labels.gz": b"l" * 100}
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from outergrad.recipes.elastic import fresh_store, shared_store
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.elastic import fresh_store, shared_store
+from outergrad.launch.errors import RecipeError
 
 SPAN = timedelta(seconds=20)
 

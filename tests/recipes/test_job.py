@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.job import Job
 
 WRONG = {

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch.distributed as dist
 
-from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.launch import number_of_sites, run_sites, under_torchrun
-from outergrad.recipes.loopback import loopback_bytes, loopback_name
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.loopback import loopback_bytes, loopback_name
+from outergrad.launch.start import number_of_sites, run_sites, under_torchrun
 
 
 @pytest.fixture

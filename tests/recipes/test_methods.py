@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.start import run_sites
 from outergrad.recipes import methods
-from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.launch import run_sites
 from outergrad.recipes.methods import METHODS, Distributed, Replica, all_reduce_bytes, attach_of
 from outergrad.recipes.models.mlp import mlp
 from ranks import run_ranks

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import Format, synthetic
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.models import INPUTS, MODELS, build_model
 from outergrad.recipes.models.hidden import ACTIVATIONS
 from outergrad.recipes.models.mlp import mlp

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outergrad.recipes.errors import RecipeError, SiteError
-from outergrad.recipes.processes import Failure, lost_of, run_processes
+from outergrad.launch.errors import RecipeError, SiteError
+from outergrad.launch.processes import Failure, lost_of, run_processes
 
 pytestmark = pytest.mark.slow
 

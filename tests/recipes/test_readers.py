@@ -9,9 +9,9 @@ import pytest
 import torch
 from small_files import RARE, TEST, TRAIN, WRITERS, idx, pixels, write
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import SOURCES, load
 from outergrad.recipes.data.files import DamagedFileError, read_idx
-from outergrad.recipes.errors import RecipeError
 
 FILES = [(name, file) for name in SOURCES for file in SOURCES[name].files]
 ARCHIVES = [(name, file) for name, file in FILES if file.endswith(".npz")]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.start import run_sites
 from outergrad.recipes.job import Job
-from outergrad.recipes.launch import run_sites
 from outergrad.recipes.recording import recorder_into
 from outergrad.recipes.train import Files, train
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from full_disk import longest_file
 from outergrad.commands import app
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.saving import Saving
 from outergrad.recipes.train import Files, train

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from outergrad.launch.errors import RecipeError, SiteError
+from outergrad.launch.simulate import simulate
+from outergrad.launch.start import run_sites
 from outergrad.recipes.data import load
-from outergrad.recipes.errors import RecipeError, SiteError
 from outergrad.recipes.job import Job
-from outergrad.recipes.launch import run_sites
-from outergrad.recipes.simulate import simulate
 from outergrad.recipes.sites import rank_in
 from outergrad.recipes.training import deal, start
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.start import run_sites
 from outergrad.recipes.job import Job
-from outergrad.recipes.launch import run_sites
 from outergrad.recipes.sites import mean_over_sites, prepare_together, smallest_over_sites
 
 

@@ -6,8 +6,8 @@ from itertools import islice
 import pytest
 import torch
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import Dataset
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.split import (
     SPLITS,
     Batches,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.recipes.errors import RecipeError, SiteError
-from outergrad.recipes.supervise import Attempt, Restarts, supervise
+from outergrad.launch.errors import RecipeError, SiteError
+from outergrad.launch.supervise import Attempt, Restarts, supervise
 
 
 def failure(*lost: int) -> SiteError:

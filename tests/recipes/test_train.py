@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from small_files import write
 
+from outergrad.launch.start import run_sites
 from outergrad.recipes.data import missing_files
 from outergrad.recipes.job import Job
-from outergrad.recipes.launch import run_sites
 from outergrad.recipes.train import Files, train
 
 pytestmark = pytest.mark.slow

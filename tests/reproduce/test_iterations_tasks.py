@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import synthetic
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
 from outergrad.reproduce import capture as captures
 from outergrad.reproduce import iterations

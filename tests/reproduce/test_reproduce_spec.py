@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.reproduce.spec import experiment, names
 
 TEXT = """

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.reproduce.store import Store
 from outergrad.reproduce.task import Task
 

@@ -9,7 +9,7 @@ from made_up_results import a_test, iterations, timing, training
 
 pytest.importorskip("pandas")
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.reproduce.figures import write_figures
 from outergrad.reproduce.quantities import NOTHING
 from outergrad.reproduce.tables import Cell, write_tables

@@ -9,7 +9,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.reproduce.scores import area_under_curve, effective_ranks
 from outergrad.reproduce.task import Context
 from outergrad.reproduce.training import TRAINING, Plan

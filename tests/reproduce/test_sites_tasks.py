@@ -9,7 +9,7 @@ import pytest
 
 from outergrad.bench.plan import Plan
 from outergrad.bench.run import count_parameters
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.reproduce.sites import SITES
 from outergrad.reproduce.task import Context
 

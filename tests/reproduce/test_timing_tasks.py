@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outergrad.bench import links
-from outergrad.bench.links import Link, what_is_missing
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch import links
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link, what_is_missing
 from outergrad.reproduce.task import Context
 from outergrad.reproduce.timing import TIMING
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from made_up_run import events, layer
 from outergrad.events import End, Layer, Mishap, Run, Scalars, Step
-from outergrad.recipes.console import printable
+from outergrad.launch.console import printable
 from outergrad.watch.live import summary_line
 from outergrad.watch.picture import picture
 from outergrad.watch.state import Watched

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from outergrad.bench.meeting import Meeting
 from outergrad.bench.plan import Plan
-from outergrad.bench.traffic import Counter, Traffic
 from outergrad.bench.trainer import Phases, Trainer
+from outergrad.launch.traffic import Counter, Traffic
 from outergrad.recipes.data import Dataset
 
 

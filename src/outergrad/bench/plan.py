@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.methods import METHODS, attach_of
 from outergrad.recipes.workloads import WORKLOADS, Workload
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.console import Console
 
 from outergrad.bench.check import Check, check
-from outergrad.bench.links import Link
 from outergrad.bench.plan import Plan
 from outergrad.bench.results import LinkResult, Results
 from outergrad.bench.table import phases_lines, table
-from outergrad.recipes.errors import CheckError, RecipeError
+from outergrad.launch.errors import CheckError, RecipeError
+from outergrad.launch.links import Link
 
 PLOT_NEEDS = "matplotlib"
 WIDTH = 110

@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from outergrad.bench.combine import arrivals, timings
-from outergrad.bench.links import Link, places
-from outergrad.bench.machine import cores, describe
 from outergrad.bench.plan import Plan
 from outergrad.bench.results import LinkResult, Results
 from outergrad.bench.site import Found, run_site
-from outergrad.recipes.processes import run_processes
+from outergrad.launch.links import Link, places
+from outergrad.launch.machine import cores, describe
+from outergrad.launch.processes import run_processes
 
 COPIES = 6
 """Of the parameters that a method holds at most: with gradients, buckets and error feedback."""

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from outergrad.bench.links import Link, Place
 from outergrad.bench.measure import Block, time_steps
 from outergrad.bench.meeting import PATIENCE, Meeting
 from outergrad.bench.plan import Plan
 from outergrad.bench.probe import Probe, probe
-from outergrad.bench.traffic import Counter
 from outergrad.bench.trainer import dataset
 from outergrad.bench.until import Mark, train_until
-from outergrad.recipes.console import step_bars
+from outergrad.launch.console import step_bars
+from outergrad.launch.links import Link, Place
+from outergrad.launch.traffic import Counter
 
 
 @dataclass

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from outergrad.bench.results import Arrival, LinkResult, Results, Timing
-from outergrad.recipes.console import amount
+from outergrad.launch.console import amount
 
 
 def table(results: Results, result: LinkResult) -> Table:

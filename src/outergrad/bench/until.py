@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from outergrad.bench.measure import Block, take_block
 from outergrad.bench.meeting import Meeting
 from outergrad.bench.plan import Plan
-from outergrad.bench.traffic import Counter
 from outergrad.bench.trainer import Trainer
+from outergrad.launch.traffic import Counter
 from outergrad.recipes.data import Dataset
 from outergrad.recipes.training import test_loss
 

@@ -10,15 +10,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outergrad.bench.links import Link, parse_link, what_is_missing
 from outergrad.bench.plan import COMPARED, Plan
 from outergrad.bench.report import Report, result_file
 from outergrad.bench.run import bench as run_bench
 from outergrad.bench.run import notes
 from outergrad.commands.options import DATA_DIR, METHOD_HELP, DataDir
-from outergrad.recipes.console import errors_in_one_line
-from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.processes import exit_on_signals
+from outergrad.launch.console import errors_in_one_line
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link, parse_link, what_is_missing
+from outergrad.launch.processes import exit_on_signals
 from outergrad.recipes.workloads import WORKLOADS
 
 Workload = Annotated[str, typer.Option(help=f"What to train: {', '.join(WORKLOADS)}.")]

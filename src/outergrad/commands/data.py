@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outergrad.commands.options import DATA_DIR, DataDir
-from outergrad.recipes.console import download_bars, errors_in_one_line
+from outergrad.launch.console import download_bars, errors_in_one_line
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import (
     SOURCES,
     folder_of,
@@ -18,7 +19,6 @@ from outergrad.recipes.data import (
     where_to_put,
 )
 from outergrad.recipes.download import download
-from outergrad.recipes.errors import RecipeError
 
 data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
 

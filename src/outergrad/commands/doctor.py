@@ -9,9 +9,9 @@ import typer
 from outergrad.doctor.bounded import leaving_at_once
 from outergrad.doctor.rendezvous import PORT, meeting_at, meeting_from
 from outergrad.doctor.start import check_alone, check_at_site, check_rehearsal
-from outergrad.recipes.console import errors_in_one_line
-from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.launch import number_of_sites, under_torchrun
+from outergrad.launch.console import errors_in_one_line
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.start import number_of_sites, under_torchrun
 
 Sites = Annotated[
     int | None,

@@ -9,14 +9,14 @@ import typer
 from rich.console import Console
 
 from outergrad._whole_files import write_whole
-from outergrad.bench.links import parse_link
 from outergrad.commands.options import METHOD_HELP
+from outergrad.launch.console import errors_in_one_line, step_bars
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import parse_link
 from outergrad.plan.forecast import Forecast, Question, forecast
 from outergrad.plan.measure import ROUNDS
 from outergrad.plan.table import tables
 from outergrad.plan.words import sentences
-from outergrad.recipes.console import errors_in_one_line, step_bars
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
 
 WIDTH = 100

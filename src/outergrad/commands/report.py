@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from outergrad.recipes.console import amount, errors_in_one_line, say
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.console import amount, errors_in_one_line, say
+from outergrad.launch.errors import RecipeError
 from outergrad.report import UnreadableRunError, write_page
 
 Runs = Annotated[list[Path], typer.Argument(help="Folders that og.JSONL wrote, or single files.")]

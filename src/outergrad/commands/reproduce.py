@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outergrad.commands.options import DATA_DIR, DataDir
-from outergrad.recipes.console import errors_in_one_line
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.console import errors_in_one_line
+from outergrad.launch.errors import RecipeError
 from outergrad.report._load import require
 from outergrad.reproduce.run import Outcome, draw, run
 from outergrad.reproduce.spec import experiment, names

@@ -9,17 +9,17 @@ from typing import Annotated
 import typer
 
 from outergrad.commands.options import DATA_DIR, METHOD_HELP, DataDir
-from outergrad.recipes.console import errors_in_one_line, say
+from outergrad.launch.console import errors_in_one_line, say
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.simulate import simulate as run_simulated
+from outergrad.launch.start import number_of_sites, run_sites, start_sites, under_torchrun
+from outergrad.launch.supervise import Attempt, Restarts, supervise
 from outergrad.recipes.data import SOURCES, require_files
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
-from outergrad.recipes.launch import number_of_sites, run_sites, start_sites, under_torchrun
 from outergrad.recipes.models import MODELS
 from outergrad.recipes.models.hidden import ACTIVATIONS
 from outergrad.recipes.saving import Saving
-from outergrad.recipes.simulate import simulate as run_simulated
 from outergrad.recipes.split import SPLITS
-from outergrad.recipes.supervise import Attempt, Restarts, supervise
 from outergrad.recipes.train import Files
 from outergrad.recipes.train import train as train_site
 

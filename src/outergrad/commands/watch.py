@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outergrad.recipes.console import errors_in_one_line
-from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.processes import exit_on_signals
+from outergrad.launch.console import errors_in_one_line
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.processes import exit_on_signals
 from outergrad.watch.live import Watch
 from outergrad.watch.tail import PATTERN
 

@@ -17,7 +17,7 @@ from outergrad.doctor.links import check_links
 from outergrad.doctor.pairs import ROUND_S, Measured, measure_pairs, measured
 from outergrad.doctor.roll import Roll, Tell, UnmetError, check_roll, meet
 from outergrad.doctor.sites import Site, check_sharing, check_sizes, check_versions
-from outergrad.recipes.errors import SiteError
+from outergrad.launch.errors import SiteError
 
 _VERDICT_S = 2 * ROUND_S + 3 * LIMIT_S
 _GOODBYE_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from outergrad.doctor.findings import Finding, note, ok, warning
-from outergrad.recipes.console import amount
+from outergrad.launch.console import amount
 
 _LEAST_FILES = 256
 _LEAST_DISK_BYTES = 1_000_000_000

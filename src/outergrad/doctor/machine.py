@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 import outergrad
-from outergrad.bench.links import Link, what_is_missing
-from outergrad.bench.machine import cores
 from outergrad.doctor.environment import (
     check_disk,
     check_open_files,
@@ -28,6 +26,8 @@ from outergrad.doctor.interface import Taken, check_interface, interfaces, taken
 from outergrad.doctor.rendezvous import Meeting
 from outergrad.doctor.sites import Site
 from outergrad.doctor.software import check_extras, check_gloo, check_gpus, check_version
+from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.machine import cores
 
 
 def look_at_machine(environment: Mapping[str, str], *, sites_here: int = 1) -> list[Finding]:

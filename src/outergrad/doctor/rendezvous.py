@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from outergrad.doctor.bounded import bounded
 from outergrad.doctor.findings import Finding, problem
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 
 PORT = 29500
 """PyTorch's own, where none is named."""

@@ -19,8 +19,8 @@ from outergrad.doctor.machine import describe, look_at_machine, taken_here
 from outergrad.doctor.quiet import quiet_libraries
 from outergrad.doctor.rendezvous import Meeting, UnreachableError, open_store
 from outergrad.doctor.show import show
-from outergrad.recipes.launch import stay_on_loopback
-from outergrad.recipes.processes import run_processes
+from outergrad.launch.processes import run_processes
+from outergrad.launch.start import stay_on_loopback
 
 _NEXT = """
 Next, between two machines, with the address of the first one:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import outergrad as og
-from outergrad.bench.links import Link
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link
 from outergrad.plan.layers import LayerPlan, Layers
 from outergrad.plan.measure import Planned, measure, method_of
 from outergrad.plan.subject import Subject, subject, try_step
-from outergrad.recipes.errors import RecipeError
 
 HIGHEST_BIT_PER_S = 100e9
 """What links are looked at up to."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outergrad.bench.links import Link
-from outergrad.bench.traffic import HEADER_BYTES
 from outergrad.comm.trace import Kind, Started, Trace
 from outergrad.core.types import Link as SettledLink
+from outergrad.launch.links import Link
+from outergrad.launch.traffic import HEADER_BYTES
 
 SEGMENT_BYTES = 1448
 """Payload of one packet of TCP on Ethernet."""

@@ -10,13 +10,13 @@ from statistics import median
 from torch.optim import SGD
 
 import outergrad as og
-from outergrad.bench.links import Link
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Trace, Tracer
 from outergrad.core.protocols import Method
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link
 from outergrad.plan.link_time import as_settled, step_seconds, wire_bytes
 from outergrad.plan.subject import Subject
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import CONFIGURABLE, METHODS, Attach, Distributed, attach_of
 from outergrad.record.stats import Stats
 from outergrad.session.attach import attach

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import synthetic
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
 
 _WANTED = "return (model, inputs), with inputs a tensor, a tuple or a dict of names"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outergrad.bench.links import Link
+from outergrad.launch.links import Link
 from outergrad.plan.forecast import HIGHEST_BIT_PER_S, Forecast
 from outergrad.plan.measure import Planned
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from outergrad.recipes.console import count, errors_in_one_line, step_bars
+from outergrad.launch.console import count, errors_in_one_line, step_bars
+from outergrad.launch.loopback import loopback_bytes
+from outergrad.launch.start import number_of_sites, run_sites, stay_on_loopback
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.job import Job
-from outergrad.recipes.launch import number_of_sites, run_sites, stay_on_loopback
-from outergrad.recipes.loopback import loopback_bytes
 from outergrad.recipes.recording import recorder_into
 from outergrad.recipes.sites import mean_over_sites
 from outergrad.recipes.training import Training, deal, start

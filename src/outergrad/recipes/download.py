@@ -12,8 +12,8 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from rich.progress import Progress
 
 from outergrad._whole_files import whole_file
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import Source
-from outergrad.recipes.errors import RecipeError
 
 TIMEOUT_S = 30
 CHUNK_BYTES = 1 << 16

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import SOURCES
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.methods import attach_of
 from outergrad.recipes.models import MODELS, require_fit
 from outergrad.recipes.models.hidden import ACTIVATIONS

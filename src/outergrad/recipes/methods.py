@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from outergrad.core.protocols import Method, Recorder
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.first_rows import FirstRows
 from outergrad.recipes.replica import Replica
 from outergrad.recipes.settings import read_settings

@@ -12,7 +12,7 @@ from outergrad._whole_files import write_whole
 from outergrad.checkpoint import Restored
 from outergrad.checkpoint.folder import saves_in
 from outergrad.checkpoint.unusable import UnusableError
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.job import Job, option
 from outergrad.recipes.position import Position
 from outergrad.recipes.sites import number_in, rank_in

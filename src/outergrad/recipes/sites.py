@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.job import Job, option
 
 T = TypeVar("T")

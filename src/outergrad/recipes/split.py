@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import Dataset
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.proportions import fitted_counts, whole_shares
 
 Rows = list[Tensor]

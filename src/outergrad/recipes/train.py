@@ -11,14 +11,14 @@ from typing import IO, NamedTuple
 import torch
 from rich.progress import Progress
 
-from outergrad.recipes.console import amount, count, step_bars
+from outergrad.launch.console import amount, count, step_bars
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.simulate import Stop
 from outergrad.recipes.data import Dataset, load
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.position import Position
 from outergrad.recipes.recording import recorder_into
 from outergrad.recipes.saving import Saver, Saving
-from outergrad.recipes.simulate import Stop
 from outergrad.recipes.sites import Group, mean_over_sites, prepare_together, rank_in
 from outergrad.recipes.split import Rows
 from outergrad.recipes.training import Training, deal, start

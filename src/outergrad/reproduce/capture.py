@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 
 import outergrad as og
-from outergrad.bench.links import Link
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.types import Factors, Part, place_name
+from outergrad.launch.links import Link
 from outergrad.methods.dad import DADExchange
 from outergrad.plan.link_time import as_settled
 from outergrad.recipes.data import Dataset, load

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from outergrad.launch.errors import RecipeError
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.subspace import OVERSAMPLING
-from outergrad.recipes.errors import RecipeError
 from outergrad.reproduce.capture import Captured, capture, formed
 from outergrad.reproduce.settings import whole_number, with_defaults
 from outergrad.reproduce.task import Context, Settings

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.reproduce.figures import write_figures
 from outergrad.reproduce.kinds import KINDS
 from outergrad.reproduce.page import write_page

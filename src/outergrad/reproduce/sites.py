@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outergrad.bench.links import parse_link
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import parse_link
 from outergrad.plan.forecast import Forecast, Question, forecast
 from outergrad.plan.measure import ROUNDS, Planned
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.workloads import WORKLOADS
 from outergrad.reproduce.settings import names, positive_number, whole_number, with_defaults
 from outergrad.reproduce.task import Context, Settings

@@ -12,8 +12,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from outergrad._version import __version__
-from outergrad.bench.machine import cores, processor
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.machine import cores, processor
 from outergrad.record.jsonl import open_to_append
 from outergrad.reproduce.task import Task
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._whole_files import write_whole
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 from outergrad.report._load import require
 from outergrad.reproduce.frames import Result, finals, last_ranks, over_seeds, per_site, varied
 from outergrad.reproduce.quantities import NOTHING, QUANTITIES, heading, text, title

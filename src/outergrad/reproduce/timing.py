@@ -6,11 +6,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from outergrad.bench.links import Link, parse_link, what_is_missing
 from outergrad.bench.plan import Plan
 from outergrad.bench.results import Results, Timing
 from outergrad.bench.run import bench
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link, parse_link, what_is_missing
 from outergrad.reproduce.settings import names, positive_number, whole_number, with_defaults
 from outergrad.reproduce.task import Context, Settings
 

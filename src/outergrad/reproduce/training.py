@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.simulate import Stop, simulate
 from outergrad.recipes.data import Dataset, load
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.job import Job
-from outergrad.recipes.simulate import Stop, simulate
 from outergrad.recipes.sites import Group, mean_over_sites
 from outergrad.recipes.training import Training, deal, start
 from outergrad.reproduce.scores import Scores, effective_ranks, scores

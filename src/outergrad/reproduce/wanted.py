@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from outergrad.recipes.console import printable
+from outergrad.launch.console import printable
 from outergrad.watch.overview import silence
 from outergrad.watch.picture import picture, waiting
 from outergrad.watch.state import Watched

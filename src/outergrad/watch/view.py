@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from outergrad.recipes.console import printable
+from outergrad.launch.console import printable
 
 DIM = "bright_black"
 LABEL = 9

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data.dataset import Dataset, Format
 from outergrad.recipes.data.files import DamagedFileError
 from outergrad.recipes.data.images import (
@@ -17,7 +18,6 @@ from outergrad.recipes.data.sequences import read_natops, read_pendigits, read_s
 from outergrad.recipes.data.text import read_tinyshakespeare, read_war_and_peace
 from outergrad.recipes.data.texts import read_ag_news, read_imdb
 from outergrad.recipes.data.tokens import VOCABULARY
-from outergrad.recipes.errors import RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)

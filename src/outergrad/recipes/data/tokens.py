@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 
 VOCABULARY = 8000
 PADDING = 0

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data.dataset import Format
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.models.cnn import build_cnn
 from outergrad.recipes.models.hidden import ACTIVATIONS, Hidden
 from outergrad.recipes.models.mlp import build_mlp

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data.dataset import Format
 from outergrad.recipes.data.tokens import PADDING
-from outergrad.recipes.errors import RecipeError
 from outergrad.recipes.models.hidden import Activation, Hidden
 
 PATCH = 4

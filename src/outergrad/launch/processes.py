@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar
 
-from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.launch.errors import RecipeError, SiteError
 
 T = TypeVar("T")
 

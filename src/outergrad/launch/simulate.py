@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from outergrad.recipes.errors import RecipeError, SiteError
-from outergrad.recipes.loopback import loopback_name
-from outergrad.recipes.processes import tell
+from outergrad.launch.errors import RecipeError, SiteError
+from outergrad.launch.loopback import loopback_name
+from outergrad.launch.processes import tell
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from outergrad.bench.relay import relay
-from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.processes import exit_on_signals
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.processes import exit_on_signals
+from outergrad.launch.relay import relay
 
 INTERFACE = "link0"
 MOST_SITES = 64

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outergrad.recipes.errors import RecipeError, SiteError
+from outergrad.launch.errors import RecipeError, SiteError
 
 _LONGEST = 1 << 10
 """Checkpoints after which a site that was lost again and again is tried once more."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 
 SOURCE = Path(__file__).with_name("relay.c")
 _REMEDY = "mend it, or leave out --rtt"

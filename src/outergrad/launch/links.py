@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from outergrad.bench.namespaces import INTERFACE, MOST_SITES, has_netem, namespaces
-from outergrad.bench.relay import can_relay
-from outergrad.recipes.errors import RecipeError
-from outergrad.recipes.loopback import loopback_name
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.loopback import loopback_name
+from outergrad.launch.namespaces import INTERFACE, MOST_SITES, has_netem, namespaces
+from outergrad.launch.relay import can_relay
 
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIME_UNITS = {"ms": 1e-3, "s": 1.0}

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from outergrad.recipes.elastic import fresh_store, shared_store
-from outergrad.recipes.errors import RecipeError, SiteError
-from outergrad.recipes.loopback import loopback_name
-from outergrad.recipes.processes import run_processes, tell
+from outergrad.launch.elastic import fresh_store, shared_store
+from outergrad.launch.errors import RecipeError, SiteError
+from outergrad.launch.loopback import loopback_name
+from outergrad.launch.processes import run_processes, tell
 
 T = TypeVar("T")
 

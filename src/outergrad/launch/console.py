@@ -19,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from outergrad.recipes.errors import CheckError, RecipeError, SiteError
+from outergrad.launch.errors import CheckError, RecipeError, SiteError
 
 T = TypeVar("T")
 _LAYOUT = "\n\t"

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from outergrad.recipes.errors import RecipeError
+from outergrad.launch.errors import RecipeError
 
 _POLL_S = 0.02
 _SERVED = "TORCHELASTIC_USE_AGENT_STORE"
