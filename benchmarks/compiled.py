@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 
 from outergrad.launch.start import run_sites
 from outergrad.recipes.data import synthetic
-from outergrad.recipes.methods import Distributed, attach_of
 from outergrad.recipes.training import ADAM_EPS
 from outergrad.recipes.workloads import WORKLOADS
+from outergrad.tools.named_methods.attach import Distributed, attach_of
 
 WAYS = ("uncompiled", "alone", "broken", "fullgraph")
 

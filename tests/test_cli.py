@@ -15,11 +15,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.commands import app, data
 from outergrad.recipes.data import SOURCES, folder_of
-from outergrad.recipes.methods import METHODS
 from outergrad.recipes.models import MODELS
 from outergrad.recipes.split import SPLITS
+from outergrad.tools.commands import app, data
+from outergrad.tools.named_methods.attach import METHODS
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "outergrad"]

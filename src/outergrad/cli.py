@@ -7,8 +7,8 @@ def main() -> None:
     """Runs the command line, or says what to install for it."""
     try:
         import outergrad.launch  # noqa: F401  (says what is missing)
-        from outergrad.commands import app
         from outergrad.launch.console import leave_at_once
+        from outergrad.tools.commands import app
     except ImportError as error:
         sys.exit(f"outergrad: {error}")
     except KeyboardInterrupt:  # PyTorch takes seconds to import

@@ -14,11 +14,11 @@ from made_up import link, results, timing
 from typer.testing import CliRunner
 
 from outergrad.bench.plan import COMPARED
-from outergrad.commands import app
 from outergrad.launch.links import Link, parse_link, what_is_missing
 from outergrad.recipes.workloads import WORKLOADS
+from outergrad.tools.commands import app
 
-command = import_module("outergrad.commands.bench")  # the package's own name is the function
+command = import_module("outergrad.tools.commands.bench")  # the package's own name is the function
 MISSING = what_is_missing(Link(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 LOOPBACK = ["--link", "loopback"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.doctor import bursts, connect, course, pairs
+from outergrad.tools.doctor import bursts, connect, course, pairs
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from torch.distributed import HashStore
 
-from outergrad.doctor.board import Board
-from outergrad.doctor.connect import listen
-from outergrad.doctor.course import Report, agree_on_verdict, examine
-from outergrad.doctor.findings import ok
-from outergrad.doctor.sites import Site
+from outergrad.tools.doctor.board import Board
+from outergrad.tools.doctor.connect import listen
+from outergrad.tools.doctor.course import Report, agree_on_verdict, examine
+from outergrad.tools.doctor.findings import ok
+from outergrad.tools.doctor.sites import Site
 
 T = TypeVar("T")
 VERSIONS = {"outergrad": "1.0", "torch": "2.11", "python": "3.12.1", "numpy": "2.0"}

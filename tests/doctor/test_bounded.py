@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import outergrad
-from outergrad.doctor.bounded import bounded
+from outergrad.tools.doctor.bounded import bounded
 
 HANGS = """
 import sys, time, types
 sys.modules["outergrad"] = package = types.ModuleType("outergrad")
 package.__path__ = sys.argv[1:]  # without torch, which takes seconds to import
 
-from outergrad.doctor.bounded import bounded, leaving_at_once
+from outergrad.tools.doctor.bounded import bounded, leaving_at_once
 with leaving_at_once():
     try:
         bounded(lambda: time.sleep(100), 0.05)

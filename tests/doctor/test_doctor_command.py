@@ -15,10 +15,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.commands import app
 from outergrad.launch.links import Link, what_is_missing
 from outergrad.launch.loopback import loopback_name
 from outergrad.launch.namespaces import INTERFACE, namespaces
+from outergrad.tools.commands import app
 
 DOCTOR = [sys.executable, "-m", "outergrad", "doctor"]
 SHAPED = Link(rate_bit_per_s=2e7)

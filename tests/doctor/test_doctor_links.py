@@ -8,11 +8,11 @@ from itertools import combinations
 import pytest
 from made_up_sites import in_threads, site
 
-from outergrad.doctor.bursts import Rates, measure
-from outergrad.doctor.connect import connect, listen
-from outergrad.doctor.findings import Level
-from outergrad.doctor.links import check_links, ddp_step_s, rate, seconds
-from outergrad.doctor.pairs import Measured, combine, rounds
+from outergrad.tools.doctor.bursts import Rates, measure
+from outergrad.tools.doctor.connect import connect, listen
+from outergrad.tools.doctor.findings import Level
+from outergrad.tools.doctor.links import check_links, ddp_step_s, rate, seconds
+from outergrad.tools.doctor.pairs import Measured, combine, rounds
 
 ADDRESSES = {0: "10.0.0.1:40000", 1: "10.0.0.2:40001", 2: "10.0.0.3:40002"}
 EVEN = {"rtt_s": 0.01, "rates": {"alone": 1e7, "alone_back": 1e7, "both": 9e6, "both_back": 9e6}}

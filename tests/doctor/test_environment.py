@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.doctor.environment import (
+from outergrad.tools.doctor.environment import (
     VARIABLES,
     check_disk,
     check_open_files,
@@ -10,7 +10,7 @@ from outergrad.doctor.environment import (
     check_threads,
     check_variables,
 )
-from outergrad.doctor.findings import Level
+from outergrad.tools.doctor.findings import Level
 
 BITES = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "OFF"),

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from outergrad.doctor.findings import Level
-from outergrad.doctor.interface import (
+from outergrad.tools.doctor.findings import Level
+from outergrad.tools.doctor.interface import (
     Taken,
     best_interface,
     check_addresses,

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from outergrad.doctor.rendezvous import (
+from outergrad.launch.errors import RecipeError
+from outergrad.tools.doctor.rendezvous import (
     Meeting,
     UnreachableError,
     meeting_at,
@@ -13,7 +14,6 @@ from outergrad.doctor.rendezvous import (
     open_store,
     why_unreachable,
 )
-from outergrad.launch.errors import RecipeError
 
 TORCHRUN = {
     "RANK": "1",

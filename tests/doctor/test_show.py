@@ -6,12 +6,12 @@ import pytest
 from made_up_sites import site
 from rich.console import Console
 
-from outergrad.doctor.bursts import Rates
-from outergrad.doctor.clocks import Offset
-from outergrad.doctor.course import Report
-from outergrad.doctor.findings import note, ok, problem, warning
-from outergrad.doctor.pairs import Measured
-from outergrad.doctor.show import show
+from outergrad.tools.doctor.bursts import Rates
+from outergrad.tools.doctor.clocks import Offset
+from outergrad.tools.doctor.course import Report
+from outergrad.tools.doctor.findings import note, ok, problem, warning
+from outergrad.tools.doctor.pairs import Measured
+from outergrad.tools.doctor.show import show
 
 
 def shown(report: Report, width: int = 80, encoding: str = "utf-8") -> str:

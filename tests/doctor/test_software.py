@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from outergrad.doctor.findings import Level
-from outergrad.doctor.software import (
+from outergrad.tools.doctor.findings import Level
+from outergrad.tools.doctor.software import (
     EXTRAS,
     LEAST,
     check_extras,

@@ -6,7 +6,7 @@ import pytest
 
 from outergrad.comm.trace import Awaited, Kind, Started, Trace, Tracer
 from outergrad.launch.links import Link
-from outergrad.plan.link_time import LEAST_RTT_S, step_seconds, wire_bytes
+from outergrad.tools.plan.link_time import LEAST_RTT_S, step_seconds, wire_bytes
 
 MB = 1_000_000
 FAST = Link(rate_bit_per_s=None)

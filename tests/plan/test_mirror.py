@@ -15,8 +15,8 @@ from outergrad.comm.trace import Awaited, Started, Tracer
 from outergrad.core.types import Link
 from outergrad.messages.header import Header, Use
 from outergrad.messages.wire import Preamble, State, as_from
-from outergrad.plan.measure import is_exact
 from outergrad.session.attach import attach
+from outergrad.tools.plan.measure import is_exact
 from plan.cases import METHODS, MODELS, square
 from ranks import run_on_lasting_groups
 

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 import outergrad as og
-from outergrad.commands import app
 from outergrad.launch.links import Link, what_is_missing
-from outergrad.plan.measure import Planned
-from outergrad.plan.table import shortened
 from outergrad.record.stats import Stats
+from outergrad.tools.commands import app
+from outergrad.tools.plan.measure import Planned
+from outergrad.tools.plan.table import shortened
 
 MISSING = what_is_missing(Link(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

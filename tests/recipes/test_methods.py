@@ -12,9 +12,15 @@ from torch.nn.functional import cross_entropy
 import outergrad as og
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
-from outergrad.recipes import methods
-from outergrad.recipes.methods import METHODS, Distributed, Replica, all_reduce_bytes, attach_of
 from outergrad.recipes.models.mlp import mlp
+from outergrad.tools.named_methods import attach as methods
+from outergrad.tools.named_methods.attach import (
+    METHODS,
+    Distributed,
+    Replica,
+    all_reduce_bytes,
+    attach_of,
+)
 from ranks import run_ranks
 
 STEPS = 4

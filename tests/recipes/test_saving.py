@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from full_disk import longest_file
-from outergrad.commands import app
 from outergrad.launch.errors import RecipeError
 from outergrad.recipes.job import Job
 from outergrad.recipes.saving import Saving
 from outergrad.recipes.train import Files, train
+from outergrad.tools.commands import app
 from ranks import run_ranks, try_ranks
 
 JOB = Job(

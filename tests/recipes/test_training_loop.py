@@ -14,13 +14,13 @@ from torch.optim import SGD
 from outergrad.recipes import training
 from outergrad.recipes.data import load, synthetic
 from outergrad.recipes.job import Job
-from outergrad.recipes.methods import METHODS, Attach, attach_of
 from outergrad.recipes.models import build_model
 from outergrad.recipes.models.mlp import mlp
 from outergrad.recipes.recording import Recording
 from outergrad.recipes.split import Batches, batch_sizes, full_batches
 from outergrad.recipes.training import Training, deal, start
 from outergrad.recipes.workloads import WORKLOADS
+from outergrad.tools.named_methods.attach import METHODS, Attach, attach_of
 from ranks import run_ranks
 
 DIGITS = load("digits", Path())

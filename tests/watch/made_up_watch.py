@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import made_up_run
-from outergrad.watch.picture import picture
-from outergrad.watch.state import Watched
-from outergrad.watch.view import View
+from outergrad.tools.watch.picture import picture
+from outergrad.tools.watch.state import Watched
+from outergrad.tools.watch.view import View
 
 START = 1.7e9
 

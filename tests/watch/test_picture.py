@@ -14,9 +14,9 @@ from rich.console import Console
 from made_up_run import events, layer
 from outergrad.events import End, Layer, Mishap, Run, Scalars, Step
 from outergrad.launch.console import printable
-from outergrad.watch.live import summary_line
-from outergrad.watch.picture import picture
-from outergrad.watch.state import Watched
+from outergrad.tools.watch.live import summary_line
+from outergrad.tools.watch.picture import picture
+from outergrad.tools.watch.state import Watched
 
 
 def test_at_80_by_24():

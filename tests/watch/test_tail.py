@@ -10,7 +10,7 @@ import pytest
 from made_up_run import write_run
 from outergrad.events import Run, Scalars
 from outergrad.record.lines import line_of
-from outergrad.watch.tail import Folder, Tail
+from outergrad.tools.watch.tail import Folder, Tail
 
 
 def line(step: int) -> str:

@@ -10,9 +10,9 @@ from made_up_watch import START, watched
 
 from made_up_run import DENSE_BYTES, events, layer
 from outergrad.events import Layer, Run, Scalars, Step
-from outergrad.watch.series import Series, mean_over
-from outergrad.watch.state import Site, Watched, whole_cosine
-from outergrad.watch.summary import agreement, layer_lines, scalars, speed
+from outergrad.tools.watch.series import Series, mean_over
+from outergrad.tools.watch.state import Site, Watched, whole_cosine
+from outergrad.tools.watch.summary import agreement, layer_lines, scalars, speed
 
 
 def test_figures_of_all_sites():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outergrad.watch.words import BLOCKS, amount, chart, duration, plain, seconds, short
+from outergrad.tools.watch.words import BLOCKS, amount, chart, duration, plain, seconds, short
 
 WRITTEN = [
     (short(0.0), "0.00"),

@@ -7,8 +7,8 @@ from math import inf
 from pathlib import Path
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.methods import METHODS, attach_of
 from outergrad.recipes.workloads import WORKLOADS, Workload
+from outergrad.tools.named_methods.attach import METHODS, attach_of
 
 COMPARED = tuple(name for name in METHODS if name != "pooled")
 """Methods by which several sites train one model each, at the same cost in rows."""

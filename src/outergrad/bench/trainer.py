@@ -15,9 +15,9 @@ from torch.optim import SGD, Adam, Optimizer
 from outergrad.bench.meeting import PATIENCE
 from outergrad.bench.plan import Plan
 from outergrad.recipes.data import Dataset, load, missing_files, synthetic
-from outergrad.recipes.methods import attach_of
 from outergrad.recipes.split import Batches, even_split, full_batches
 from outergrad.recipes.training import ADAM_EPS
+from outergrad.tools.named_methods.attach import attach_of
 
 
 @dataclass(frozen=True)

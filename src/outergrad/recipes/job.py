@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 
 from outergrad.launch.errors import RecipeError
 from outergrad.recipes.data import SOURCES
-from outergrad.recipes.methods import attach_of
 from outergrad.recipes.models import MODELS, require_fit
 from outergrad.recipes.models.hidden import ACTIVATIONS
 from outergrad.recipes.split import SPLITS
+from outergrad.tools.named_methods.attach import attach_of
 
 
 @dataclass(frozen=True, kw_only=True)

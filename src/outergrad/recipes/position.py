@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from outergrad.recipes.replica import Replica
+from outergrad.tools.named_methods.replica import Replica
 
 
 class Position:

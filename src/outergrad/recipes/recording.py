@@ -10,10 +10,10 @@ import torch
 import outergrad as og
 from outergrad.events import End, Event, Run, Scalars, Step
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.methods import Replica, all_reduce_bytes
 from outergrad.recipes.sites import Group, number_in, rank_in, sites_of
 from outergrad.record.jsonl import JSONL
 from outergrad.record.quietly import warn
+from outergrad.tools.named_methods.attach import Replica, all_reduce_bytes
 
 
 class SiteJSONL(JSONL):

@@ -14,12 +14,12 @@ from torch.optim import Adam, Optimizer
 
 from outergrad.recipes.data import Dataset
 from outergrad.recipes.job import Job
-from outergrad.recipes.methods import Distributed, Replica, attach_of
 from outergrad.recipes.models import build_model
 from outergrad.recipes.recording import Recording
 from outergrad.recipes.sites import Group, mean_over_sites, number_in, smallest_over_sites
 from outergrad.recipes.split import SPLITS, Batches, Rows, batch_sizes, full_batches
 from outergrad.record.jsonl import JSONL
+from outergrad.tools.named_methods.attach import Distributed, Replica, attach_of
 
 ADAM_EPS = 1e-6
 """Above the rounding noise of a gradient: Adam makes whole steps of what is larger than eps."""

@@ -18,11 +18,11 @@ from outergrad.comm.trace import Tracer
 from outergrad.core.types import Factors, Part, place_name
 from outergrad.launch.links import Link
 from outergrad.methods.dad import DADExchange
-from outergrad.plan.link_time import as_settled
 from outergrad.recipes.data import Dataset, load
 from outergrad.recipes.training import ADAM_EPS
 from outergrad.recipes.workloads import WORKLOADS
 from outergrad.session.attach import attach
+from outergrad.tools.plan.link_time import as_settled
 
 _EXACT = og.DAD(always=True, reveal="activations")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import parse_link
-from outergrad.plan.forecast import Forecast, Question, forecast
-from outergrad.plan.measure import ROUNDS, Planned
 from outergrad.recipes.workloads import WORKLOADS
 from outergrad.reproduce.settings import names, positive_number, whole_number, with_defaults
 from outergrad.reproduce.task import Context, Settings
+from outergrad.tools.plan.forecast import Forecast, Question, forecast
+from outergrad.tools.plan.measure import ROUNDS, Planned
 
 NEEDED = ("workload", "sites", "link", "methods")
 DEFAULTS = {"latency": "0ms", "seconds": 10}

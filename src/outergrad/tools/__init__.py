@@ -1,0 +1,1 @@
+"""What a user of the library runs: plan, doctor, watch, report."""

@@ -1,0 +1,117 @@
+"""``outergrad plan``."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from outergrad._whole_files import write_whole
+from outergrad.launch.console import errors_in_one_line, step_bars
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import parse_link
+from outergrad.recipes.workloads import WORKLOADS
+from outergrad.tools.commands.options import METHOD_HELP
+from outergrad.tools.plan.forecast import Forecast, Question, forecast
+from outergrad.tools.plan.measure import ROUNDS
+from outergrad.tools.plan.table import tables
+from outergrad.tools.plan.words import sentences
+
+WIDTH = 100
+"""Of what is not written to a terminal."""
+COMPARED = "dense,dad,edad,rank-dad-1,rank-dad-4,rank-dad:rank=16"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help=f"One of {', '.join(WORKLOADS)}; or module:factory, a function of your own that "
+        "is given the number of rows and returns (model, inputs)."
+    ),
+]
+Rows = Annotated[
+    int | None,
+    typer.Option(help="Rows of a batch on one site.", show_default="the workload's own"),
+]
+Sites = Annotated[int, typer.Option(help="Number of sites.")]
+LinkRate = Annotated[
+    str,
+    typer.Option(
+        "--link", help="What a site can send, and as much receive: 10mbit, 1gbit, none (no limit)."
+    ),
+]
+Latency = Annotated[
+    str,
+    typer.Option("--latency", "--rtt", help="Latency there and back, as 40ms; the --rtt of bench."),
+]
+Methods = Annotated[str, typer.Option(help=f"With commas, of: {METHOD_HELP}.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="PyTorch's.", show_default="as PyTorch chooses")
+]
+Seconds = Annotated[float, typer.Option(help="Begin no further round of steps after so long.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="File that gets all of it.", dir_okay=False)
+]
+
+
+def plan(
+    model: Model = "mlp",
+    rows: Rows = None,
+    sites: Sites = Question.sites,
+    link: LinkRate = "100mbit",
+    latency: Latency = "0ms",
+    methods: Methods = COMPARED,
+    threads: Threads = None,
+    seconds: Seconds = Question.seconds,
+    json_file: JsonFile = None,
+) -> None:
+    """Predict what each method would send and how long a step would take, on this machine alone.
+
+    Some steps run here, and all other sites are taken to do the same: bytes are exact, and seconds
+    are those of sites like this machine, each to itself.
+    """
+    with errors_in_one_line():
+        question = Question(
+            model=model,
+            rows=rows,
+            sites=sites,
+            link=parse_link(link, latency, "--latency"),
+            methods=tuple(map(str.strip, methods.split(","))),
+            seconds=seconds,
+        )
+        if threads is not None:
+            torch.set_num_threads(threads)
+        found = _watched(question)
+        show(found)
+        if json_file is not None:
+            _save(found, json_file)
+
+
+def _watched(question: Question) -> Forecast:
+    """Plans, with a bar."""
+    with step_bars(shown=True) as bars:
+        turns = ROUNDS * (len({"dense", *question.methods}) + 1)
+        task = bars.add_task(question.model, total=turns)
+        return forecast(
+            question,
+            lambda done: bars.update(task, advance=1, description=f"{question.model}: {done}"),
+        )
+
+
+def show(found: Forecast) -> None:
+    """Writes the tables and what they come to."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for table in tables(found, console):
+        console.print(table)
+    for sentence in sentences(found):
+        console.print(sentence, highlight=False)
+
+
+def _save(found: Forecast, path: Path) -> None:
+    try:
+        write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")
+    except OSError as error:
+        raise RecipeError(f"--json {path}: {error.strerror}") from error

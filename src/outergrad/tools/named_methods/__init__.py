@@ -1,0 +1,1 @@
+"""Methods as they are named at a command line."""

@@ -1,0 +1,223 @@
+"""The ways to make gradients global that can be compared."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import outergrad as og
+from outergrad.core.protocols import Method, Recorder
+from outergrad.launch.errors import RecipeError
+from outergrad.tools.named_methods.first_rows import FirstRows
+from outergrad.tools.named_methods.replica import Replica
+from outergrad.tools.named_methods.settings import read_settings
+
+FIRST_COMPRESSED_STEP = 2
+"""PowerSGD all-reduces whole gradients before: DDP still reorders its bucket until then."""
+
+ONE_BUCKET_MB = 1000
+"""Larger than any model here."""
+
+
+Attach = Callable[[nn.Module, dist.ProcessGroup | None], Replica]
+
+
+def all_reduce_bytes(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Bytes that a site sends to all-reduce every gradient in a ring; DDP's buffers come on top."""
+    sites = dist.get_world_size() if group is None else group.size()
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return round(2 * (sites - 1) / sites * size)
+
+
+def _plain(model: nn.Module, _group: dist.ProcessGroup | None) -> Replica:
+    return Replica(model=model, planned_bytes=0)
+
+
+def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+    wrapped = DistributedDataParallel(model, process_group=group)
+    return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group))
+
+
+def _ddp_fp16(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(group, fp16_compress_hook)
+    return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group) // 2)
+
+
+def _powersgd(rank: int = 1) -> Attach:
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank={rank}; use 1 or more")
+
+    def attach(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+        # The hook chains collectives per bucket: those of two buckets start in an order that
+        # timing decides, and where sites differ in it, gloo ends the process. A cap that the
+        # whole model is below leaves one bucket, in the first step and after DDP rebuilds it.
+        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=ONE_BUCKET_MB)
+        state = PowerSGDState(
+            process_group=group,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=FIRST_COMPRESSED_STEP,
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook)
+        return Replica(model=wrapped)
+
+    return attach
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """An `Attach` of outergrad's own.
+
+    Attributes:
+        method: How gradients travel.
+        recorder: What is told of every step.
+    """
+
+    method: Method | og.PerLayer | og.LocalSteps
+    recorder: Recorder | None = None
+
+    def __call__(self, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+        """Distributes the model.
+
+        Raises:
+            RecipeError: The method does not fit the model; at every site.
+        """
+        try:
+            # As the figures in docs/ have it; experiments average statistics before a test.
+            how = {"recorder": self.recorder, "buffers": "local"}
+            session = og.distribute(model, self.method, group=group, **how)
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
+        return Replica(
+            model=model,
+            session=session,
+            start_bytes=session.stats().total_sent_bytes,
+            period=getattr(self.method, "k", getattr(self.method, "every", 1)),
+        )
+
+    def beside(self, local: Sequence[str], *, joint: bool) -> "Distributed":
+        """The same, with parts that each site keeps to itself."""
+        if isinstance(self.method, og.LocalSteps):
+            inner = Distributed(self.method.method).beside(local, joint=joint).method
+            return Distributed(replace(self.method, method=inner))
+        assert not isinstance(self.method, og.PerLayer)
+        methods = dict.fromkeys(local, og.Local())
+        return Distributed(og.PerLayer({**methods, "*": self.method}, joint=joint))
+
+
+def _edad(blocks: str = "", **settings: Any) -> Distributed:
+    """Reads ``blocks=encoder.*+decoder.*``."""
+    return Distributed(og.EDAD(blocks=blocks.split("+") if blocks else (), **settings))
+
+
+def _local_steps(
+    k: int = 50, method: str = "dense", lr: float = 0.7, momentum: float = 0.9
+) -> Distributed:
+    """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites."""
+    inner = _attach_of(method)
+    if not isinstance(inner, Distributed) or isinstance(inner.method, og.LocalSteps):
+        raise ValueError(f"method={method}; use dense, rank-dad or og-powersgd")
+    outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return Distributed(og.LocalSteps(k, outer=outer, method=inner.method))
+
+
+def _ours(kind: Callable[..., Method]) -> Callable[..., Distributed]:
+    return lambda **settings: Distributed(kind(**settings))
+
+
+METHODS: dict[str, Attach] = {
+    "pooled": _plain,
+    "alone": _plain,
+    "ddp": _ddp,
+    "ddp-fp16": _ddp_fp16,
+    "powersgd-1": _powersgd(rank=1),
+    "powersgd-2": _powersgd(rank=2),
+    "powersgd-4": _powersgd(rank=4),
+    "powersgd-8": _powersgd(rank=8),
+    "dense": Distributed(og.Dense()),
+    "dad": Distributed(og.DAD()),
+    "dad-activations": Distributed(og.DAD(reveal="activations")),
+    "edad": Distributed(og.EDAD()),
+    "edad-raw": Distributed(og.EDAD(inputs="raw")),
+    "rank-dad-1": Distributed(og.RankDAD(rank=1)),
+    "rank-dad-2": Distributed(og.RankDAD(rank=2)),
+    "rank-dad-4": Distributed(og.RankDAD(rank=4)),
+    "rank-dad-8": Distributed(og.RankDAD(rank=8)),
+}
+"""What makes a model ready, in place; each takes the model and its process group.
+
+No group means the default one. Every site of the group must call it at the same point.
+"""
+
+CONFIGURABLE: dict[str, Callable[..., Attach]] = {
+    "powersgd": _powersgd,
+    "dense": _ours(og.Dense),
+    "dad": _ours(og.DAD),
+    "edad": _edad,
+    "rank-dad": _ours(og.RankDAD),
+    "og-powersgd": _ours(og.PowerSGD),
+    "first-rows": _ours(FirstRows),
+    "local-steps": _local_steps,
+}
+"""Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``.
+
+What follows ``method=`` is another one, with its own: ``local-steps:k=50:method=rank-dad:rank=4``.
+"""
+
+
+def attach_of(
+    name: str, option: str = "--method", local: Sequence[str] = (), *, joint: bool = False
+) -> Attach:
+    """What makes a model ready by a method.
+
+    Args:
+        name: A key of `METHODS`, or one of `CONFIGURABLE` with settings.
+        option: Where it was named, for the error.
+        local: Patterns of parameters that each site keeps to itself.
+        joint: Whether the mean delta of all sites flows back into these.
+
+    Raises:
+        RecipeError: There is no such method or setting, or it cannot leave out parameters.
+    """
+    try:
+        attach = _attach_of(name)
+    except KeyError:
+        raise RecipeError(
+            f"{option} must be one of {', '.join(METHODS)}, or {' or '.join(CONFIGURABLE)} with "
+            f"settings, as rank-dad:rank=16, not {name!r}"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{option} {name}: {error}") from error
+    if not local and not joint:
+        return attach
+    if not isinstance(attach, Distributed):
+        raise RecipeError(
+            f"--local and --joint do not go with {option} {name}: use dad, or another"
+        )
+    try:
+        return attach.beside(local, joint=joint)
+    except ValueError as error:
+        raise RecipeError(f"--local: {error}") from error
+
+
+def _attach_of(name: str) -> Attach:
+    """What a name with settings means.
+
+    Raises:
+        KeyError: Nothing.
+        TypeError: A setting has another name.
+        ValueError: A setting has another value.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    named, _, inner = name.partition(":method=")
+    kind, *settings = named.split(":")
+    found = read_settings(settings) | ({"method": inner} if inner else {})
+    return CONFIGURABLE[kind](**found)

@@ -1,0 +1,172 @@
+"""A whole plan: what every layer sends, how long a step takes, where dense is as fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import outergrad as og
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link
+from outergrad.tools.plan.layers import LayerPlan, Layers
+from outergrad.tools.plan.measure import Planned, measure, method_of
+from outergrad.tools.plan.subject import Subject, subject, try_step
+
+HIGHEST_BIT_PER_S = 100e9
+"""What links are looked at up to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        model: A key of `WORKLOADS`, or ``module:factory``.
+        rows: Of a batch on one site; the workload's own if None.
+        sites: How many share a step.
+        link: Between them.
+        methods: Names that `attach_of` knows, of outergrad's own.
+        seconds: After so long no further round of steps begins.
+    """
+
+    model: str
+    rows: int | None = None
+    sites: int = 2
+    link: Link
+    methods: tuple[str, ...]
+    seconds: float = 60
+
+    def __post_init__(self) -> None:
+        """Checks every value.
+
+        Raises:
+            RecipeError: One is not allowed; the error names its option.
+        """
+        if self.rows is not None and self.rows < 1:
+            raise RecipeError(f"--rows must be 1 or more, not {self.rows}")
+        if self.sites < 2:
+            raise RecipeError(f"--sites must be 2 or more, not {self.sites}")
+        if self.link.loopback:
+            raise RecipeError("--link loopback has no rate: use a rate such as 100mbit, or none")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise RecipeError("--methods must name each method once, and at least one")
+        for name in self.methods:
+            method_of(name)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was found.
+
+    Attributes:
+        subject: The model and its batch.
+        sites: How many share a step.
+        link: Between them.
+        layers: Line by line.
+        alone: Training without exchange.
+        methods: What each would do, as they were asked for.
+        dense: What sending gradients would do, whether it was asked for or not.
+    """
+
+    subject: Subject
+    sites: int
+    link: Link
+    layers: list[LayerPlan]
+    alone: Planned
+    methods: list[Planned]
+    dense: Planned
+
+    def seconds(self, planned: Planned) -> float:
+        """Of a step on the link."""
+        return planned.seconds(self.link)
+
+    def fastest(self, *, exact: bool) -> Planned | None:
+        """Of the methods other than dense whose gradient is exact, or of the others."""
+        others = [m for m in self.methods if m is not self.dense and m.exact == exact]
+        return min(others, key=self.seconds, default=None)
+
+    def even_rate(self, planned: Planned) -> float | None:
+        """The rate of the link, in bit/s, from which on dense is as fast; None for none.
+
+        The link's own rate where dense is as fast already.
+        """
+        low, high = self.link.rate_bit_per_s, HIGHEST_BIT_PER_S
+        if low is None or self._gain_s(planned, high) > 0:
+            return None
+        if self._gain_s(planned, low) <= 0:
+            return low
+        while high / low > 1.01:
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if self._gain_s(planned, middle) > 0 else (low, middle)
+        return high
+
+    def _gain_s(self, planned: Planned, rate_bit_per_s: float) -> float:
+        link = replace(self.link, rate_bit_per_s=rate_bit_per_s)
+        return self.dense.seconds(link) - planned.seconds(link)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "outergrad": og.__version__,
+            "model": self.subject.name,
+            "rows": self.subject.rows,
+            "sites": self.sites,
+            "link": asdict(self.link),
+            "alone_s": self.alone.compute_s,
+            "methods": {m.method: self._method_dict(m) for m in self.methods},
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+    def _method_dict(self, planned: Planned) -> dict[str, Any]:
+        return {
+            "exact": planned.exact,
+            "sent_bytes": planned.sent_bytes,
+            "wire_bytes": planned.wire_bytes,
+            "messages": planned.messages,
+            "compute_s": planned.compute_s,
+            "step_s": self.seconds(planned),
+            "dense_as_fast_from_bit_per_s": self.even_rate(planned),
+        }
+
+
+def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
+    """Plans.
+
+    Args:
+        question: What to plan.
+        progress: Is told what has been done.
+
+    Raises:
+        RecipeError: The model cannot be had, or a method does not fit it.
+    """
+    planned_for = subject(question.model, question.rows)
+    names = question.methods if "dense" in question.methods else ("dense", *question.methods)
+    methods = {name: method_of(name) for name in names}
+    layers = _layers(planned_for, question.sites)
+    alone, found = measure(
+        planned_for, methods, question.sites, question.link, question.seconds, progress
+    )
+    lines = layers.plans(methods, {m.method: m.stats.layers for m in found})
+    dense = next(m for m in found if m.method == "dense")
+    return Forecast(
+        subject=planned_for,
+        sites=question.sites,
+        link=question.link,
+        layers=lines,
+        alone=alone,
+        methods=_asked(found, question.methods),
+        dense=dense,
+    )
+
+
+def _layers(planned_for: Subject, sites: int) -> Layers:
+    try_step(planned_for)
+    try:
+        return Layers(planned_for.model, sites, planned_for.loss)
+    except ValueError as error:
+        raise RecipeError(f"--model {planned_for.name}: {error}") from error
+
+
+def _asked(found: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
+    return [planned for planned in found if planned.method in names]

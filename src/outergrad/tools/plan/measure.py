@@ -1,0 +1,182 @@
+"""Runs some steps of every method among mirrors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from torch.optim import SGD
+
+import outergrad as og
+from outergrad.comm.mirror import MirrorComm
+from outergrad.comm.trace import Trace, Tracer
+from outergrad.core.protocols import Method
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.links import Link
+from outergrad.record.stats import Stats
+from outergrad.session.attach import attach
+from outergrad.tools.named_methods.attach import (
+    CONFIGURABLE,
+    METHODS,
+    Attach,
+    Distributed,
+    attach_of,
+)
+from outergrad.tools.plan.link_time import as_settled, step_seconds, wire_bytes
+from outergrad.tools.plan.subject import Subject
+
+ROUNDS = 3
+STEPS = 3
+WARM_UP = 5
+"""Steps until a session leaves its headers out, whatever it learns in the first ones."""
+
+
+def method_of(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+        RecipeError: There is none, or it cannot be planned.
+    """
+    made = attach_of(name, "--methods")
+    method = _planned(made)
+    if method is None:
+        known = [name for name, made in METHODS.items() if _planned(made)]
+        settable = [kind for kind in CONFIGURABLE if _planned(attach_of(kind))]
+        raise RecipeError(
+            f"--methods {name} cannot be planned: use {', '.join(known)}, or "
+            f"{' or '.join(settable)} with settings"
+        )
+    if getattr(method, "every", 1) > 1:
+        raise RecipeError(f"--methods {name}: leave out every: steps that exchange are planned")
+    return method
+
+
+def _planned(made: Attach) -> Method | None:
+    """The method whose gradients can be planned, if it is one."""
+    if not isinstance(made, Distributed) or isinstance(made.method, og.PerLayer | og.LocalSteps):
+        return None
+    return made.method
+
+
+def is_exact(method: Method) -> bool:
+    """Whether the gradient is the mean of the sites' gradients, up to rounding in float32."""
+    return isinstance(method, (og.Dense, og.DAD, og.EDAD)) and not getattr(method, "wire", ())
+
+
+@dataclass
+class Planned:
+    """What a method does in a step.
+
+    Attributes:
+        method: Its name.
+        exact: Whether its gradient is.
+        sites: How many share a step.
+        traces: Of every measured step.
+        stats: What the session says of the last one.
+    """
+
+    method: str
+    exact: bool
+    sites: int
+    traces: list[Trace] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload that site 0 sends in a step, as its `session.stats()` counts it."""
+        return self.stats.sent_bytes
+
+    @property
+    def wire_bytes(self) -> float:
+        """What an interface sends, on average over the sites: as `outergrad bench` counts it."""
+        messages = self.traces[-1].messages
+        return sum(wire_bytes(m.mean_bytes, m.kind, self.sites) for m in messages)
+
+    @property
+    def messages(self) -> int:
+        """Collectives of a step."""
+        return len(self.traces[-1].messages)
+
+    @property
+    def compute_s(self) -> float:
+        """Median seconds that a step computes."""
+        return median(trace.compute_s for trace in self.traces)
+
+    def seconds(self, link: Link) -> float:
+        """Median seconds of a step on a link."""
+        return median(step_seconds(trace, link, self.sites) for trace in self.traces)
+
+
+def measure(
+    subject: Subject,
+    methods: dict[str, Method],
+    sites: int,
+    link: Link,
+    seconds: float,
+    progress: Callable[[str], None],
+) -> tuple[Planned, list[Planned]]:
+    """Runs steps of every method in turns; each round begins with another.
+
+    Args:
+        subject: What is trained.
+        methods: By name.
+        sites: How many there would be.
+        link: Between them.
+        seconds: After so long there is no further round.
+        progress: Is told of each method that has had its turn.
+
+    Returns:
+        What training alone does, and what every method does.
+
+    Raises:
+        RecipeError: A method does not fit the model, or its step fails.
+    """
+    alone = Planned("alone", True, 1)
+    planned = {name: Planned(name, is_exact(method), sites) for name, method in methods.items()}
+    turns: list[str | None] = [None, *methods]
+    began = time.perf_counter()
+    for turn in range(ROUNDS):
+        if turn and time.perf_counter() - began > seconds:
+            break
+        for name in _rotated(turns, turn):
+            if name is None:
+                _run(subject, Tracer(), alone, warm_up=1)
+            else:
+                _run_shared(subject, methods[name], link, planned[name])
+            progress(name or "alone")
+    return alone, list(planned.values())
+
+
+def _rotated(turns: Sequence[str | None], turn: int) -> list[str | None]:
+    first = turn % len(turns)
+    return [*turns[first:], *turns[:first]]
+
+
+def _run_shared(subject: Subject, method: Method, link: Link, planned: Planned) -> None:
+    tracer = Tracer()
+    comm = MirrorComm(planned.sites, tracer)
+    try:
+        session = attach(subject.model, method, comm, as_settled(link))
+    except ValueError as error:
+        raise RecipeError(f"--methods {planned.method}: {error}") from error
+    _run(subject, tracer, planned, WARM_UP)
+    planned.stats = session.stats()
+    session.detach()
+
+
+def _run(subject: Subject, tracer: Tracer, planned: Planned, warm_up: int) -> None:
+    # A step of size zero: what it costs does not depend on it, and nothing diverges.
+    optimizer = SGD(subject.model.parameters(), lr=0.0)
+    for k in range(warm_up + STEPS):
+        tracer.begin()
+        optimizer.zero_grad()
+        try:
+            subject.loss().backward()
+        except (RuntimeError, ValueError) as error:
+            raise RecipeError(f"--methods {planned.method}: {error}") from error
+        optimizer.step()
+        trace = tracer.end()
+        if k >= warm_up:
+            planned.traces.append(trace)

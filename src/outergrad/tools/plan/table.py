@@ -1,0 +1,125 @@
+"""A plan in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf, isinf
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from outergrad.tools.plan.forecast import Forecast
+from outergrad.tools.plan.layers import LayerPlan, Sent
+from outergrad.tools.plan.measure import Planned
+
+_NAME_WIDTH = 18
+_METHOD_WIDTH = 9
+
+
+def tables(plan: Forecast, console: Console) -> Iterator[Table]:
+    """A table of every layer and in total; several, where there are too many methods for one."""
+    left = plan.methods
+    while left:
+        count = _fitting(plan, left, console)
+        yield _table(plan, left[:count])
+        left = left[count:]
+
+
+def _fitting(plan: Forecast, methods: Sequence[Planned], console: Console) -> int:
+    """How many of the first methods have room beside each other; one at least."""
+    unlimited = console.options.update(max_width=10_000)
+    for count in range(len(methods), 1, -1):
+        table = _table(plan, methods[:count])
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
+            return count
+    return 1
+
+
+def _table(plan: Forecast, methods: Sequence[Planned]) -> Table:
+    table = Table(
+        title=title(plan),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
+    )
+    table.add_column("layer", no_wrap=True, min_width=_NAME_WIDTH)
+    for heading in ("shape", "rows", "pays\nbelow", *(_heading(m.method) for m in methods)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for layer in plan.layers:
+        table.add_row(*_layer_cells(layer), *(_sent(layer.sent.get(m.method)) for m in methods))
+    table.add_section()
+    for name, cells in _totals(plan, methods):
+        table.add_row(name, "", "", "", *cells)
+    return table
+
+
+def title(plan: Forecast) -> str:
+    """Says what is planned, and how to read the bytes."""
+    link = plan.link.name
+    return (
+        f"{plan.subject.name}, {plan.subject.rows} rows a batch, {plan.sites} sites, link {link}: "
+        f"kB that a site sends per step\n(f: factors, l: low rank, r: computed again, "
+        f"-r: with the block below)"
+    )
+
+
+def _heading(method: str) -> str:
+    """On two lines or more, if it is long."""
+    if len(method) < _METHOD_WIDTH:
+        return method
+    lines = method.replace("rank-dad-", "rank-dad:").split(":")
+    return "\n".join(v if len(v) < _METHOD_WIDTH else v.replace("=", "=\n") for v in lines)
+
+
+def _layer_cells(layer: LayerPlan) -> tuple[str, ...]:
+    rows = "" if layer.rows is None else f"{layer.rows:,}"
+    return shortened(layer.name), "x".join(map(str, layer.shape)), rows, _limit(layer)
+
+
+def _limit(layer: LayerPlan) -> str:
+    """Rows below which exact factors pay; of several weights the least and the most."""
+    if layer.break_even is None:
+        return ""
+    low, high = (inf if isinf(limit) else int(limit) for limit in layer.break_even)
+    words = ["any" if isinf(limit) else f"{limit:,}" for limit in (low, high)]
+    return words[0] if low == high else f"{words[0]}-{words[1]}"
+
+
+def shortened(name: str, width: int = _NAME_WIDTH) -> str:
+    """A name without its middle, if it is too long."""
+    if len(name) <= width:
+        return name
+    left = (width - 1) // 2
+    return f"{name[:left]}…{name[len(name) - (width - 1 - left) :]}"
+
+
+def _sent(sent: Sent | None) -> str:
+    if sent is None:
+        return ""
+    if sent.sent_bytes is None:
+        return f"-{sent.marks}"
+    return _kilobytes(sent.sent_bytes) + (sent.marks or " ")
+
+
+def _kilobytes(nbytes: float) -> str:
+    return f"{nbytes / 1e3:,.{1 if nbytes < 100e3 else 0}f}"
+
+
+def _totals(plan: Forecast, methods: Sequence[Planned]) -> Iterator[tuple[str, list[str]]]:
+    """Lines below those of the layers."""
+    dense_s = plan.seconds(plan.dense)
+    yield "total", [_kilobytes(m.sent_bytes) + " " for m in methods]
+    yield "with TCP/IP, mean", [_kilobytes(m.wire_bytes) + " " for m in methods]
+    yield "messages", [f"{m.messages} " for m in methods]
+    yield "computing, ms", [_ms(m.compute_s) for m in methods]
+    yield "waiting, ms", [_ms(plan.seconds(m) - m.compute_s) for m in methods]
+    yield "step, ms", [_ms(plan.seconds(m)) for m in methods]
+    yield "x dense", [f"{plan.seconds(m) / dense_s:.3f} " for m in methods]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 1}f} "

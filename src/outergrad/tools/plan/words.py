@@ -1,0 +1,73 @@
+"""What a plan comes to, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outergrad.launch.links import Link
+from outergrad.tools.plan.forecast import HIGHEST_BIT_PER_S, Forecast
+from outergrad.tools.plan.measure import Planned
+
+_EVEN = 0.03
+"""Step times that differ by less are about the same."""
+
+
+def sentences(plan: Forecast) -> Iterator[str]:
+    """Which methods pay, by how much, and from where on dense is as fast."""
+    yield (
+        f"Alone a step takes {_ms(plan.alone.compute_s)} here; dense, with {plan.sites} sites on "
+        f"{plan.link.name}, {_ms(plan.seconds(plan.dense))}."
+    )
+    for exact, kind in ((True, "exact"), (False, "approximate")):
+        best = plan.fastest(exact=exact)
+        if best is not None:
+            yield f"Of the {kind} methods {_verdict(plan, best)}. {_from_where_on(plan, best)}"
+    limits = [layer.break_even for layer in plan.layers if layer.break_even is not None]
+    if limits:
+        yield _rows(plan, [low for low, _ in limits], [high for _, high in limits])
+
+
+def _verdict(plan: Forecast, best: Planned) -> str:
+    times = plan.seconds(plan.dense) / plan.seconds(best)
+    bytes_ = plan.dense.sent_bytes / max(best.sent_bytes, 1)
+    if times < 1 - _EVEN:
+        speed = f"but {1 / times:.2g} x as slow as dense: none pays on this link"
+    elif times < 1 + _EVEN:
+        speed = "as fast as dense: none pays on this link"
+    else:
+        speed = f"{_times(times)} x as fast as dense"
+    sent = "as many bytes" if bytes_ < 1.05 else f"{_times(bytes_)} x fewer bytes"
+    return f"{best.method} is the fastest, {_ms(plan.seconds(best))}: {speed}, with {sent}"
+
+
+def _from_where_on(plan: Forecast, best: Planned) -> str:
+    """Nothing to say where dense is as fast already."""
+    if plan.link.rate_bit_per_s is None or plan.seconds(best) >= plan.seconds(plan.dense):
+        return ""
+    rate = plan.even_rate(best)
+    if rate is None:
+        highest = Link(rate_bit_per_s=HIGHEST_BIT_PER_S).name
+        return f"Dense is slower than it up to {highest}."
+    return f"From {Link(rate_bit_per_s=_rounded(rate)).name} on dense is as fast."
+
+
+def _rows(plan: Forecast, lows: list[float], highs: list[float]) -> str:
+    """On layers that take exact factors."""
+    counted = [layer for layer in plan.layers if layer.rows and layer.break_even]
+    paying = [v for v in counted if v.break_even and (v.rows or 0) < v.break_even[1]]
+    return (
+        f"Exact factors are fewer bytes in {len(paying)} of {len(counted)} layers at these rows; "
+        f"the break-even is between {min(lows):,.0f} and {max(highs):,.0f} rows."
+    )
+
+
+def _rounded(rate_bit_per_s: float) -> float:
+    return float(f"{rate_bit_per_s:.2g}")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.1f}" if ratio < 100 else f"{ratio:,.0f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 1}f} ms"

@@ -1,0 +1,111 @@
+"""Looking at a run until the user has seen enough."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from outergrad.launch.console import printable
+from outergrad.tools.watch.overview import silence
+from outergrad.tools.watch.picture import picture, waiting
+from outergrad.tools.watch.state import Watched
+from outergrad.tools.watch.summary import scalars, speed
+from outergrad.tools.watch.tail import Folder
+from outergrad.tools.watch.view import View
+from outergrad.tools.watch.words import amount, plain, short
+
+LOOK_EVERY_S = 0.25
+DRAW_EVERY_S = 1.0
+LINE_EVERY_S = 10.0
+
+
+class Watch:
+    """A run, read as far as it is written.
+
+    Args:
+        path: the folder of the run.
+        console: where it is shown.
+    """
+
+    def __init__(self, path: Path, console: Console) -> None:
+        self.watched, self._folder, self._console = Watched(), Folder(path), console
+
+    def read(self) -> bool:
+        """Takes what is new; whether there was something."""
+        before, any_new = self._folder.foreign, False
+        for event, heard in self._folder.news():
+            self.watched.take(event, heard)
+            any_new = True
+        return any_new or self._folder.foreign > before
+
+    def view(self, spared_lines: int = 0) -> View:
+        """Of what fits into the terminal; of everything where there is none."""
+        width, height = self._console.size
+        shown = height - spared_lines if self._console.is_terminal else None
+        return View(self._folder.path, self._folder.foreign, time.time(), width, shown)
+
+    def show(self) -> None:
+        """Writes the picture once, with room for the prompt below."""
+        shown = picture(self.watched, self.view(spared_lines=2))
+        self._console.print(shown, no_wrap=True, crop=False, highlight=False)
+
+    def follow(self) -> None:
+        """Shows it until Ctrl-C: a picture in a terminal, else lines."""
+        with contextlib.suppress(KeyboardInterrupt):
+            if self._console.is_terminal and not self._console.is_dumb_terminal:
+                self._live()
+            else:
+                self._lines()
+
+    def _live(self) -> None:
+        """Redraws the picture, and leaves the last one there."""
+        try:
+            self._redraw()
+        finally:
+            self.show()
+
+    def _redraw(self) -> None:
+        drawn_for, drawn_at = None, 0.0
+        with Live(console=self._console, screen=True, auto_refresh=False) as shown:
+            while True:
+                news, size, now = self.read(), self._console.size, time.monotonic()
+                if news or size != drawn_for or now - drawn_at >= DRAW_EVERY_S:
+                    shown.update(picture(self.watched, self.view()), refresh=True)
+                    drawn_for, drawn_at = size, now
+                time.sleep(LOOK_EVERY_S)
+
+    def _lines(self) -> None:
+        """Writes a plain line now and then, as a log."""
+        said = ""
+        while True:
+            self.read()
+            line = summary_line(self.watched, self.view())
+            if line != said:
+                print(line, flush=True)
+                said = line
+            time.sleep(LINE_EVERY_S if self.watched.sites else LOOK_EVERY_S)
+
+
+def summary_line(watched: Watched, view: View) -> str:
+    """The main figures in one line; that there is no news, without a time that would go on."""
+    if not watched.sites:
+        return waiting(view).plain.strip()
+    told = speed(watched)
+    parts = [f"step {max(site.step for site in watched.sites):,}"]
+    parts += [f"{name} {plain(values[-1])}" for name, values in scalars(watched).items()]
+    if told.step_s:
+        parts += [f"{short(1 / told.step_s)} steps/s"]
+    if told.sent_bytes:
+        parts += [f"{amount(told.sent_bytes)}/step"]
+    if told.fewer:
+        parts += [f"{short(told.fewer, 2)}x fewer than DDP"]
+    if all(site.ended for site in watched.sites):
+        parts += ["ended"]
+    quiet = silence(watched, view.now)
+    if quiet is not None:
+        parts += [f"no news since {time.strftime('%H:%M:%S', time.localtime(view.now - quiet))}"]
+    return printable("  ".join(parts))

@@ -1,0 +1,154 @@
+"""What is said of a run as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from rich.text import Text
+
+from outergrad.tools.watch.layer_table import agreeing
+from outergrad.tools.watch.state import Site, Watched
+from outergrad.tools.watch.summary import Speed, agreement, speed
+from outergrad.tools.watch.view import DIM, LABEL, View, dot, labelled, rule, sides
+from outergrad.tools.watch.words import amount, chart, duration, seconds, short
+
+_BAR = 24
+_DOTS = 16
+
+
+def head(watched: Watched, view: View) -> list[Text]:
+    """What runs, whether it does, and how far it is."""
+    state = _state(watched, view.now)
+    method = watched.run.method if watched.run else "a run of which the beginning was not written"
+    path, room = str(view.path), view.width - len(state[0]) - len(method) - 6
+    title = Text.assemble((path if len(path) <= room else view.path.name, "bold"), "  ", method)
+    return [sides(title, Text(*state), view.width), rule(view), _progress(watched)]
+
+
+def _state(watched: Watched, now: float) -> tuple[str, str]:
+    """Whether the run goes on, and its colour."""
+    ends = [site.ended for site in watched.sites if site.ended]
+    if len(ends) == len(watched.sites):
+        error = next((f" by {end.error}" for end in ends if end.error), "")
+        ago = duration(now - max(site.heard for site in watched.sites))
+        return f"■ ended{error} {ago} ago", "red" if error else "green"
+    quiet = silence(watched, now)
+    return ("● live", "green") if quiet is None else (f"○ no news for {duration(quiet)}", "yellow")
+
+
+def _progress(watched: Watched) -> Text:
+    run, told = watched.run, speed(watched)
+    step = max(site.step for site in watched.sites)
+    parts = [(f"{step:,}", "bold")]
+    if told.step_s:
+        parts += [dot(), f"{short(1 / told.step_s)} per second", dot(), seconds(told.step_s)]
+    if run:
+        since = f" since step {run.step:,}" if run.step else ""
+        parts += [dot(), duration(max(s.time for s in watched.sites) - run.time) + since]
+        parts += [dot(), amount(sum(map(math.prod, run.shapes.values())), "").strip()]
+        parts += [" parameters shared"]
+    return labelled("step", Text.assemble(*parts))
+
+
+def silence(watched: Watched, now: float) -> float | None:
+    """Seconds since any site was heard, if all that have not ended are silent."""
+    silences = [site.silence_s(now) for site in watched.sites if not site.ended]
+    known = [s for s in silences if s is not None]
+    return min(known) if known and len(known) == len(silences) else None
+
+
+def traffic(watched: Watched, view: View) -> list[Text]:
+    """Bytes, seconds and sites."""
+    told = speed(watched)
+    lines = [labelled("sent", _sent(told)), labelled("time", _times(told, view.width))]
+    lines.append(labelled("sites", _sites(watched, view)))
+    return [*lines, *_silent_ones(watched, view), *_mishaps(watched)]
+
+
+def _sent(told: Speed) -> Text:
+    if told.sent_bytes is None or told.total_sent_bytes is None:
+        return Text("nothing recorded yet", DIM)
+    parts = [(amount(told.sent_bytes), "bold"), " per step"]
+    if told.bytes_per_s:
+        parts += [dot(), f"{amount(told.bytes_per_s)}/s"]
+    parts += [dot(), f"{amount(told.total_sent_bytes)} in all"]
+    if told.fewer:
+        parts += [dot(), (f"{short(told.fewer, 2)}\u00d7 fewer than DDP", "bold green")]
+    return Text.assemble(*parts)
+
+
+def _times(told: Speed, width: int) -> Text:
+    """A bar of a step's seconds, and what its parts are."""
+    parts = {
+        "compress": (told.compress_s, "█", "magenta"),
+        "replay": (told.replay_s, "▓", "blue"),
+        "wait": (told.wait_s, "▒", "yellow"),
+    }
+    known = sum(s for s, _, _ in parts.values())
+    whole = max(told.step_s or 0.0, known)
+    if told.step_s:
+        parts["the rest"] = (max(0.0, whole - known), "░", DIM)
+    of = whole if told.step_s else None
+    columns = _BAR if width >= 76 else 0
+    bar = [(sign * round(columns * s / whole), c) for s, sign, c in parts.values()] if whole else []
+    legend = [
+        part
+        for name, (s, sign, colour) in parts.items()
+        if s
+        for part in ("  ", (sign, colour), f" {name} ", (_share(s, of), "bold"))
+    ]
+    return Text.assemble(*bar, *legend[0 if bar and columns else 1 :])
+
+
+def _share(part_s: float, whole_s: float | None) -> str:
+    return f"{part_s / whole_s:.0%}" if whole_s else seconds(part_s)
+
+
+def _sites(watched: Watched, view: View) -> Text:
+    count = watched.run.sites if watched.run else len(watched.sites)
+    there = {site.rank: site for site in watched.sites}
+    dots = [_site_dot(there.get(rank), view.now) for rank in range(min(count, _DOTS))]
+    parts = [Text(" ").join(dots), f"  {count}" if count > _DOTS else ""]
+    if len(there) < count:
+        parts += [f"  {len(there)} of {count} write here"]
+    told = agreement(watched)
+    if told and count > 1:
+        parts += ["  agree ", (f"{told.least:.2f}", agreeing(told.least)), f" (site {told.site})"]
+        parts += [" to ", (f"{told.most:.2f}", agreeing(told.most)), "  "]
+        used = LABEL + sum(len(p) if isinstance(p, str | Text) else len(p[0]) for p in parts)
+        wide = max(0, min(40, view.width - 2 - used))
+        parts += [(chart(told.history, wide, least_span=0.05)[0], "green")]
+    return Text.assemble(*parts)
+
+
+def _site_dot(site: Site | None, now: float) -> Text:
+    if site is None:
+        return Text("·", DIM)
+    if site.ended:
+        return Text("■", "red" if site.ended.error else "green")
+    return Text("●", "green") if site.silence_s(now) is None else Text("○", "yellow")
+
+
+def _mishaps(watched: Watched) -> list[Text]:
+    """Steps that came to nothing: all sites tell of the same ones, most of them at least."""
+    mishaps = max((site.mishaps for site in watched.sites), key=len)
+    if not mishaps:
+        return []
+    last, counts = mishaps[-1], Counter(mishap.what for mishap in mishaps)
+    who = f"site {', '.join(map(str, last.sites))}" if last.sites else "a site"
+    told = ", ".join(f"{count} {what}" for what, count in counts.items())
+    about = f"; step {last.step:,} {last.what}: {who}" + f", {last.layer}" * bool(last.layer)
+    return [labelled("mishaps", Text(told + about, "bold yellow"))]
+
+
+def _silent_ones(watched: Watched, view: View) -> list[Text]:
+    """Names the sites that are silent while others are not, or were so first."""
+    quiet = [s for s in watched.sites if s.silence_s(view.now) is not None]
+    last = max(site.step for site in watched.sites)
+    if len(quiet) == sum(site.ended is None for site in watched.sites):
+        quiet = [site for site in quiet if site.step < last]
+    if not quiet:
+        return []
+    told = [f"{s.rank} for {duration(view.now - s.heard)}, at step {s.step:,}" for s in quiet]
+    return [labelled("", Text("silent: site " + "; site ".join(told), "bold yellow"))]
