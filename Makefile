@@ -16,7 +16,7 @@ help:
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
 
 demo: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m outergrad.recipes.demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m outergrad_lab.demo
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"

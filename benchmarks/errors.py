@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 import outergrad as og
 from outergrad.core.coding import received, sum_dtype
 from outergrad.linalg.outer import stack, weight_gradient
-from outergrad.recipes.data import Dataset, load
-from outergrad.recipes.training import ADAM_EPS
-from outergrad.recipes.workloads import WORKLOADS, Workload
+from outergrad_lab.data import Dataset, load
+from outergrad_lab.training.training import ADAM_EPS
+from outergrad_lab.workloads import WORKLOADS, Workload
 
 SITES = 2
 

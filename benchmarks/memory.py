@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from outergrad.bench.plan import Plan
-from outergrad.bench.trainer import Trainer, dataset
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.links import Place, parse_link, places
 from outergrad.launch.processes import run_processes
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.trainer import Trainer, dataset
 
 
 def main() -> None:

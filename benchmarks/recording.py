@@ -23,10 +23,10 @@ from torch.nn.functional import cross_entropy
 
 import outergrad as og
 from outergrad.launch.start import run_sites
-from outergrad.recipes.data import synthetic
-from outergrad.recipes.training import ADAM_EPS
-from outergrad.recipes.workloads import WORKLOADS
 from outergrad.tools.named_methods.attach import Distributed, attach_of
+from outergrad_lab.data import synthetic
+from outergrad_lab.training.training import ADAM_EPS
+from outergrad_lab.workloads import WORKLOADS
 
 
 def parse() -> argparse.Namespace:

@@ -15,11 +15,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.recipes.data import SOURCES, folder_of
-from outergrad.recipes.models import MODELS
-from outergrad.recipes.split import SPLITS
-from outergrad.tools.commands import app, data
+from outergrad.tools.commands import app
 from outergrad.tools.named_methods.attach import METHODS
+from outergrad_lab.commands import data
+from outergrad_lab.data import SOURCES, folder_of
+from outergrad_lab.models import MODELS
+from outergrad_lab.training.split import SPLITS
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "outergrad"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outergrad.bench import meeting
+from outergrad_lab.bench import meeting
 
 
 @pytest.fixture(autouse=True)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from outergrad.bench.measure import Block
-from outergrad.bench.plan import COMPARED, Plan
-from outergrad.bench.probe import Probe
-from outergrad.bench.results import Arrival, LinkResult, Results, Timing
-from outergrad.bench.site import Found
-from outergrad.bench.trainer import Phases
-from outergrad.bench.until import Mark
 from outergrad.launch.traffic import Traffic
+from outergrad_lab.bench.measure import Block
+from outergrad_lab.bench.plan import COMPARED, Plan
+from outergrad_lab.bench.probe import Probe
+from outergrad_lab.bench.results import Arrival, LinkResult, Results, Timing
+from outergrad_lab.bench.site import Found
+from outergrad_lab.bench.trainer import Phases
+from outergrad_lab.bench.until import Mark
 
 RATES = {"10mbit": 1e7, "100mbit": 1e8, "1gbit": 1e9, "none": None, "loopback": None}
 

@@ -13,12 +13,12 @@ import pytest
 from made_up import link, results, timing
 from typer.testing import CliRunner
 
-from outergrad.bench.plan import COMPARED
 from outergrad.launch.links import Link, parse_link, what_is_missing
-from outergrad.recipes.workloads import WORKLOADS
 from outergrad.tools.commands import app
+from outergrad_lab.bench.plan import COMPARED
+from outergrad_lab.workloads import WORKLOADS
 
-command = import_module("outergrad.tools.commands.bench")  # the package's own name is the function
+command = import_module("outergrad_lab.commands.bench")  # the package's own name is the function
 MISSING = what_is_missing(Link(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 LOOPBACK = ["--link", "loopback"]

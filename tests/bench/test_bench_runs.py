@@ -17,9 +17,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.bench.trainer import Phases
 from outergrad.launch.links import Link, what_is_missing
 from outergrad.tools.commands import app
+from outergrad_lab.bench.trainer import Phases
 
 MISSING = what_is_missing(Link(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from made_up import link, timing
 
-from outergrad.bench.check import MESSAGES_BYTES, check
+from outergrad_lab.bench.check import MESSAGES_BYTES, check
 
 CLAIMED = 1_000_000
 CASES = [

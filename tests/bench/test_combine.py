@@ -7,12 +7,12 @@ from math import nan
 import pytest
 from made_up import block, site
 
-from outergrad.bench.combine import arrivals, timings
-from outergrad.bench.measure import Block
-from outergrad.bench.site import Found
-from outergrad.bench.trainer import Phases
-from outergrad.bench.until import Mark
 from outergrad.launch.traffic import HEADER_BYTES, Traffic
+from outergrad_lab.bench.combine import arrivals, timings
+from outergrad_lab.bench.measure import Block
+from outergrad_lab.bench.site import Found
+from outergrad_lab.bench.trainer import Phases
+from outergrad_lab.bench.until import Mark
 
 
 def test_a_step_takes_as_long_as_at_the_slowest_site():

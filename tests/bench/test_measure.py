@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from threads import at_every_site
 
-from outergrad.bench import measure, meeting
-from outergrad.bench.measure import Trainers, take_block, time_steps
-from outergrad.bench.plan import Plan
-from outergrad.bench.trainer import Phases
 from outergrad.launch.traffic import Traffic
+from outergrad_lab.bench import measure, meeting
+from outergrad_lab.bench.measure import Trainers, take_block, time_steps
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.trainer import Phases
 
 METHODS = ("alone", "ddp", "dense", "dad")
 

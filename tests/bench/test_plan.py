@@ -7,9 +7,9 @@ from math import inf, nan
 
 import pytest
 
-from outergrad.bench.plan import COMPARED, Plan
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.workloads import WORKLOADS
+from outergrad_lab.bench.plan import COMPARED, Plan
+from outergrad_lab.workloads import WORKLOADS
 
 COUNTS = ("sites", "steps", "rounds", "threads", "check_every", "max_steps")
 BAD = [

@@ -7,12 +7,12 @@ from math import inf, nan
 import pytest
 from made_up import arrival, arrived_links, link, results, timed_links
 
-from outergrad.bench.plan import COMPARED
+from outergrad_lab.bench.plan import COMPARED
 
 plt = pytest.importorskip("matplotlib.pyplot")
 
-from outergrad.bench import plot as module  # noqa: E402
-from outergrad.bench.plot import plot, styles  # noqa: E402
+from outergrad_lab.bench import plot as module  # noqa: E402
+from outergrad_lab.bench.plot import plot, styles  # noqa: E402
 
 DIVERGED = [arrival("ddp", [2.0, inf], reached=False), arrival("dad", [nan], reached=False)]
 CASES = {

@@ -7,11 +7,11 @@ import json
 import pytest
 from made_up import link, results, timed_links, timing
 
-from outergrad.bench import report as module
-from outergrad.bench.plan import Plan
-from outergrad.bench.report import Report, result_file
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.links import parse_link
+from outergrad_lab.bench import report as module
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.report import Report, result_file
 
 RIGHT, WRONG = timing("dad", claimed_bytes=950_000.0), timing("dense", claimed_bytes=5.0)
 

@@ -11,8 +11,8 @@ import pytest
 from made_up import RATES, arrival, arrived_links, link, results, timed_links, timing
 
 from full_disk import longest_file
-from outergrad.bench.results import Arrival, LinkResult, Results, Timing
-from outergrad.bench.until import Mark
+from outergrad_lab.bench.results import Arrival, LinkResult, Results, Timing
+from outergrad_lab.bench.until import Mark
 
 
 def saved(found: Results, path: Path):

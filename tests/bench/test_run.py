@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from outergrad.bench import run as module
-from outergrad.bench.plan import Plan
-from outergrad.bench.run import COPIES, count_parameters, fits, notes
 from outergrad.launch.links import parse_link
 from outergrad.launch.machine import describe
-from outergrad.recipes.workloads import WORKLOADS
+from outergrad_lab.bench import run as module
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.run import COPIES, count_parameters, fits, notes
+from outergrad_lab.workloads import WORKLOADS
 
 SHAPED, LOOPBACK = [parse_link("10mbit")], [parse_link("10mbit"), parse_link("loopback")]
 NOTES = {

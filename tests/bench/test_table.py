@@ -6,8 +6,8 @@ import pytest
 from made_up import arrival, link, results, timing
 from rich.console import Console
 
-from outergrad.bench.plan import COMPARED
-from outergrad.bench.table import arrival_rows, phases_lines, table, timing_rows, title
+from outergrad_lab.bench.plan import COMPARED
+from outergrad_lab.bench.table import arrival_rows, phases_lines, table, timing_rows, title
 
 
 def shown(found, width=80):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from outergrad.bench.plan import Plan
-from outergrad.bench.trainer import Phases, Trainer, batches, dataset
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.workloads import WORKLOADS
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.trainer import Phases, Trainer, batches, dataset
+from outergrad_lab.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from threads import at_every_site
 
-from outergrad.bench import meeting, until
-from outergrad.bench.plan import Plan
-from outergrad.bench.trainer import Phases
-from outergrad.bench.until import Mark, train_until
 from outergrad.launch.traffic import Traffic
+from outergrad_lab.bench import meeting, until
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.trainer import Phases
+from outergrad_lab.bench.until import Mark, train_until
 
 LOSSES = {"ddp": [2.0, 1.0, 0.5], "dad": [0.6, nan, 0.4], "alone": [inf, 3.0, 3.0]}
 """Test loss of each method after each ten steps; the last stays."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from outergrad.recipes.models.transformers import GPT, Format
+from outergrad_lab.models.transformers import GPT, Format
 
 METHODS: dict[str, Any] = {
     "dense": og.Dense(),

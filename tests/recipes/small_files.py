@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outergrad.recipes.data import SOURCES, folder_of
+from outergrad_lab.data import SOURCES, folder_of
 
 TRAIN, TEST = 24, 12
 WORDS = ("one", "two", "three", "four", "five", "six", "seven")

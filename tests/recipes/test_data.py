@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import SOURCES, Dataset, Format, load, missing_files, synthetic
+from outergrad_lab.data import SOURCES, Dataset, Format, load, missing_files, synthetic
 
 FORMATS = {
     "flat": Format(shape=(7,), classes=3),

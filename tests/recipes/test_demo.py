@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from outergrad.launch.start import run_sites
-from outergrad.recipes.demo import JOB, Outcome, conclusions, demo, table
+from outergrad_lab.demo import JOB, Outcome, conclusions, demo, table
 
 
 def outcomes(**changes) -> dict[str, Outcome]:

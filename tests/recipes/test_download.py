@@ -9,8 +9,8 @@ import pytest
 
 from outergrad.launch.console import download_bars
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import Format, Source
-from outergrad.recipes.download import download
+from outergrad_lab.data import Format, Source
+from outergrad_lab.data.download import download
 
 FILES = {"images.gz": b"i" * 200_000, "labels.gz": b"l" * 100}
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
-from outergrad.recipes.data import Format, synthetic
-from outergrad.recipes.models import build_model
+from outergrad_lab.data import Format, synthetic
+from outergrad_lab.models import build_model
 from ranks import run_ranks
 
 DATA = synthetic(Format(shape=(9,), classes=3, tokens=True, vocabulary=40), rows=12, seed=0)

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.job import Job
+from outergrad_lab.training.job import Job
 
 WRONG = {
     "data": "faces",

@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 import outergrad as og
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
-from outergrad.recipes.models.mlp import mlp
 from outergrad.tools.named_methods import attach as methods
 from outergrad.tools.named_methods.attach import (
     METHODS,
@@ -21,6 +20,7 @@ from outergrad.tools.named_methods.attach import (
     all_reduce_bytes,
     attach_of,
 )
+from outergrad_lab.models.mlp import mlp
 from ranks import run_ranks
 
 STEPS = 4

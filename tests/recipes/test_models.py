@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import Format, synthetic
-from outergrad.recipes.models import INPUTS, MODELS, build_model
-from outergrad.recipes.models.hidden import ACTIVATIONS
-from outergrad.recipes.models.mlp import mlp
+from outergrad_lab.data import Format, synthetic
+from outergrad_lab.models import INPUTS, MODELS, build_model
+from outergrad_lab.models.hidden import ACTIVATIONS
+from outergrad_lab.models.mlp import mlp
 
 FORMATS = {
     "flat": Format(shape=(7,), classes=3),

@@ -10,8 +10,8 @@ import torch
 from small_files import RARE, TEST, TRAIN, WRITERS, idx, pixels, write
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import SOURCES, load
-from outergrad.recipes.data.files import DamagedFileError, read_idx
+from outergrad_lab.data import SOURCES, load
+from outergrad_lab.data.files import DamagedFileError, read_idx
 
 FILES = [(name, file) for name in SOURCES for file in SOURCES[name].files]
 ARCHIVES = [(name, file) for name, file in FILES if file.endswith(".npz")]

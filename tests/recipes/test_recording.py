@@ -10,9 +10,9 @@ import pytest
 
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
-from outergrad.recipes.job import Job
-from outergrad.recipes.recording import recorder_into
-from outergrad.recipes.train import Files, train
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.recording import recorder_into
+from outergrad_lab.training.train import Files, train
 
 METHODS = {"pooled": 1, "ddp": 2, "alone": 2, "rank-dad-4": 2, "dad": 1}
 """And at how many sites they run."""

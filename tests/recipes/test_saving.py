@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from full_disk import longest_file
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.job import Job
-from outergrad.recipes.saving import Saving
-from outergrad.recipes.train import Files, train
 from outergrad.tools.commands import app
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.saving import Saving
+from outergrad_lab.training.train import Files, train
 from ranks import run_ranks, try_ranks
 
 JOB = Job(

@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.simulate import simulate
 from outergrad.launch.start import run_sites
-from outergrad.recipes.data import load
-from outergrad.recipes.job import Job
-from outergrad.recipes.sites import rank_in
-from outergrad.recipes.training import deal, start
+from outergrad_lab.data import load
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.sites import rank_in
+from outergrad_lab.training.training import deal, start
 
 METHODS = ("dense", "dad", "edad", "rank-dad:rank=3", "rank-dad:rank=3:reduce=all_reduce", "ddp")
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
-from outergrad.recipes.job import Job
-from outergrad.recipes.sites import mean_over_sites, prepare_together, smallest_over_sites
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.sites import mean_over_sites, prepare_together, smallest_over_sites
 
 
 def fail(message: str) -> None:

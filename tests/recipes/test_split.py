@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import Dataset
-from outergrad.recipes.split import (
+from outergrad_lab.data import Dataset
+from outergrad_lab.training.split import (
     SPLITS,
     Batches,
     batch_sizes,

@@ -11,9 +11,9 @@ import torch
 from small_files import TRAIN, write
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import SOURCES, load, texts, tokens
-from outergrad.recipes.data.cache import cached, key_of
-from outergrad.recipes.data.tokens import PADDING, as_tokens, learn_tokens
+from outergrad_lab.data import SOURCES, load, texts, tokens
+from outergrad_lab.data.cache import cached, key_of
+from outergrad_lab.data.tokens import PADDING, as_tokens, learn_tokens
 
 TEXTS = ["The cat, the HAT", "a cat\nin a hat \u00e9\u20ac", "", "cats " * 50]
 

@@ -10,9 +10,9 @@ import pytest
 from small_files import write
 
 from outergrad.launch.start import run_sites
-from outergrad.recipes.data import missing_files
-from outergrad.recipes.job import Job
-from outergrad.recipes.train import Files, train
+from outergrad_lab.data import missing_files
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.train import Files, train
 
 pytestmark = pytest.mark.slow
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from outergrad.recipes import training
-from outergrad.recipes.data import load, synthetic
-from outergrad.recipes.job import Job
-from outergrad.recipes.models import build_model
-from outergrad.recipes.models.mlp import mlp
-from outergrad.recipes.recording import Recording
-from outergrad.recipes.split import Batches, batch_sizes, full_batches
-from outergrad.recipes.training import Training, deal, start
-from outergrad.recipes.workloads import WORKLOADS
 from outergrad.tools.named_methods.attach import METHODS, Attach, attach_of
+from outergrad_lab.data import load, synthetic
+from outergrad_lab.models import build_model
+from outergrad_lab.models.mlp import mlp
+from outergrad_lab.training import training
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.recording import Recording
+from outergrad_lab.training.split import Batches, batch_sizes, full_batches
+from outergrad_lab.training.training import Training, deal, start
+from outergrad_lab.workloads import WORKLOADS
 from ranks import run_ranks
 
 DIGITS = load("digits", Path())

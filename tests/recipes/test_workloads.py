@@ -5,9 +5,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from outergrad.recipes.data import SOURCES, synthetic
-from outergrad.recipes.models import MODELS
-from outergrad.recipes.workloads import WORKLOADS
+from outergrad_lab.data import SOURCES, synthetic
+from outergrad_lab.models import MODELS
+from outergrad_lab.workloads import WORKLOADS
 
 LARGE = {"vgg"}
 PARAMETERS = {

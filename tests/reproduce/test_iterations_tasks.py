@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import synthetic
-from outergrad.recipes.workloads import WORKLOADS
-from outergrad.reproduce import capture as captures
-from outergrad.reproduce import iterations
-from outergrad.reproduce.capture import capture, formed
-from outergrad.reproduce.iterations import ITERATIONS, TRIALS
-from outergrad.reproduce.task import Context
+from outergrad_lab.data import synthetic
+from outergrad_lab.experiments import capture as captures
+from outergrad_lab.experiments import iterations
+from outergrad_lab.experiments.capture import capture, formed
+from outergrad_lab.experiments.iterations import ITERATIONS, TRIALS
+from outergrad_lab.experiments.task import Context
+from outergrad_lab.workloads import WORKLOADS
 
 SETTINGS = {"workload": "gru", "batch_size": 4, "rank": 2, "steps": 5}
 REFUSED = [

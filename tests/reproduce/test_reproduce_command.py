@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from full_disk import longest_file
-from outergrad.reproduce.spec import names
 from outergrad.tools.commands import app
+from outergrad_lab.experiments.spec import names
 
 YAML = """
 title: Digits

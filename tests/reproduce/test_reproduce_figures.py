@@ -16,9 +16,9 @@ from matplotlib import image
 from matplotlib.collections import PolyCollection
 from PIL import Image
 
-from outergrad.reproduce.figures import draw, write_figures
-from outergrad.reproduce.labels import Method
-from outergrad.reproduce.lines import picture
+from outergrad_lab.experiments.figures import draw, write_figures
+from outergrad_lab.experiments.labels import Method
+from outergrad_lab.experiments.lines import picture
 
 COURSE = {"name": "found", "title": "Title", "x": "step", "y": "loss", "lines": "method"}
 OUTCOME = {"name": "found", "title": "Title", "x": "rank", "y": "accuracy", "lines": "family"}

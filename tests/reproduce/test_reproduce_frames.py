@@ -9,7 +9,7 @@ from made_up_results import a_test, iterations, of_sites, timing, training
 
 pytest.importorskip("pandas")
 
-from outergrad.reproduce.frames import (
+from outergrad_lab.experiments.frames import (
     MEASURED,
     curves,
     finals,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.reproduce.labels import NAMES, Method
-from outergrad.reproduce.quantities import NOTHING, QUANTITIES, heading, text
 from outergrad.tools.named_methods.attach import METHODS
+from outergrad_lab.experiments.labels import NAMES, Method
+from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text
 
 LABELS = {
     "pooled": "pooled",

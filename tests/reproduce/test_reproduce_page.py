@@ -12,9 +12,9 @@ from made_up_results import timing, training
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 
-from outergrad.reproduce.figures import write_figures
-from outergrad.reproduce.page import write_page
-from outergrad.reproduce.tables import write_tables
+from outergrad_lab.experiments.figures import write_figures
+from outergrad_lab.experiments.page import write_page
+from outergrad_lab.experiments.tables import write_tables
 
 NASTY = "<script>alert('1')</script> & \"quoted\""
 TABLE = {"name": "accuracy", "title": "Accuracy", "rows": "method", "value": "accuracy"}

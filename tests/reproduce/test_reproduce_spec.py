@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outergrad.launch.errors import RecipeError
-from outergrad.reproduce.spec import experiment, names
+from outergrad_lab.experiments.spec import experiment, names
 
 TEXT = """
 title: Digits

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from outergrad.launch.errors import RecipeError
-from outergrad.reproduce.store import Store
-from outergrad.reproduce.task import Task
+from outergrad_lab.experiments.store import Store
+from outergrad_lab.experiments.task import Task
 
 TASKS = [Task(kind="training", settings={"seed": seed}) for seed in range(3)]
 

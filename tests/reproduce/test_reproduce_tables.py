@@ -10,9 +10,9 @@ from made_up_results import a_test, iterations, timing, training
 pytest.importorskip("pandas")
 
 from outergrad.launch.errors import RecipeError
-from outergrad.reproduce.figures import write_figures
-from outergrad.reproduce.quantities import NOTHING
-from outergrad.reproduce.tables import Cell, write_tables
+from outergrad_lab.experiments.figures import write_figures
+from outergrad_lab.experiments.quantities import NOTHING
+from outergrad_lab.experiments.tables import Cell, write_tables
 
 
 def trained(accuracy, **settings):

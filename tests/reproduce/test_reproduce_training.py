@@ -10,9 +10,9 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from outergrad.launch.errors import RecipeError
-from outergrad.reproduce.scores import area_under_curve, effective_ranks
-from outergrad.reproduce.task import Context
-from outergrad.reproduce.training import TRAINING, Plan
+from outergrad_lab.experiments.scores import area_under_curve, effective_ranks
+from outergrad_lab.experiments.task import Context
+from outergrad_lab.experiments.training import TRAINING, Plan
 
 SETTINGS = {"data": "digits", "widths": [32], "split": "class", "batch_size": 16, "steps": 12}
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outergrad.bench.plan import Plan
-from outergrad.bench.run import count_parameters
 from outergrad.launch.errors import RecipeError
-from outergrad.reproduce.sites import SITES
-from outergrad.reproduce.task import Context
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.run import count_parameters
+from outergrad_lab.experiments.sites import SITES
+from outergrad_lab.experiments.task import Context
 
 SETTINGS = {
     "workload": "deep-mlp",

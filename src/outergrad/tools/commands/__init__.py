@@ -1,14 +1,12 @@
-"""The commands of ``outergrad``, one file each."""
+"""The commands of ``outergrad``, one file each, and those that other packages add to it."""
+
+from importlib.metadata import entry_points
 
 import typer
 
-from outergrad.tools.commands.bench import bench
-from outergrad.tools.commands.data import data_app
 from outergrad.tools.commands.doctor import doctor
 from outergrad.tools.commands.plan import plan
 from outergrad.tools.commands.report import report
-from outergrad.tools.commands.reproduce import reproduce
-from outergrad.tools.commands.train import train
 from outergrad.tools.commands.watch import watch
 
 app = typer.Typer(
@@ -17,11 +15,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(train)
-app.command()(bench)
+for _entry in entry_points(group="outergrad.commands"):
+    _command = _entry.load()
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_entry.name)
+    else:
+        app.command(_entry.name)(_command)
 app.command()(report)
 app.command()(watch)
 app.command()(doctor)
 app.command()(plan)
-app.command()(reproduce)
-app.add_typer(data_app, name="data")

@@ -12,10 +12,10 @@ from outergrad._whole_files import write_whole
 from outergrad.launch.console import errors_in_one_line, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import parse_link
-from outergrad.recipes.workloads import WORKLOADS
 from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
 from outergrad.tools.plan.measure import ROUNDS
+from outergrad.tools.plan.subject import known
 from outergrad.tools.plan.table import tables
 from outergrad.tools.plan.words import sentences
 
@@ -26,7 +26,7 @@ COMPARED = "dense,dad,edad,rank-dad-1,rank-dad-4,rank-dad:rank=16"
 Model = Annotated[
     str,
     typer.Option(
-        help=f"One of {', '.join(WORKLOADS)}; or module:factory, a function of your own that "
+        help=f"One of {', '.join(known())}; or module:factory, a function of your own that "
         "is given the number of rows and returns (model, inputs)."
     ),
 ]

@@ -1,4 +1,4 @@
-"""What is planned for: a model with inputs, from a recipe or from the user's own code."""
+"""What is planned for: a model with inputs, one that is known by name or of the user's own code."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from outergrad.launch.errors import RecipeError
-from outergrad.recipes.data import synthetic
-from outergrad.recipes.workloads import WORKLOADS
 
 _WANTED = "return (model, inputs), with inputs a tensor, a tuple or a dict of names"
 
@@ -38,22 +37,29 @@ class Subject:
     loss: Callable[[], Tensor]
 
 
+@cache
+def known() -> Mapping[str, Callable[[int | None], Subject]]:
+    """Models with a name, which installed packages offer as entry points `outergrad.subjects`."""
+    offers = (entry.load()() for entry in entry_points(group="outergrad.subjects"))
+    return {name: make for offer in offers for name, make in offer.items()}
+
+
 def subject(name: str, rows: int | None) -> Subject:
     """Builds the model and a batch of random numbers.
 
     Args:
-        name: A key of `WORKLOADS`, or ``module:factory``.
-        rows: Of the batch; the workload's own if None.
+        name: A key of `known()`, or ``module:factory``.
+        rows: Of the batch; the model's own if None.
 
     Raises:
         RecipeError: There is no such model, or it cannot be built.
     """
     torch.manual_seed(0)
-    if name in WORKLOADS:
-        return _of_workload(name, rows)
+    if name in known():
+        return known()[name](rows)
     if ":" not in name:
         raise RecipeError(
-            f"--model must be one of {', '.join(WORKLOADS)}, or module:factory, not {name!r}"
+            f"--model must be one of {', '.join(known())}, or module:factory, not {name!r}"
         )
     if rows is None:
         raise RecipeError(f"--model {name} needs --rows: how many the factory should make")
@@ -74,14 +80,6 @@ def try_step(subject: Subject) -> None:
         said = f"{type(error).__name__}: {error}"
         raise RecipeError(f"--model {subject.name}: a step of it raised {said}") from error
     subject.model.zero_grad()
-
-
-def _of_workload(name: str, rows: int | None) -> Subject:
-    recipe = WORKLOADS[name]
-    rows = recipe.batch_size if rows is None else rows
-    model, data = recipe.build(), synthetic(recipe.format, rows, seed=0)
-    x, y = data.x_train, data.y_train
-    return Subject(name, model, rows, lambda: cross_entropy(model(x), y))
 
 
 def _of_factory(name: str, rows: int) -> Subject:

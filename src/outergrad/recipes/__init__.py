@@ -1,1 +1,0 @@
-"""Data sets, models and training loops behind ``outergrad train`` and the demo."""

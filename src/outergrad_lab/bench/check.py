@@ -1,0 +1,57 @@
+"""Whether sessions say truly what they send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outergrad_lab.bench.results import LinkResult, Timing
+
+RELATIVE = 0.03
+MESSAGES_BYTES = 1024
+"""Per step and other site: what gloo adds to messages, and the segments TCP sends twice."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A method's own account beside the counter of the interface, per step and site.
+
+    Attributes:
+        link: The link.
+        method: The method.
+        claimed_bytes: By `session.stats()`.
+        counted_bytes: By the interface, less 66 bytes of headers per packet.
+        allowed_bytes: By how much they may differ.
+    """
+
+    link: str
+    method: str
+    claimed_bytes: float
+    counted_bytes: float
+    allowed_bytes: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether they agree."""
+        return abs(self.counted_bytes - self.claimed_bytes) <= self.allowed_bytes
+
+    def __str__(self) -> str:
+        verdict = "agrees with" if self.holds else "DIFFERS from"
+        return (
+            f"{self.link}, {self.method}: session.stats() says {self.claimed_bytes:,.0f} bytes per "
+            f"step, which {verdict} the {self.counted_bytes:,.0f} that the interface counted "
+            f"(headers of packets taken off; allowed: 3% + 1 kB per other site)"
+        )
+
+
+def check(result: LinkResult, sites: int) -> list[Check]:
+    """Compares both accounts of every method that has a session."""
+    return [
+        _check(result.link, timing, timing.claimed_bytes, sites)
+        for timing in result.timings
+        if timing.claimed_bytes is not None
+    ]
+
+
+def _check(link: str, timing: Timing, claimed_bytes: float, sites: int) -> Check:
+    allowed_bytes = RELATIVE * claimed_bytes + MESSAGES_BYTES * (sites - 1)
+    return Check(link, timing.method, claimed_bytes, timing.payload_bytes, allowed_bytes)

@@ -1,0 +1,103 @@
+"""Blocks of steps, in which the methods take turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from outergrad.launch.traffic import Counter, Traffic
+from outergrad_lab.bench.meeting import Meeting
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.trainer import Phases, Trainer
+from outergrad_lab.data import Dataset
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps in a row by one method, as one site measured them.
+
+    Attributes:
+        steps: The phases of each timed step.
+        sent: What the site's interface sent in all of them.
+        claimed_bytes: What outergrad's session says of them.
+    """
+
+    steps: list[Phases]
+    sent: Traffic
+    claimed_bytes: int | None
+
+    @property
+    def seconds(self) -> float:
+        """Of all its steps."""
+        return sum(phases.step_s for phases in self.steps)
+
+
+def take_block(trainer: Trainer, steps: int, counter: Counter, meeting: Meeting) -> Block:
+    """Measures some steps; every site must."""
+    meeting.start()
+    sent, claimed = counter.read(), trainer.claimed_bytes()
+    phases = [trainer.step() for _ in range(steps)]
+    meeting.barrier()  # this site's last bytes may still wait in its queue
+    after = trainer.claimed_bytes()
+    return Block(
+        steps=phases,
+        sent=counter.read() - sent,
+        claimed_bytes=None if claimed is None or after is None else after - claimed,
+    )
+
+
+@dataclass
+class Trainers:
+    """One trainer per method.
+
+    Attributes:
+        build: Makes the trainer of a method.
+        keep: Whether to hold all of them: else one at a time, where memory is short.
+    """
+
+    build: Callable[[str], Trainer]
+    keep: bool
+    built: dict[str, Trainer] = field(default_factory=dict)
+
+    def get(self, method: str, warmup: int) -> Trainer:
+        """Returns the trainer of a method, warm: caches filled, PowerSGD under way."""
+        fresh = method not in self.built
+        if fresh and not self.keep:
+            self.clear()
+        if fresh:
+            self.built[method] = self.build(method)
+        for _ in range(warmup if fresh else 1):
+            self.built[method].step()
+        return self.built[method]
+
+    def clear(self) -> None:
+        """Lets go of all of them."""
+        for trainer in self.built.values():
+            trainer.close()
+        self.built.clear()
+        gc.collect()
+
+
+def time_steps(
+    plan: Plan, data: Dataset, keep: bool, counter: Counter, meeting: Meeting
+) -> Iterator[tuple[str, Block]]:
+    """Measures every method, round by round; each round begins with another method.
+
+    A method whose time is used up is left out of further rounds.
+    """
+    trainers = Trainers(lambda method: Trainer(plan, method, data, meeting.site), keep)
+    spent = dict.fromkeys(plan.methods, 0.0)
+    for turn in range(plan.rounds):
+        for method in _rotated(plan.methods, turn):
+            if meeting.told(spent[method] < plan.seconds):
+                trainer = trainers.get(method, plan.warmup)
+                block = take_block(trainer, plan.steps, counter, meeting)
+                spent[method] += block.seconds * (1 + 1 / plan.steps)
+                yield method, block
+    trainers.clear()
+
+
+def _rotated(methods: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    first = turn % len(methods)
+    return methods[first:] + methods[:first]

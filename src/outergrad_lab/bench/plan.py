@@ -1,0 +1,81 @@
+"""What is to be measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from outergrad.launch.errors import RecipeError
+from outergrad.tools.named_methods.attach import METHODS, attach_of
+from outergrad_lab.workloads import WORKLOADS, Workload
+
+COMPARED = tuple(name for name in METHODS if name != "pooled")
+"""Methods by which several sites train one model each, at the same cost in rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One measurement, the same on every link.
+
+    Attributes:
+        workload: A key of `WORKLOADS`.
+        methods: What to compare: names that `attach_of` knows.
+        sites: Number of sites.
+        steps: Timed steps in a block.
+        rounds: Blocks of each method, at most.
+        warmup: Untimed steps before the first block of a method.
+        seconds: After so long on one link a method gets no further round.
+        threads: PyTorch's, at each site.
+        until_loss: Train on real data until the test loss is so low, instead of timing steps.
+        check_every: Steps between two looks at the test loss.
+        max_steps: Where to give up if it does not get there.
+        data_dir: Folder of the data sets.
+    """
+
+    workload: str = "mlp"
+    methods: tuple[str, ...] = COMPARED
+    sites: int = 2
+    steps: int = 5
+    rounds: int = 5
+    warmup: int = 3
+    seconds: float = 120
+    threads: int = 1
+    until_loss: float | None = None
+    check_every: int = 20
+    max_steps: int = 5000
+    data_dir: Path = Path("data")
+
+    def __post_init__(self) -> None:
+        """Checks every value.
+
+        Raises:
+            RecipeError: One is not allowed; the error names its option.
+        """
+        _require(self.workload in WORKLOADS, "workload", f"one of {', '.join(WORKLOADS)}", self)
+        for method in self.methods:
+            attach_of(method, "--methods")
+        if "pooled" in self.methods:
+            raise RecipeError("--methods must not be pooled: pooled exchanges nothing")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise RecipeError("--methods must name each method once, and at least one")
+        _require(self.sites >= 2, "sites", "2 or more", self)
+        for name in ("steps", "rounds", "threads", "check_every", "max_steps"):
+            _require(getattr(self, name) >= 1, name, "1 or more", self)
+        _require(self.warmup >= 3, "warmup", "3 or more: PowerSGD starts at the third step", self)
+        _require(0 < self.seconds < inf, "seconds", "above 0 and finite", self)
+        if self.until_loss is not None:
+            _require(0 < self.until_loss < inf, "until_loss", "above 0 and finite", self)
+            if not self.recipe.data:
+                raise RecipeError(f"--until-loss needs real data; {self.workload} has none")
+
+    @property
+    def recipe(self) -> Workload:
+        """The workload itself."""
+        return WORKLOADS[self.workload]
+
+
+def _require(holds: bool, name: str, wanted: str, plan: Plan) -> None:
+    if not holds:
+        option = "--" + name.replace("_", "-")
+        raise RecipeError(f"{option} must be {wanted}, not {getattr(plan, name)!r}")

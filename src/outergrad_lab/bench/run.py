@@ -1,0 +1,124 @@
+"""Runs a plan on one link after another."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from outergrad.launch.links import Link, places
+from outergrad.launch.machine import cores, describe
+from outergrad.launch.processes import run_processes
+from outergrad_lab.bench.combine import arrivals, timings
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.results import LinkResult, Results
+from outergrad_lab.bench.site import Found, run_site
+
+COPIES = 6
+"""Of the parameters that a method holds at most: with gradients, buckets and error feedback."""
+
+
+def bench(
+    plan: Plan,
+    links: Sequence[Link],
+    command: list[str],
+    done: Callable[[Results, LinkResult], None],
+    *,
+    verbose: bool = False,
+    shown: bool = True,
+) -> Results:
+    """Measures a plan on every link.
+
+    Args:
+        plan: What to measure.
+        links: Where, one after another.
+        command: The command line, to be kept with the results.
+        done: Called after each link with all results so far and those of that link.
+        verbose: Whether a failure tells its traceback.
+        shown: Whether there is a bar.
+
+    Raises:
+        RecipeError: The user must mend something.
+        SiteError: A site failed; the others have been ended.
+    """
+    parameters = count_parameters(plan)
+    results = Results(
+        about=describe(command),
+        plan={name: value for name, value in asdict(plan).items() if name != "data_dir"},
+        parameters=parameters,
+        notes=notes(plan, links),
+        links=[],
+    )
+    keep = fits(plan, parameters)
+    for link in links:
+        results.links.append(measure_link(plan, link, keep, verbose, shown))
+        done(results, results.links[-1])
+    return results
+
+
+def measure_link(plan: Plan, link: Link, keep: bool, verbose: bool, shown: bool) -> LinkResult:
+    """Starts a process per site, each at its place, and puts together what they found."""
+    # Else gloo warns that the addresses of a namespace have no host names.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with (
+        places(plan.sites, link) as sites,
+        tempfile.TemporaryDirectory(prefix="outergrad-") as folder,
+    ):
+        works = [
+            partial(run_site, plan, link, place, Path(folder), site, keep, shown=shown)
+            for site, place in enumerate(sites)
+        ]
+        return _result(plan, link, run_processes(works, verbose=verbose))
+
+
+def _result(plan: Plan, link: Link, found: list[Found]) -> LinkResult:
+    return LinkResult(
+        link=link.name,
+        rate_bit_per_s=link.rate_bit_per_s,
+        rtt_s=link.rtt_s,
+        loopback=link.loopback,
+        probe=found[0].probe,
+        data=found[0].data,
+        timings=timings(found),
+        arrivals=arrivals(found, plan.until_loss) if plan.until_loss else [],
+    )
+
+
+def count_parameters(plan: Plan) -> int:
+    """Numbers in the workload's model, counted without allocating it."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in plan.recipe.build().parameters())
+
+
+def fits(plan: Plan, parameters: int) -> bool:
+    """Whether all sites can hold the models of all methods at once in half of the free memory."""
+    needed_bytes = 4 * parameters * COPIES * len(plan.methods) * plan.sites
+    return plan.until_loss is not None or 2 * needed_bytes < psutil.virtual_memory().available
+
+
+def notes(plan: Plan, links: Sequence[Link]) -> list[str]:
+    """What a reader must know to believe the figures."""
+    said = []
+    wanted, there = plan.sites * plan.threads, cores()
+    if wanted > there:
+        said.append(
+            f"{plan.sites} sites with {_many(plan.threads, 'thread')} each share "
+            f"{_many(there, 'core')}: "
+            "seconds are longer than on machines of their own, bytes are the same"
+        )
+    if any(link.loopback for link in links):
+        said.append(
+            "loopback is not shaped, and its bytes are those of every program on this machine, "
+            "divided by the sites"
+        )
+    return said
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -1,0 +1,108 @@
+"""What one site does in a benchmark, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from outergrad.launch.console import step_bars
+from outergrad.launch.links import Link, Place
+from outergrad.launch.traffic import Counter
+from outergrad_lab.bench.measure import Block, time_steps
+from outergrad_lab.bench.meeting import PATIENCE, Meeting
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.bench.probe import Probe, probe
+from outergrad_lab.bench.trainer import dataset
+from outergrad_lab.bench.until import Mark, train_until
+
+
+@dataclass
+class Found:
+    """What one site has measured on one link.
+
+    Attributes:
+        data: Name of the data.
+        probe: What the link can do, where this site measured it.
+        blocks: The timed blocks of every method.
+        marks: The way of every method to the wanted loss.
+    """
+
+    data: str
+    probe: Probe | None
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
+    marks: dict[str, list[Mark]] = field(default_factory=dict)
+
+    def add(self, method: str, measured: Block | Mark) -> None:
+        """Notes one measurement."""
+        if isinstance(measured, Block):
+            self.blocks.setdefault(method, []).append(measured)
+        else:
+            self.marks.setdefault(method, []).append(measured)
+
+
+def run_site(
+    plan: Plan,
+    link: Link,
+    place: Place,
+    folder: Path,
+    site: int,
+    keep: bool,
+    *,
+    shown: bool = True,
+) -> Found:
+    """Joins the other sites and measures.
+
+    Args:
+        plan: What to measure.
+        link: What joins the sites.
+        place: Where this site runs; this process goes there for good.
+        folder: Where the sites meet; empty before.
+        site: This site's number.
+        keep: Whether to hold the models of all methods at once.
+        shown: Whether site 0 shows a bar.
+    """
+    place.enter()
+    torch.set_num_threads(plan.threads)
+    dist.init_process_group(
+        "gloo",
+        init_method=(folder / "group").as_uri(),
+        rank=site,
+        world_size=plan.sites,
+        timeout=PATIENCE,
+    )
+    meeting = Meeting(folder / "meeting", site, plan.sites)
+    counter = Counter(place.interface, sharers=plan.sites if place.namespace is None else 1)
+    return _measure(plan, link, counter, meeting, keep, shown and site == 0)
+
+
+def _measure(
+    plan: Plan, link: Link, counter: Counter, meeting: Meeting, keep: bool, shown: bool
+) -> Found:
+    data, name = dataset(plan)
+    found = Found(name, probe(link.rate_bit_per_s))
+    if plan.until_loss:
+        measured = train_until(plan, data, counter, meeting)
+        total = None
+    else:
+        measured = time_steps(plan, data, keep, counter, meeting)
+        total = plan.rounds * len(plan.methods)
+    for method, one in _shown(measured, f"{plan.workload}, {link.name}", total, shown):
+        found.add(method, one)
+    meeting.barrier()  # no site may leave while another still waits for its bytes
+    return found
+
+
+def _shown(
+    measured: Iterator[tuple[str, Block | Mark]], title: str, total: int | None, shown: bool
+) -> Iterator[tuple[str, Block | Mark]]:
+    """Passes measurements on and shows a bar that says what is done."""
+    with step_bars(shown=shown) as bars:
+        task = bars.add_task(title, total=total)
+        for method, one in measured:
+            state = f" at loss {one.loss:.3f}" if isinstance(one, Mark) else " done"
+            bars.update(task, advance=1, description=f"{title}: {method}{state}")
+            yield method, one

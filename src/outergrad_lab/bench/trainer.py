@@ -1,0 +1,130 @@
+"""One method's model, stepped and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, Optimizer
+
+from outergrad.tools.named_methods.attach import attach_of
+from outergrad_lab.bench.meeting import PATIENCE
+from outergrad_lab.bench.plan import Plan
+from outergrad_lab.data import Dataset, load, missing_files, synthetic
+from outergrad_lab.training.split import Batches, even_split, full_batches
+from outergrad_lab.training.training import ADAM_EPS
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where the time of one step went.
+
+    Attributes:
+        forward_s: Seconds of the forward pass and the loss.
+        backward_s: Of the backward pass with the exchange, compress and wait included.
+        optimizer_s: Of the optimizer.
+        compress_s: What outergrad's session spent on turning rows into factors.
+        wait_s: What the training thread waited for other sites in outergrad's session.
+    """
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    compress_s: float = float("nan")
+    wait_s: float = float("nan")
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    @staticmethod
+    def names() -> list[str]:
+        """The phases."""
+        return [field.name for field in fields(Phases)]
+
+
+def dataset(plan: Plan) -> tuple[Dataset, str]:
+    """The workload's real data where its files are, else random data of the same shape.
+
+    Returns:
+        The data and its name.
+    """
+    recipe = plan.recipe
+    if recipe.data and (plan.until_loss or not missing_files(recipe.data, plan.data_dir)):
+        return load(recipe.data, plan.data_dir), recipe.data
+    return synthetic(recipe.format, rows=2 * plan.sites * recipe.batch_size, seed=0), "synthetic"
+
+
+def batches(plan: Plan, data: Dataset, site: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This site's batches without end."""
+    rows_by_site = even_split(data, plan.sites, 0)
+    sizes = [plan.recipe.batch_size] * plan.sites
+    return Batches(
+        x=data.x_train,
+        y=data.y_train,
+        rows_by_site=rows_by_site,
+        sites=(site,),
+        batch_sizes=sizes,
+        steps=full_batches(rows_by_site, sizes),
+        seed=0,
+    ).forever()
+
+
+class Trainer:
+    """The same weights and batches as every other method, a process group of its own."""
+
+    def __init__(self, plan: Plan, method: str, data: Dataset, site: int) -> None:
+        """Builds the model; every site must, for the same method."""
+        torch.manual_seed(0)
+        model = plan.recipe.build()
+        self.group = None if method == "alone" else _new_group()
+        self.replica = attach_of(method)(model, self.group)
+        self.batches = batches(plan, data, site)
+        self.optimizer = _optimizer(plan, model.parameters())
+
+    def step(self) -> Phases:
+        """Takes one step on the next batch."""
+        x, y = next(self.batches)
+        began = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.replica.model(x), y)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        ended = time.perf_counter()
+        return Phases(forward - began, backward - forward, ended - backward, *self._inside())
+
+    def _inside(self) -> tuple[float, ...]:
+        if not self.replica.session:
+            return ()
+        stats = self.replica.session.stats()
+        return stats.compress_s, stats.wait_s
+
+    def claimed_bytes(self) -> int | None:
+        """What outergrad's session says it has sent, if there is one."""
+        return self.replica.session.stats().total_sent_bytes if self.replica.session else None
+
+    def close(self) -> None:
+        """Lets go of the group; every site must."""
+        self.replica.close()
+        if self.group:
+            dist.destroy_process_group(self.group)
+
+
+def _new_group() -> dist.ProcessGroup:
+    group = dist.new_group(timeout=PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _optimizer(plan: Plan, parameters: Iterator[torch.nn.Parameter]) -> Optimizer:
+    if plan.until_loss:
+        return Adam(parameters, lr=plan.recipe.lr, eps=ADAM_EPS)
+    return SGD(parameters, lr=1e-3)  # cheap: the exchange is what is timed

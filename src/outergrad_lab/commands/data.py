@@ -1,0 +1,56 @@
+"""``outergrad data``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outergrad.launch.console import download_bars, errors_in_one_line
+from outergrad.launch.errors import RecipeError
+from outergrad.tools.commands.options import DATA_DIR, DataDir
+from outergrad_lab.data import (
+    SOURCES,
+    folder_of,
+    get_command,
+    missing_files,
+    require_files,
+    where_to_put,
+)
+from outergrad_lab.data.download import download
+
+data_app = typer.Typer(help="Data sets.", no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(help="Folder on the net to download from instead.")]
+
+
+@data_app.command("list")
+def list_data(data_dir: DataDir = DATA_DIR) -> None:
+    """List the data sets and whether they are there."""
+    table = Table("name", "what", "state")
+    for name, source in SOURCES.items():
+        table.add_row(name, source.summary, _state(name, data_dir))
+    Console().print(table)
+
+
+def _state(name: str, data_dir: Path) -> str:
+    absent = missing_files(name, data_dir)
+    if not absent:
+        return "ready"
+    if SOURCES[name].url:
+        return get_command(name, data_dir)
+    return where_to_put(name, data_dir, absent)
+
+
+@data_app.command("get")
+def get_data(name: str, data_dir: DataDir = DATA_DIR, url: Url = "") -> None:
+    """Download a data set; files that are right already stay."""
+    with errors_in_one_line():
+        if name not in SOURCES:
+            raise RecipeError(f"no data set {name!r}: there are {', '.join(SOURCES)}")
+        if not (url or SOURCES[name].url):
+            require_files(name, data_dir)
+        with download_bars() as bars:
+            files = download(SOURCES[name], folder_of(name, data_dir), bars, url)
+        print(f"{name} is ready: {len(files)} files downloaded")

@@ -1,0 +1,83 @@
+"""``outergrad reproduce``."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outergrad.launch.console import errors_in_one_line
+from outergrad.launch.errors import RecipeError
+from outergrad.report._load import require
+from outergrad.tools.commands.options import DATA_DIR, DataDir
+from outergrad_lab.experiments.run import Outcome, draw, run
+from outergrad_lab.experiments.spec import experiment, names
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="Experiments, of those that --list shows; all; or a YAML of your own."),
+]
+ListThem = Annotated[
+    bool, typer.Option("--list", help="Say what each shows and how long it takes.")
+]
+Full = Annotated[bool, typer.Option("--full", help="The paper's size instead of the small one.")]
+Out = Annotated[Path, typer.Option(help="Folder that gets a folder per experiment.")]
+Draw = Annotated[
+    bool, typer.Option("--draw", help="Run nothing: write tables and figures of what is there.")
+]
+
+
+def reproduce(
+    wanted: Names = None,
+    listed: ListThem = False,
+    full: Full = False,
+    out: Out = Path("reproduced"),
+    data_dir: DataDir = DATA_DIR,
+    draw_only: Draw = False,
+) -> None:
+    """Run an experiment of the paper from its YAML: tables, figures and a page come out.
+
+    Sites are threads of this process. What has run is kept: the same command goes on where it
+    stopped.
+    """
+    with errors_in_one_line():
+        try:
+            require("yaml", "pandas", "matplotlib", extras="reproduce")
+        except ImportError as error:
+            raise RecipeError(str(error)) from error
+        if listed or not wanted:
+            _list(full=full)
+            return
+        for name in names() if wanted == ["all"] else wanted:
+            _reproduce(name, full=full, out=out, data_dir=data_dir, draw_only=draw_only)
+
+
+def _reproduce(name: str, *, full: bool, out: Path, data_dir: Path, draw_only: bool) -> None:
+    found = experiment(name, full=full)
+    folder = out / (f"{found.name}-full" if full else found.name)
+    if draw_only:
+        print(draw(found, folder).resolve())
+        return
+    outcome = run(found, folder, data_dir)
+    for reason in dict.fromkeys(outcome.skipped):
+        print(f"outergrad: left out: {reason}", file=sys.stderr)
+    print(_last_line(found.name, outcome))
+
+
+def _last_line(name: str, outcome: Outcome) -> str:
+    before = outcome.tasks - outcome.new - len(outcome.skipped)
+    earlier = f", {before} of them earlier" if before else ""
+    minutes = f"{outcome.seconds / 60:.1f} min"
+    return f"{name}: {outcome.tasks} runs{earlier}, {minutes}: {outcome.page.resolve()}"
+
+
+def _list(*, full: bool) -> None:
+    table = Table("name", "what it shows", "runs", "minutes")
+    for name in names():
+        found = experiment(name, full=full)
+        minutes = "" if full else f"{found.minutes:.0f}"
+        table.add_row(name, f"{found.title}: {found.shows}", str(len(found.tasks)), minutes)
+    Console().print(table)
+    print("minutes of the small size on 2 cores; outergrad reproduce NAME runs one, all runs all")

@@ -1,0 +1,27 @@
+"""Data sets: what they are, where their files lie and how they are read."""
+
+from outergrad_lab.data.dataset import Dataset, Format, synthetic
+from outergrad_lab.data.sources import (
+    SOURCES,
+    Source,
+    folder_of,
+    get_command,
+    load,
+    missing_files,
+    require_files,
+    where_to_put,
+)
+
+__all__ = [
+    "SOURCES",
+    "Dataset",
+    "Format",
+    "Source",
+    "folder_of",
+    "get_command",
+    "load",
+    "missing_files",
+    "require_files",
+    "synthetic",
+    "where_to_put",
+]

@@ -1,0 +1,115 @@
+"""Downloads the files of a data set."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from rich.progress import Progress
+
+from outergrad._whole_files import whole_file
+from outergrad.launch.errors import RecipeError
+from outergrad_lab.data import Source
+
+TIMEOUT_S = 30
+CHUNK_BYTES = 1 << 16
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
+def download(source: Source, folder: Path, progress: Progress, url: str = "") -> list[str]:
+    """Brings the files of a data set into a folder, unless they are there already.
+
+    A file appears under its name only when it is complete and its checksum right, if it has one.
+
+    Args:
+        source: The data set.
+        folder: Where its files belong.
+        progress: Shows a bar for each file.
+        url: Folder on the net to use instead of ``source.url``.
+
+    Returns:
+        The names of the files that were downloaded.
+
+    Raises:
+        RecipeError: The net, a checksum or the disk does not allow it, or the address is not of
+            https: then anybody on the way could have changed the files.
+    """
+    base = (url or source.url).rstrip("/") + "/"
+    wanted = [name for name, md5 in source.files.items() if not _is_right(folder / name, md5)]
+    for name in wanted:
+        _fetch(urljoin(base, name), folder / name, source.files[name], progress)
+    return wanted
+
+
+def _refuse_unprotected(url: str) -> None:
+    """Allows https, files, and http on this machine."""
+    parts = urlsplit(url)
+    if parts.scheme == "http" and parts.hostname not in _THIS_MACHINE:
+        raise RecipeError(
+            f"{url} is not protected: what is read from it may have been changed on the way; use "
+            f"an https:// address as --url, or bring the files to this machine and use file://"
+        )
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Follows where a server sends, but not from https to http."""
+
+    def redirect_request(
+        self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Request | None:
+        """The next request, if there is to be one."""
+        _refuse_unprotected(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _is_right(path: Path, md5: str) -> bool:
+    if not path.is_file():
+        return False
+    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False)
+    return md5 in ("", digest.hexdigest())
+
+
+def _fetch(url: str, path: Path, md5: str, progress: Progress) -> None:
+    with _atomic(path) as file:
+        digest = hashlib.md5(usedforsecurity=False)
+        for chunk in _chunks(url, path, progress):
+            digest.update(chunk)
+            file.write(chunk)
+        if md5 not in ("", digest.hexdigest()):
+            raise RecipeError(
+                f"{url}: checksum {digest.hexdigest()} instead of {md5}, nothing kept: "
+                "try again or another --url"
+            )
+
+
+def _chunks(url: str, path: Path, progress: Progress) -> Iterator[bytes]:
+    _refuse_unprotected(url)
+    try:
+        with build_opener(_Redirects).open(url, timeout=TIMEOUT_S) as reply:
+            size = reply.headers.get("Content-Length")
+            task = progress.add_task(path.name, total=int(size) if size else None)
+            while chunk := reply.read(CHUNK_BYTES):
+                yield chunk
+                progress.advance(task, len(chunk))
+    except (OSError, HTTPException, ValueError) as error:
+        raise RecipeError(
+            f"cannot download {url} ({str(error).strip('<>')}): try again, another --url, "
+            f"or put {path.name} into {path.parent} yourself"
+        ) from error
+
+
+@contextmanager
+def _atomic(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a temporary file that takes the place of ``path`` if all goes well."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            yield file
+    except OSError as error:
+        raise RecipeError(
+            f"cannot write {path} ({error.strerror}): mend it or use --data-dir"
+        ) from error

@@ -1,0 +1,94 @@
+"""Readers of images."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outergrad_lab.data.dataset import Dataset
+from outergrad_lab.data.files import as_labels, read_idx, reading, reading_arrays
+from outergrad_lab.data.scaling import standardise
+
+
+def read_digits(_folder: Path) -> Dataset:
+    """Reads the digits that scikit-learn ships: four fifths to train on, one to test."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    x, y = load_digits(return_X_y=True)
+    x_train, x_test, y_train, y_test = train_test_split(
+        x / 16, y, test_size=0.2, stratify=y, random_state=0
+    )
+    return Dataset(
+        x_train=torch.tensor(x_train, dtype=torch.float32),
+        y_train=torch.tensor(y_train),
+        x_test=torch.tensor(x_test, dtype=torch.float32),
+        y_test=torch.tensor(y_test),
+        classes=10,
+    )
+
+
+def read_mnist(folder: Path) -> Dataset:
+    """Reads MNIST from its four original files, flattened, with values in [0, 1]."""
+    x_train, y_train = _read_mnist_part(folder, "train")
+    x_test, y_test = _read_mnist_part(folder, "t10k")
+    return Dataset(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=10)
+
+
+def _read_mnist_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    images_path = folder / f"{part}-images-idx3-ubyte.gz"
+    labels_path = folder / f"{part}-labels-idx1-ubyte.gz"
+    images, labels = read_idx(images_path, dimensions=3), read_idx(labels_path, dimensions=1)
+    with reading(images_path):
+        x = torch.from_numpy(images.reshape(len(images), 784)).float() / 255
+    with reading(labels_path):
+        return x, as_labels(labels, len(images), classes=10)
+
+
+def read_mnist_512(folder: Path) -> Dataset:
+    """Reads MNIST and keeps the 512 pixels that vary most in training, in their order."""
+    data = read_mnist(folder)
+    pixels = data.x_train.var(dim=0).topk(512).indices.sort().values
+    return Dataset(
+        x_train=data.x_train[:, pixels],
+        y_train=data.y_train,
+        x_test=data.x_test[:, pixels],
+        y_test=data.y_test,
+        classes=10,
+    )
+
+
+def read_cifar10(folder: Path) -> Dataset:
+    """Reads 20000 + 10000 images of CIFAR-10, standardised per channel.
+
+    The arrays ``x_train_delta`` and ``x_test_delta``, uint8, (rows, 3, 32, 32), hold the
+    differences of neighbours along channels, rows and columns, which compress better.
+    """
+    path = folder / "cifar10_subset.npz"
+    with reading_arrays(path) as arrays:
+        x_train = _add_up(arrays["x_train_delta"].reshape(-1, 3, 32, 32))
+        x_test = _add_up(arrays["x_test_delta"].reshape(-1, 3, 32, 32))
+        y_train = as_labels(arrays["y_train"], len(x_train), classes=10)
+        y_test = as_labels(arrays["y_test"], len(x_test), classes=10)
+    x_train, x_test = standardise(x_train, x_test, dims=(0, 2, 3))
+    return Dataset(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=10)
+
+
+def _add_up(differences: np.ndarray) -> Tensor:
+    """Pixels from 0 to 255, float32; the sums wrap around as the differences did."""
+    pixels = differences
+    for axis in (1, 2, 3):
+        pixels = np.cumsum(pixels, axis=axis, dtype=np.uint8)
+    return torch.from_numpy(pixels).float()
+
+
+def read_pneumonia(folder: Path) -> Dataset:
+    """Reads PneumoniaMNIST: X-rays of one channel, 0 normal or 1 pneumonia, in [0, 1]."""
+    path = folder / "pneumoniamnist.npz"
+    with reading_arrays(path) as arrays:
+        x_train = torch.from_numpy(arrays["train_images"].reshape(-1, 1, 28, 28)).float() / 255
+        x_test = torch.from_numpy(arrays["test_images"].reshape(-1, 1, 28, 28)).float() / 255
+        y_train = as_labels(arrays["train_labels"], len(x_train), classes=2)
+        y_test = as_labels(arrays["test_labels"], len(x_test), classes=2)
+    return Dataset(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=2)

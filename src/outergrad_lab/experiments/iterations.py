@@ -1,0 +1,193 @@
+"""Tasks of kind "iterations": how good rank-dAD's triplets are, and what they cost to find."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from outergrad.launch.errors import RecipeError
+from outergrad.linalg.compress import compress
+from outergrad.linalg.low_rank import LowRank
+from outergrad.linalg.subspace import OVERSAMPLING
+from outergrad_lab.experiments.capture import Captured, capture, formed
+from outergrad_lab.experiments.settings import whole_number, with_defaults
+from outergrad_lab.experiments.task import Context, Settings
+
+NEEDED = ("workload", "batch_size", "rank")
+DEFAULTS = {"largest_rank": None, "steps": 50, "seed": 0}
+COUNTS = (1, 2, 4, 8, 16, 32)
+TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)
+CONSECUTIVE = 4
+"""Steps in which a warm start gets warm."""
+REPEATS = (3, 9)
+"""At least, and at most where they are short."""
+REPEATING_S = 0.1
+WORKLOADS_IN_FACTORS = ("mlp", "deep-mlp", "gru", "lstm")
+"""Those with data whose weights all have a gradient of two factors, in one group."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to find triplets.
+
+    Attributes:
+        way: A key of `WAYS`.
+        iterations: As in `og.RankDAD`; None for the solver's own.
+        tolerance: As in `og.RankDAD`; None for all triplets of the rank.
+    """
+
+    way: str
+    iterations: int | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Iterating:
+    """Compresses gradients of a real training in every way that there is.
+
+    Settings: `workload`, one of `WORKLOADS_IN_FACTORS`; `batch_size` and `rank`; `largest_rank`
+    that the layers must be large enough for, so that means over layers of several ranks are of
+    the same ones; `steps` of exact training at one site before, and its `seed`.
+    """
+
+    def check(self, settings: Settings) -> None:
+        """Looks at settings before anything runs.
+
+        Raises:
+            RecipeError: One is not allowed; the error names it.
+        """
+        read = with_defaults(settings, DEFAULTS, NEEDED)
+        if read["workload"] not in WORKLOADS_IN_FACTORS:
+            known = ", ".join(WORKLOADS_IN_FACTORS)
+            raise RecipeError(f"workload must be one of {known}, not {read['workload']!r}")
+        for name, least in (("batch_size", 1), ("rank", 1), ("steps", CONSECUTIVE), ("seed", 0)):
+            whole_number(read, name, least)
+
+    def run(self, settings: Settings, context: Context) -> dict[str, Any]:
+        """Trains and compresses; a step of progress for the training, and one per trial.
+
+        Raises:
+            RecipeError: The data is not there.
+        """
+        self.check(settings)
+        read = with_defaults(settings, DEFAULTS, NEEDED)
+        context.steps(1 + len(TRIALS))
+        layers = _layers(read, context)
+        context.advance()
+        rows: list[dict[str, Any]] = []
+        for trial in TRIALS:
+            rows += [_row(read, trial, layer) for layer in layers]
+            context.advance()
+        return {"rows": rows, "threads": torch.get_num_threads()}
+
+
+ITERATIONS = Iterating()
+
+
+def _layers(read: Settings, context: Context) -> list[Captured]:
+    """Those with more triplets than are looked for: of the others every way finds all."""
+    found = capture(
+        read["workload"],
+        read["batch_size"],
+        read["steps"],
+        CONSECUTIVE,
+        read["seed"],
+        context.data_dir,
+    )
+    rank = max(read["rank"], read["largest_rank"] or 0)
+    return [layer for layer in found if rank + OVERSAMPLING < layer.largest_rank]
+
+
+def _row(read: Settings, trial: Trial, layer: Captured) -> dict[str, Any]:
+    work = WAYS[trial.way](layer, read["rank"], trial)
+    found, ms = _timed(work)
+    error, best_error = _error(layer, found), _best_error(layer, found.rank)
+    return {
+        "case": f"{read['workload']}, {read['batch_size']} rows, {trial.way}",
+        "layer": layer.name,
+        "rank": read["rank"],
+        "way": trial.way,
+        "swept": "iterations" if trial.tolerance is None else "tolerance",
+        "iterations": trial.iterations,
+        "tolerance": trial.tolerance,
+        "error": error,
+        "best_error": best_error,
+        "ratio": error / best_error if best_error else None,
+        "kept_rank": found.rank,
+        "ms": ms,
+    }
+
+
+def _timed(work: Callable[[], LowRank]) -> tuple[LowRank, float]:
+    """What comes out, and median milliseconds, after a call to warm up."""
+    found = work()
+    times_s: list[float] = []
+    while _wants_more(times_s):
+        began = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - began)
+    return found, 1e3 * median(times_s)
+
+
+def _wants_more(times_s: list[float]) -> bool:
+    least, most = REPEATS
+    return len(times_s) < least or (len(times_s) < most and sum(times_s) < REPEATING_S)
+
+
+def _error(layer: Captured, found: LowRank) -> float:
+    """Frobenius norm of what is missing, relative to the gradient."""
+    missing_OI = layer.formed_OI - formed(found.factors())
+    return (missing_OI.norm() / layer.sigma_K.norm()).item()
+
+
+def _best_error(layer: Captured, rank: int) -> float:
+    """The error that no approximation of the rank can be below (Eckart and Young)."""
+    return (layer.sigma_K[rank:].norm() / layer.sigma_K.norm()).item()
+
+
+def _cold(layer: Captured, rank: int, trial: Trial, *, solver: Any) -> Callable[[], LowRank]:
+    """From random directions."""
+    return partial(
+        compress,
+        layer.last,
+        rank,
+        trial.tolerance or 0.0,
+        solver=solver,
+        iterations=trial.iterations,
+    )
+
+
+def _warm(layer: Captured, rank: int, trial: Trial) -> Callable[[], LowRank]:
+    """From where the step before ended, with as many spare directions as rank-dAD keeps."""
+    columns = rank + max(OVERSAMPLING, rank // 2)
+    find = partial(compress, rank=columns, solver="subspace_iteration", iterations=trial.iterations)
+    q_GIR = None
+    for gradient in layer.steps[:-1]:
+        q_GIR = find(gradient, q_GIR=q_GIR).a_GRI.mT
+    return lambda: find(layer.last, q_GIR=q_GIR).leading(rank)
+
+
+WAYS: dict[str, Callable[[Captured, int, Trial], Callable[[], LowRank]]] = {
+    "block": partial(_cold, solver="subspace_iteration"),
+    "block, warm": _warm,
+    "one by one": partial(_cold, solver="power_iteration"),
+}
+"""All directions at a time, as rank-dAD does it; and the paper's own way, with deflation."""
+
+
+def _trials() -> Iterator[Trial]:
+    for way in WAYS:
+        for iterations in COUNTS:
+            yield Trial(way, iterations=iterations)
+    for way in ("block", "one by one"):
+        for tolerance in TOLERANCES:
+            yield Trial(way, tolerance=tolerance)
+
+
+TRIALS = tuple(_trials())

@@ -1,0 +1,105 @@
+"""The results of an experiment: a file of JSON lines, one per task."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from outergrad._version import __version__
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.machine import cores, processor
+from outergrad.record.jsonl import open_to_append
+from outergrad_lab.experiments.task import Task
+
+Result = dict[str, Any]
+
+
+class Store:
+    """The folder of an experiment.
+
+    Args:
+        folder: Its tables and figures lie here, too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / "results.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from running the same tasks.
+
+        Raises:
+            RecipeError: One does, or the folder cannot be written to.
+        """
+        lock = FileLock(self.folder / "results.lock", timeout=0)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = lock.acquire()
+        except Timeout:
+            raise RecipeError(f"--out {self.folder}: another process runs it there") from None
+        except OSError as error:
+            raise RecipeError(f"--out {self.folder}: {error.strerror}") from error
+        with held:
+            yield
+
+    def results(self, tasks: Sequence[Task]) -> list[Result]:
+        """Of those tasks that are done, in their order."""
+        found = {result["key"]: result for result in self._read()}
+        return [found[task.key] for task in tasks if task.key in found]
+
+    def missing(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks that are not."""
+        found = {result["key"] for result in self._read()}
+        return [task for task in tasks if task.key not in found]
+
+    def add(self, task: Task, values: Result) -> None:
+        """Keeps what came of a task, with what it was made by.
+
+        Raises:
+            RecipeError: The folder cannot be written to.
+        """
+        about = {
+            "outergrad": __version__,
+            "torch": str(torch.__version__),
+            "machine": f"{processor()}, {cores()} cores",
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        own = {"key": task.key, "kind": task.kind, "settings": dict(task.settings)}
+        line = json.dumps(_plain({**own, **values, **about}), allow_nan=False)
+        try:
+            with open_to_append(self._path) as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise RecipeError(f"--out {self.folder}: {error.strerror}") from error
+
+    def _read(self) -> list[Result]:
+        if not self._path.is_file():
+            return []
+        lines = self._path.read_text("utf-8", errors="replace").splitlines()
+        return [found for line in lines if (found := _parsed(line))]
+
+
+def _parsed(line: str) -> Result | None:
+    """None for a line that was cut off."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(found, dict) and isinstance(found.get("key"), str) and "seconds" in found
+    return found if whole else None
+
+
+def _plain(value: Any) -> Any:
+    """With ten digits, and None for what is no number."""
+    if isinstance(value, float):
+        return float(f"{value:.10g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,171 @@
+"""A small vision transformer, a small encoder of texts and a small GPT."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outergrad.launch.errors import RecipeError
+from outergrad_lab.data.dataset import Format
+from outergrad_lab.data.tokens import PADDING
+from outergrad_lab.models.hidden import Activation, Hidden
+
+PATCH = 4
+
+
+class VisionTransformer(nn.Module):
+    """A small ViT, made of PyTorch's own encoder layers."""
+
+    def __init__(
+        self,
+        format: Format,
+        activation: Activation = nn.GELU,
+        width: int = 192,
+        depth: int = 6,
+        heads: int = 3,
+    ) -> None:
+        super().__init__()
+        layers = (_encoder_layer(width, heads, activation) for _ in range(depth))
+        channels, height, columns = format.shape
+        patches = (height // PATCH) * (columns // PATCH)
+        self.patches = nn.Conv2d(channels, width, PATCH, stride=PATCH)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, patches + 1, width))
+        self.blocks = nn.Sequential(*layers)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, format.classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Maps images (rows, channels, height, width) to logits (rows, classes)."""
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        first = self.class_token.expand(len(images), -1, -1)
+        hidden = self.blocks(torch.cat([first, tokens], dim=1) + self.positions)
+        return self.head(self.norm(hidden[:, 0]))
+
+
+class TextEncoder(nn.Module):
+    """A small encoder that classifies texts by the mean over their tokens."""
+
+    def __init__(
+        self, format: Format, activation: Activation, width: int, depth: int = 2, heads: int = 4
+    ) -> None:
+        super().__init__()
+        assert format.vocabulary is not None
+        (positions,) = format.shape
+        self.token = nn.Embedding(format.vocabulary, width)
+        self.position = nn.Embedding(positions, width)
+        layers = (_encoder_layer(width, heads, activation) for _ in range(depth))
+        self.blocks = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, format.classes)
+        for embedding in (self.token, self.position):  # alike, or one drowns the other
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Maps token ids (rows, positions) to logits (rows, classes)."""
+        padding = ids == PADDING
+        padding[:, 0] = False  # of an empty text there is no mean
+        hidden = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            hidden = block(hidden, src_key_padding_mask=padding)
+        return self.head(_mean(self.norm(hidden), ~padding))
+
+
+def _mean(hidden: Tensor, counted: Tensor) -> Tensor:
+    """Mean over the positions that count, (rows, positions, width) to (rows, width)."""
+    weights = counted.to(hidden.dtype)
+    return torch.einsum("npw,np->nw", hidden, weights / weights.sum(dim=1, keepdim=True))
+
+
+def _encoder_layer(width: int, heads: int, activation: Activation) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(
+        *(width, heads, 4 * width),
+        dropout=0.0,
+        activation=activation(),
+        batch_first=True,
+        norm_first=True,
+    )
+
+
+class CausalAttention(nn.Module):
+    """Self-attention that looks back only, with one projection for queries, keys, values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project_in = nn.Linear(width, 3 * width)
+        self.project_out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (rows, positions, width) to the same shape."""
+        q, k, v = self.project_in(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).unbind()
+        mixed = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
+        )
+        return self.project_out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A transformer block with the norms before attention and before the MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = CausalAttention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (rows, positions, width) to the same shape."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A small GPT whose head shares the embedding's weight."""
+
+    def __init__(self, format: Format, width: int = 256, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        (positions,) = format.shape
+        self.token = nn.Embedding(format.classes, width)
+        self.position = nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, format.classes, bias=False)
+        for embedding in (self.token, self.position):  # alike, or one drowns the other
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.head.weight = self.token.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Maps token ids (rows, positions) to logits (rows, classes, positions)."""
+        places = torch.arange(ids.shape[1], device=ids.device)
+        hidden = self.blocks(self.token(ids) + self.position(places))
+        return self.head(self.norm(hidden)).transpose(1, 2)
+
+
+def build_vit(format: Format, hidden: Hidden) -> VisionTransformer:
+    """Builds a ViT of six layers and 192 features for square patches of the images.
+
+    Raises:
+        RecipeError: The patches would not cover the images.
+    """
+    if any(side % PATCH for side in format.shape[1:]):
+        raise RecipeError(f"--model vit needs images with sides of n x {PATCH}, not {format}")
+    return VisionTransformer(format, hidden.activation)
+
+
+def build_encoder(format: Format, hidden: Hidden) -> TextEncoder:
+    """Builds an encoder of two layers and four heads of a quarter of the width each.
+
+    Raises:
+        RecipeError: The width is not that of four heads.
+    """
+    (width,) = hidden.widths
+    if width % 4:
+        raise RecipeError(f"--widths {width} does not fit --model encoder: give a multiple of 4")
+    return TextEncoder(format, hidden.activation, width)
+
+
+def build_gpt(format: Format, _hidden: Hidden) -> GPT:
+    """Builds a GPT of four layers and 256 features for rows as long as the data's."""
+    return GPT(format)

@@ -1,0 +1,22 @@
+"""The workloads, as `outergrad plan` takes them by their names."""
+
+from functools import partial
+
+from torch.nn.functional import cross_entropy
+
+from outergrad.tools.plan.subject import Subject
+from outergrad_lab.data import synthetic
+from outergrad_lab.workloads import WORKLOADS
+
+
+def subjects() -> dict[str, partial[Subject]]:
+    """What makes each of them, of a number of rows or, with None, of its own."""
+    return {name: partial(_subject, name) for name in WORKLOADS}
+
+
+def _subject(name: str, rows: int | None) -> Subject:
+    recipe = WORKLOADS[name]
+    rows = recipe.batch_size if rows is None else rows
+    model, data = recipe.build(), synthetic(recipe.format, rows, seed=0)
+    x, y = data.x_train, data.y_train
+    return Subject(name, model, rows, lambda: cross_entropy(model(x), y))

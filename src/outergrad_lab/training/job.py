@@ -1,0 +1,86 @@
+"""What to train, on what, and how."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from outergrad.launch.errors import RecipeError
+from outergrad.tools.named_methods.attach import attach_of
+from outergrad_lab.data import SOURCES
+from outergrad_lab.models import MODELS, require_fit
+from outergrad_lab.models.hidden import ACTIVATIONS
+from outergrad_lab.training.split import SPLITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training, as every site must understand it.
+
+    Attributes:
+        data: A key of `SOURCES`.
+        model: A key of `MODELS`.
+        method: A name that `attach_of` knows.
+        sites: Number of sites that share the data.
+        split: A key of `SPLITS`: which rows a site holds.
+        epochs: Passes over the data.
+        batch_size: Rows per site and step; their mean, where sites hold more or less.
+        lr: Learning rate of Adam.
+        seed: Of the weights, the split and the order of the rows.
+        widths: Features of the hidden layers; the model's own default if None.
+        activation: A key of `ACTIVATIONS`; the model's own if None.
+        local: Patterns of parameters that each site keeps to itself.
+        joint: Whether the mean delta of all sites flows back into these.
+    """
+
+    data: str = "digits"
+    model: str = "mlp"
+    method: str = "dad"
+    sites: int = 2
+    split: str = "even"
+    epochs: int = 5
+    batch_size: int = 32
+    lr: float = 1e-3
+    seed: int = 0
+    widths: tuple[int, ...] | None = None
+    activation: str | None = None
+    local: tuple[str, ...] = ()
+    joint: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every value.
+
+        Raises:
+            RecipeError: One is not allowed; the error names its option.
+        """
+        for name, known in _CHOICES.items():
+            chosen = getattr(self, name)
+            right = chosen in known or (name == "activation" and chosen is None)
+            _require(right, name, f"one of {', '.join(known)}", self)
+        attach_of(self.method, local=self.local, joint=self.joint)
+        for name in ("sites", "epochs", "batch_size", "lr"):
+            _require(getattr(self, name) > 0, name, "above 0", self)
+        _require(self.seed >= 0, "seed", "0 or above", self)
+        _require(all(width > 0 for width in self.widths or ()), "widths", "above 0", self)
+        require_fit(self.model, SOURCES[self.data].format, self.widths, self.activation)
+
+    def first_difference(self, other: "Job") -> str | None:
+        """Names the first option in which two jobs differ, if any."""
+        names = (field.name for field in fields(self))
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
+
+_CHOICES: dict[str, Iterable[str]] = {
+    "data": SOURCES,
+    "model": MODELS,
+    "split": SPLITS,
+    "activation": ACTIVATIONS,
+}
+
+
+def _require(holds: bool, name: str, wanted: str, job: Job) -> None:
+    if not holds:
+        raise RecipeError(f"{option(name)} must be {wanted}, not {getattr(job, name)!r}")
+
+
+def option(name: str) -> str:
+    """The command line option of a field."""
+    return "--" + name.replace("_", "-")

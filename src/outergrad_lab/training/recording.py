@@ -1,0 +1,158 @@
+"""What a training of a recipe writes down for reports, whatever its method."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import outergrad as og
+from outergrad.events import End, Event, Run, Scalars, Step
+from outergrad.launch.errors import RecipeError
+from outergrad.record.jsonl import JSONL
+from outergrad.record.quietly import warn
+from outergrad.tools.named_methods.attach import Replica, all_reduce_bytes
+from outergrad_lab.training.sites import Group, number_in, rank_in, sites_of
+
+
+class SiteJSONL(JSONL):
+    """Writes under the number of the site, which is not its rank where sites are left out."""
+
+    site = 0
+
+    def record(self, event: Event) -> None:
+        """As `JSONL.record`."""
+        super().record(replace(event, rank=self.site))
+
+
+def recorder_into(
+    folder: Path,
+    every: int = 10,
+    budget: float = 0.04,
+    group: Group = None,
+    *,
+    present: Sequence[int] | None = None,
+    again: bool = False,
+) -> JSONL:
+    """Makes the folder of a run, with what an earlier run of this site has left there removed.
+
+    Args:
+        folder: of the run.
+        every: record every so many-th step.
+        budget: share of a step that measuring may take.
+        group: the sites.
+        present: their numbers, where some are left out.
+        again: whether the run goes on: then what is there stays.
+
+    Raises:
+        RecipeError: it cannot be written to.
+    """
+    try:
+        recorder = SiteJSONL(folder, every=every, budget=budget)
+        recorder.site = number_in(group, present)
+        recorder.path.mkdir(parents=True, exist_ok=True)
+        if not again:
+            (recorder.path / f"site-{recorder.site}.jsonl").write_text("")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(f"--record {folder}: {reason}") from error
+    return recorder
+
+
+class Recording:
+    """Tells a recorder of a training: through the session, if it has one.
+
+    Without one there is nothing to be told of gradients, but loss, bytes and time are compared.
+
+    Args:
+        recorder: where it goes; None for nowhere.
+        method: as it was named.
+        replica: what is trained.
+        group: the sites.
+    """
+
+    def __init__(
+        self, recorder: JSONL | None, method: str, replica: Replica, group: Group = None
+    ) -> None:
+        self._recorder, self._method, self._replica = recorder, method, replica
+        self._group = group
+        self._session = replica.session
+        self._steps, self._last = 0, time.perf_counter()
+
+    def step(self, loss: float) -> None:
+        """A step is done."""
+        if self._recorder is None:
+            return
+        if self._session is None:
+            if self._steps == 0:
+                self._tell(self._run())
+            if self._steps % self._recorder.every == 0:
+                self._tell(self._step())
+            self._steps += 1
+        self.log(loss=loss)
+
+    def resume(self, steps: int) -> None:
+        """So many steps are done already."""
+        self._steps = steps
+        if self._recorder is not None and self._session is None and steps:
+            self._tell(self._run())
+
+    def log(self, **values: float) -> None:
+        """The loop knows something."""
+        if self._session is not None:
+            self._session.log(**values)
+        else:
+            self._tell(self._scalars(values))
+
+    def close(self) -> None:
+        """The training is over; of one with a session the session has told."""
+        if self._recorder is not None and self._session is None:
+            self._tell(End(rank=rank_in(self._group), step=self._steps, time=time.time()))
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _tell(self, event: Event) -> None:
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.record(event)
+        except Exception as error:  # the other sites go on
+            self._recorder = None
+            warn(f"--record: {error}; nothing more is recorded")
+
+    def _step(self) -> Step:
+        assert self._recorder is not None
+        sent, now = self._replica.sent_bytes or 0, time.perf_counter()
+        seconds = (now - self._last) / self._recorder.every if self._steps else None
+        self._last = now
+        return Step(
+            rank=rank_in(self._group),
+            step=self._steps,
+            time=time.time(),
+            seconds=seconds,
+            sent_bytes=sent,
+            received_bytes=sent,
+            total_sent_bytes=sent * (self._steps + 1),
+            compress_s=0.0,
+            replay_s=0.0,
+            wait_s=0.0,
+        )
+
+    def _run(self) -> Run:
+        model = self._replica.model
+        return Run(
+            rank=rank_in(self._group),
+            sites=sites_of(self._group),
+            method=self._method,
+            step=self._steps,
+            time=time.time(),
+            shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
+            dense_bytes=all_reduce_bytes(model, self._group),
+            outergrad=og.__version__,
+            torch=torch.__version__,
+        )
+
+    def _scalars(self, values: Mapping[str, float]) -> Scalars:
+        rank = rank_in(self._group)
+        return Scalars(rank=rank, step=self._steps, time=time.time(), values=values)

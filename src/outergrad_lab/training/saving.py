@@ -1,0 +1,178 @@
+"""The checkpoints of a training of a recipe: of which job, how often, and going on from them."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import outergrad as og
+from outergrad._whole_files import write_whole
+from outergrad.checkpoint import Restored
+from outergrad.checkpoint.folder import saves_in
+from outergrad.checkpoint.unusable import UnusableError
+from outergrad.launch.errors import RecipeError
+from outergrad_lab.training.job import Job, option
+from outergrad_lab.training.position import Position
+from outergrad_lab.training.sites import number_in, rank_in
+from outergrad_lab.training.training import Training
+
+MAY_CHANGE = ("sites", "epochs")
+"""What a job that goes on may have otherwise than when it was saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Where a training is saved, and when.
+
+    Attributes:
+        folder: Of the checkpoints.
+        every: Save after so many steps; and after the last.
+        pause_after: End after so many checkpoints, for sites that were lost to come back.
+        allow_lost: Whether to go on without the files of a site that is lost.
+        allow_foreign: Whether to go on from what other sites have, where one has other checkpoints.
+    """
+
+    folder: Path
+    every: int = 100
+    pause_after: int | None = None
+    allow_lost: bool = False
+    allow_foreign: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether this site sees something to go on from.
+
+        Raises:
+            RecipeError: It cannot look into the folder.
+        """
+        with self._told():
+            return bool(saves_in(self.folder))
+
+    def claim(self, job: Job) -> None:
+        """Makes the folder that of a job.
+
+        Raises:
+            RecipeError: It is that of another one, or cannot be written to.
+        """
+        path, begun = self.folder / "job.json", self.begun
+        with self._told():
+            if begun and path.exists():
+                self._compare(job, path.read_bytes())
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(asdict(job)))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RecipeError(f"--checkpoint {self.folder}: {error.strerror}") from error
+
+    def _compare(self, job: Job, content: bytes) -> None:
+        now, then = json.loads(json.dumps(asdict(job))), _object(content)
+        if then is None:
+            raise RecipeError(
+                f"--checkpoint {self.folder}: job.json cannot be read, which says what was "
+                f"trained: mend it, or remove it if you know"
+            )
+        for name in (field.name for field in fields(job) if field.name not in MAY_CHANGE):
+            if name in then and then[name] != now[name]:
+                raise RecipeError(
+                    f"--checkpoint {self.folder} holds another job: {option(name)} was "
+                    f"{then[name]!r} and is {now[name]!r}; name another folder, or start that job"
+                )
+
+
+def _object(content: bytes) -> dict[str, object] | None:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Saver:
+    """Saves a training after every so many steps, and goes on from there.
+
+    Args:
+        saving: Where and when; None for never.
+        training: What to save.
+        position: How far it is.
+        job: Of which it is a part.
+        present: The numbers of the sites, where some are left out.
+    """
+
+    def __init__(
+        self,
+        saving: Saving | None,
+        training: Training,
+        position: Position,
+        job: Job,
+        present: tuple[int, ...] | None,
+    ) -> None:
+        self._saving, self._position = saving, position
+        self._last = training.batches.steps, job.epochs - 1
+        self._made = 0
+        self._recording = training.recording
+        self._first = rank_in(training.group) == 0
+        if saving is not None:
+            self._checkpoints = og.Checkpoints(
+                saving.folder,
+                training.replica.session,
+                model=training.replica.model,
+                optimizer=training.optimizer,
+                site=number_in(training.group, present),
+                group=training.group,
+                position=position,
+            )
+
+    def restore(self) -> bool:
+        """Goes on from what there is; whether there was something.
+
+        Raises:
+            RecipeError: The job is to end before that, or nothing of what there is can be used.
+        """
+        if self._saving is None:
+            return False
+        found = self._found(self._saving)
+        if found is None:
+            return False
+        self._position.resumed()
+        self._recording.resume(self._position.done)
+        if self._position.epoch > self._last[1]:
+            raise RecipeError(
+                f"--checkpoint {self._saving.folder} has done {self._position.epoch} epochs: "
+                f"raise --epochs above that, or name another folder"
+            )
+        if self._first and found.exact:
+            print(f"outergrad: {found}", file=sys.stderr, flush=True)
+        return True
+
+    def _found(self, saving: Saving) -> Restored | None:
+        allowed = {"allow_lost": saving.allow_lost, "allow_foreign": saving.allow_foreign}
+        try:
+            return self._checkpoints.restore(**allowed)
+        except UnusableError as error:
+            options = " ".join(map(option, error.way.names)) if error.way else ""
+            remedy = f"; {options} goes on with what there is" if options else ""
+            raise RecipeError(
+                f"--checkpoint {saving.folder} cannot be gone on from, and nothing in it was "
+                f"changed: {'; '.join(error.problems)}. Mend these files or bring them back, or "
+                f"move the folder away to begin anew{remedy}"
+            ) from error
+
+    def step(self) -> bool:
+        """A step is done: saves, if it is time to; whether the training is to pause."""
+        saving, position = self._saving, self._position
+        if saving is None:
+            return False
+        last = (position.batch, position.epoch) == self._last
+        if position.done % saving.every and not last:
+            return False
+        self._checkpoints.save(position.done)
+        position.start()
+        self._made += 1
+        return not last and self._made == saving.pause_after

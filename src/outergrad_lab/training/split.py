@@ -1,0 +1,190 @@
+"""How the rows of one data set are dealt out to the sites, and into batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from statistics import mean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outergrad.launch.errors import RecipeError
+from outergrad_lab.data import Dataset
+from outergrad_lab.training.proportions import fitted_counts, whole_shares
+
+Rows = list[Tensor]
+
+
+def class_split(data: Dataset, sites: int, _seed: int) -> Rows:
+    """Gives each site its own classes, neighbouring ones, all their rows.
+
+    Raises:
+        RecipeError: There are more sites than classes, or several labels per row.
+    """
+    labels = _one_class_each(data, "class")
+    classes = int(labels.max()) + 1
+    if sites > classes:
+        raise RecipeError(f"--split class: {classes} classes are too few for {sites} sites")
+    return _rows_of(labels * sites // classes, sites)
+
+
+def even_split(data: Dataset, sites: int, seed: int) -> Rows:
+    """Shuffles the rows and gives each site every ``sites``-th of them."""
+    order = torch.randperm(len(data.y_train), generator=torch.Generator().manual_seed(seed))
+    return [order[site::sites] for site in range(sites)]
+
+
+def speaker_split(data: Dataset, sites: int, _seed: int) -> Rows:
+    """Gives each site its own speakers, neighbouring ones, all their rows.
+
+    Raises:
+        RecipeError: There are more sites than speakers, or nobody knows who spoke.
+    """
+    if data.groups_train is None:
+        raise RecipeError("--split speaker needs --data spoken-digits: use --split even")
+    speakers, place = data.groups_train.unique(return_inverse=True)
+    if sites > len(speakers):
+        raise RecipeError(f"--split speaker: {len(speakers)} are too few for {sites} sites")
+    return _rows_of(place * sites // len(speakers), sites)
+
+
+def unequal_split(data: Dataset, sites: int, seed: int) -> Rows:
+    """Gives each site half as many rows as the one before it, and another mix of classes.
+
+    Each site has about three times as much of every other class as of those between.
+
+    Raises:
+        RecipeError: There are several labels per row.
+    """
+    labels = _one_class_each(data, "unequal")
+    rows_of_class = labels.bincount()
+    rows_of_site = whole_shares(0.5 ** torch.arange(sites), len(labels))
+    odd = (torch.arange(sites)[:, None] + torch.arange(len(rows_of_class))) % 2
+    counts = fitted_counts(3 - 2 * odd, rows_of_site, rows_of_class)
+    # Rows in order of their class, shuffled within it; owners in the same order.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = order[labels[order].argsort(stable=True)]
+    owner = torch.arange(sites).repeat(len(rows_of_class)).repeat_interleave(counts.T.flatten())
+    return [order[owner == site] for site in range(sites)]
+
+
+def _one_class_each(data: Dataset, split: str) -> Tensor:
+    if data.y_train.dim() > 1:
+        raise RecipeError(
+            f"--split {split} needs rows of one class each, not texts: use --split even"
+        )
+    return data.y_train
+
+
+def _rows_of(owner: Tensor, sites: int) -> Rows:
+    return [torch.nonzero(owner == site).flatten() for site in range(sites)]
+
+
+SPLITS: dict[str, Callable[[Dataset, int, int], Rows]] = {
+    "class": class_split,
+    "even": even_split,
+    "speaker": speaker_split,
+    "unequal": unequal_split,
+}
+PROPORTIONAL = {"unequal"}
+"""Splits by which a site's batch is in proportion to its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The batches of one or more sites, the same wherever they are drawn.
+
+    With several sites, a batch is the union of theirs: what one model would
+    see, if the data were pooled.
+
+    Attributes:
+        x: The inputs of all rows, (rows, ...).
+        y: Their labels, (rows,) or (rows, positions).
+        rows_by_site: The rows of every site.
+        sites: The sites whose rows are wanted.
+        batch_sizes: Rows per step of every site.
+        steps: Batches per epoch.
+        seed: Of the order.
+        present: The sites whose batches make a step, if not all.
+    """
+
+    x: Tensor
+    y: Tensor
+    rows_by_site: Rows
+    sites: Sequence[int]
+    batch_sizes: Sequence[int]
+    steps: int
+    seed: int
+    present: Sequence[int] | None = None
+
+    @property
+    def weight(self) -> float:
+        """What a loss counts, for the mean over sites to be that of the union of their batches."""
+        present = range(len(self.batch_sizes)) if self.present is None else self.present
+        wanted, all_of_them = (
+            [self.batch_sizes[site] for site in sites] for sites in (self.sites, present)
+        )
+        return mean(wanted) / mean(all_of_them)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the batches of an epoch, from one on; each row comes at most once."""
+        rows = torch.cat([self._order(site, number) for site in self.sites], dim=1)
+        for batch in rows[start:]:
+            yield self.x[batch], self.y[batch]
+
+    def forever(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields batches without end, epoch after epoch."""
+        for number in count():
+            yield from self.epoch(number)
+
+    def _order(self, site: int, epoch: int) -> Tensor:
+        """Row numbers of one site, (steps, batch_sizes[site])."""
+        rows, size = self.rows_by_site[site], self.batch_sizes[site]
+        seed = np.random.SeedSequence((self.seed, epoch, site)).generate_state(1)
+        generator = torch.Generator().manual_seed(int(seed[0]))
+        order = rows[torch.randperm(len(rows), generator=generator)]
+        return order[: self.steps * size].view(self.steps, size)
+
+
+def batch_sizes(split: str, rows_by_site: Rows, batch_size: int) -> list[int]:
+    """Rows per step of every site: the same number, or in proportion to its rows.
+
+    Args:
+        split: A key of `SPLITS`, which decides that.
+        rows_by_site: The rows of every site.
+        batch_size: Rows per site and step, on average.
+
+    Raises:
+        RecipeError: A site would have none.
+    """
+    if split not in PROPORTIONAL:
+        return [batch_size] * len(rows_by_site)
+    rows = torch.tensor([len(rows) for rows in rows_by_site])
+    sizes: list[int] = whole_shares(rows, batch_size * len(rows)).tolist()
+    if 0 in sizes:
+        raise RecipeError(
+            f"--batch-size {batch_size} leaves site {sizes.index(0)} of --split {split} "
+            "nothing: raise it, or use fewer sites"
+        )
+    return sizes
+
+
+def full_batches(rows_by_site: Rows, sizes: Sequence[int]) -> int:
+    """Batches that every site can fill in an epoch.
+
+    Args:
+        rows_by_site: The rows of every site.
+        sizes: Rows per step of every site.
+
+    Raises:
+        RecipeError: A site cannot fill even one.
+    """
+    steps = [len(rows) // size for rows, size in zip(rows_by_site, sizes, strict=True)]
+    if 0 in steps:
+        fewest = min(range(len(steps)), key=lambda site: len(rows_by_site[site]) / sizes[site])
+        rows = len(rows_by_site[fewest])
+        raise RecipeError(
+            f"site {fewest} has {rows} rows, too few for --batch-size {sizes[fewest]}: lower it"
+        )
+    return min(steps)

@@ -1,0 +1,221 @@
+"""One training and its progress: what ``outergrad train`` does at every site."""
+
+import json
+import os
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from rich.progress import Progress
+
+from outergrad.launch.console import amount, count, step_bars
+from outergrad.launch.errors import RecipeError
+from outergrad.launch.simulate import Stop
+from outergrad.record.jsonl import JSONL
+from outergrad_lab.data import Dataset, load
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.position import Position
+from outergrad_lab.training.recording import recorder_into
+from outergrad_lab.training.saving import Saver, Saving
+from outergrad_lab.training.sites import Group, mean_over_sites, prepare_together, rank_in
+from outergrad_lab.training.split import Rows
+from outergrad_lab.training.training import Training, deal, start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How far a training has come.
+
+    Attributes:
+        epoch: Epochs done.
+        step: Steps done.
+        loss: Mean over the epoch and the sites.
+        test_accuracy: Share of the test labels guessed right, averaged over sites.
+        sent_bytes: Gradient bytes per step and site, as the session counts them;
+            for DDP, what a ring all-reduce needs; None where nobody counts them.
+        seconds: Time spent in steps.
+    """
+
+    epoch: int
+    step: int
+    loss: float
+    test_accuracy: float
+    sent_bytes: int | None
+    seconds: float
+
+
+class Files(NamedTuple):
+    """What a training writes.
+
+    Attributes:
+        log: File that gets one line of JSON at the start and one per epoch.
+        record: Folder that gets what a report shows.
+        every: Record every so many-th step.
+        budget: Share of a step that measuring may take.
+    """
+
+    log: Path | None = None
+    record: Path | None = None
+    every: int = 10
+    budget: float = 0.04
+
+
+def train(
+    job: Job,
+    *,
+    data_dir: Path,
+    files: Files | None = None,
+    verbose: bool = False,
+    group: Group = None,
+    stop: Stop | None = None,
+    saving: Saving | None = None,
+    present: tuple[int, ...] | None = None,
+) -> bool:
+    """Does this site's part of a job; site 0 shows the progress and the result.
+
+    Args:
+        job: The job.
+        data_dir: Folder of the data sets.
+        files: What to write besides.
+        verbose: Whether to show how each parameter travels.
+        group: The sites.
+        stop: Ends it early, if sites are threads.
+        saving: Where to save it, and to go on from.
+        present: The numbers of the sites, where some of the job's are left out.
+
+    Returns:
+        Whether the job is done, and not only paused.
+
+    Raises:
+        RecipeError: The same at every site, if one of them cannot start.
+    """
+    first = rank_in(group) == 0
+    files = files or Files()
+    files = files if first else files._replace(log=None)
+    prepare = partial(_prepare, job, data_dir, files, group, saving, present)
+    data, rows_by_site, file, recorder = prepare_together(job, prepare, group)
+    with file, closing(start(job, data, rows_by_site, recorder, group, present)) as training:
+        position = Position(training.batches.steps, training.replica)
+        saver = Saver(saving, training, position, job, present)
+        again = saver.restore()
+        with step_bars(shown=first) as bars:
+            _begin_log(file, job, position.epoch if again else 0)
+            steps = _Steps(training, position, saver, bars, stop or Stop())
+            report = _run(job, steps, file)
+        if first and verbose and report and training.replica.session:
+            print(training.replica.session.coverage())
+    if first and report:
+        print(_summary(job, report))
+    return report is not None
+
+
+def _prepare(
+    job: Job,
+    data_dir: Path,
+    files: Files,
+    group: Group,
+    saving: Saving | None,
+    present: tuple[int, ...] | None,
+) -> tuple[Dataset, Rows, IO[str], JSONL | None]:
+    data = load(job.data, data_dir)
+    again = saving is not None and saving.begun
+    if saving is not None:
+        saving.claim(job)
+    recorder = None
+    if files.record is not None:
+        pace = files.every, files.budget
+        recorder = recorder_into(files.record, *pace, group, present=present, again=again)
+    return data, deal(job, data), _open(files.log), recorder
+
+
+def _open(log: Path | None) -> IO[str]:
+    """Open to be read, too: what it holds is needed if the training goes on."""
+    if log is None:
+        return Path(os.devnull).open("w")
+    try:
+        return log.open("r+" if log.is_file() else "w", buffering=1)
+    except OSError as error:
+        raise RecipeError(f"--log {log}: {error.strerror}") from error
+
+
+def _begin_log(file: IO[str], job: Job, epochs: int) -> None:
+    """The job, and the lines of the epochs that are done."""
+    kept = file.readlines()[1 : 1 + epochs] if "+" in file.mode else []
+    if "+" in file.mode:
+        file.seek(0)
+        file.truncate()
+    file.writelines([json.dumps(asdict(job)) + "\n", *kept])
+
+
+class _Steps:
+    """The steps of a training, each saved if it is time to."""
+
+    def __init__(
+        self,
+        training: Training,
+        position: Position,
+        saver: Saver,
+        bars: Progress,
+        stop: Stop,
+    ) -> None:
+        self.training, self.position = training, position
+        self._saver, self._bars, self._stop = saver, bars, stop
+
+    def show(self, job: Job) -> None:
+        """A bar of all steps, with those that are done."""
+        steps = self.training.batches.steps
+        done = self.position.epoch * steps + self.position.batch
+        label = f"{job.method} on {job.data}"
+        self._task = self._bars.add_task(label, total=job.epochs * steps, completed=done)
+
+    def epoch(self) -> bool:
+        """The rest of an epoch; whether it came to its end."""
+        self.position.start()
+        losses = self.training.epoch(self.position.epoch, self.position.batch)
+        for loss in self._stop.checked(count(self._bars, self._task, losses)):
+            self.position.step(loss)
+            if self._saver.step():
+                return False
+        return True
+
+
+def _run(job: Job, steps: _Steps, file: IO[str]) -> Report | None:
+    """Trains, logs every epoch, and returns the last report; None for a pause."""
+    report, position = None, steps.position
+    steps.show(job)
+    while position.epoch < job.epochs:
+        if not steps.epoch():
+            return None
+        report = _report(job, steps.training, position)
+        print(json.dumps(asdict(report)), file=file)
+        position.next_epoch()
+    return report
+
+
+def _report(job: Job, training: Training, position: Position) -> Report:
+    """The epoch is done."""
+    if position.epoch + 1 == job.epochs:
+        training.replica.finish()
+    position.stop()
+    return Report(
+        epoch=position.epoch + 1,
+        step=position.done,
+        loss=mean_over_sites(torch.tensor(position.losses).mean(), training.group).item(),
+        test_accuracy=training.accuracy(),
+        sent_bytes=position.replica.sent_bytes,
+        seconds=round(position.seconds, 3),
+    )
+
+
+def _summary(job: Job, report: Report) -> str:
+    sent = "bytes not counted"
+    if report.sent_bytes is not None:
+        sent = f"{amount(report.sent_bytes)} per step and site"
+    return (
+        f"{job.method} on {job.data}, {job.sites} sites, {job.split} split: "
+        f"test accuracy {report.test_accuracy:.2%}, "
+        f"{sent}, {report.seconds:.1f} s"
+    )

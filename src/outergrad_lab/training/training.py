@@ -1,0 +1,186 @@
+"""The training loop that every recipe shares."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, Optimizer
+
+from outergrad.record.jsonl import JSONL
+from outergrad.tools.named_methods.attach import Distributed, Replica, attach_of
+from outergrad_lab.data import Dataset
+from outergrad_lab.models import build_model
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.recording import Recording
+from outergrad_lab.training.sites import Group, mean_over_sites, number_in, smallest_over_sites
+from outergrad_lab.training.split import SPLITS, Batches, Rows, batch_sizes, full_batches
+
+ADAM_EPS = 1e-6
+"""Above the rounding noise of a gradient: Adam makes whole steps of what is larger than eps."""
+
+TEST_ROWS = 100
+"""Rows that are tested at once."""
+
+_SEEDING = threading.Lock()
+"""Sites may be threads, which share one random stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A job as one site does it.
+
+    Attributes:
+        data: What to learn and to be tested on.
+        batches: The batches of this site.
+        replica: The model.
+        optimizer: Its optimizer.
+        recording: What is told of it.
+        group: The sites.
+    """
+
+    data: Dataset
+    batches: Batches
+    replica: Replica
+    optimizer: Optimizer
+    recording: Recording
+    group: Group = None
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[float]:
+        """Trains for an epoch; yields this site's loss, as the mean counts it, after each step.
+
+        Args:
+            number: Of the epoch.
+            start: How many of its steps are done already.
+        """
+        self.replica.model.train()
+        for x, y in self.batches.epoch(number, start):
+            self.optimizer.zero_grad()
+            loss = self.batches.weight * cross_entropy(self.replica.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            value = loss.item()
+            self.recording.step(value)
+            yield value
+
+    def accuracy(self) -> float:
+        """Share of the test labels that are guessed right, averaged over sites."""
+        share = accuracy(self.replica.model, self.data)
+        self.recording.log(accuracy=share)
+        return mean_over_sites(torch.tensor(share), self.group).item()
+
+    def close(self) -> None:
+        """Leaves a plain model."""
+        self.replica.close()
+        self.recording.close()
+
+
+def start(
+    job: Job,
+    data: Dataset,
+    rows_by_site: Rows,
+    recorder: JSONL | None = None,
+    group: Group = None,
+    present: Sequence[int] | None = None,
+) -> Training:
+    """Makes the model and the batches of a job; all sites must call it.
+
+    Args:
+        job: The job.
+        data: The data of all sites.
+        rows_by_site: The rows of ``data`` that each site holds.
+        recorder: What is told of the training.
+        group: The sites.
+        present: Their numbers, where some of the job's sites are left out.
+    """
+    with _SEEDING:
+        torch.manual_seed(job.seed)
+        model = build_model(job.model, data.format, job.widths, job.activation)
+    attach = attach_of(job.method, local=job.local, joint=job.joint)
+    if isinstance(attach, Distributed):
+        attach = replace(attach, recorder=recorder)
+    replica = attach(model, group)
+    return Training(
+        data=data,
+        batches=site_batches(job, data, rows_by_site, group, present),
+        replica=replica,
+        optimizer=Adam(model.parameters(), lr=job.lr, eps=ADAM_EPS),
+        recording=Recording(recorder, job.method, replica, group),
+        group=group,
+    )
+
+
+def deal(job: Job, data: Dataset) -> Rows:
+    """Gives each site its rows of the training data.
+
+    Raises:
+        RecipeError: A site would have too few, or the data cannot be split so.
+    """
+    rows_by_site = SPLITS[job.split](data, job.sites, job.seed)
+    full_batches(rows_by_site, batch_sizes(job.split, rows_by_site, job.batch_size))
+    return rows_by_site
+
+
+def site_batches(
+    job: Job,
+    data: Dataset,
+    rows_by_site: Rows,
+    group: Group = None,
+    present: Sequence[int] | None = None,
+) -> Batches:
+    """The batches of this site, as many as every site has; all sites' if pooled."""
+    pooled = job.method == "pooled"
+    sizes = batch_sizes(job.split, rows_by_site, job.batch_size)
+    return Batches(
+        x=data.x_train,
+        y=data.y_train,
+        rows_by_site=rows_by_site,
+        sites=range(job.sites) if pooled else (number_in(group, present),),
+        batch_sizes=sizes,
+        steps=smallest_over_sites(full_batches(rows_by_site, sizes), group),
+        seed=job.seed,
+        present=present,
+    )
+
+
+def accuracy(model: nn.Module, data: Dataset) -> float:
+    """Share of the test labels that a model guesses right, of one per row or per position."""
+
+    def right(logits: Tensor, y: Tensor) -> Tensor:
+        return (logits.argmax(dim=1) == y).sum()
+
+    return _test(model, data, len(data.x_test), right)
+
+
+def test_loss(model: nn.Module, data: Dataset, rows: int) -> float:
+    """Mean cross-entropy of the first ``rows`` test rows, as one site's model has it."""
+    return _test(model, data, rows, partial(cross_entropy, reduction="sum"))
+
+
+def _test(
+    model: nn.Module, data: Dataset, rows: int, score: Callable[[Tensor, Tensor], Tensor]
+) -> float:
+    """Mean over the labels of test rows, taken in batches: all at once may need too much memory."""
+    x, y = data.x_test[:rows], data.y_test[:rows]
+    batches = zip(x.split(TEST_ROWS), y.split(TEST_ROWS), strict=True)
+    with evaluating(model) as plain:
+        return sum(score(plain(x), y).item() for x, y in batches) / y.numel()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Lends a model to be tested, and puts it back into the mode that it was in."""
+    was_training = model.training
+    # DDP's own forward would wait for the other sites, to send them rank 0's buffers.
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    plain.eval()
+    try:
+        with torch.no_grad():
+            yield plain
+    finally:
+        plain.train(was_training)
