@@ -70,7 +70,7 @@ def gathered(
     def step() -> Tensor:
         part = og.Part(slot, gradient(factors, formed=formed), rows)
         (found,) = exchange.compress([part])
-        exchange.settle(applied=True)
+        exchange.commit(applied=True)
         return weight_gradient(stack([found] * SITES), 1 / SITES)
 
     return step
@@ -85,7 +85,7 @@ def reduced(
     def step() -> Tensor:
         turned = sketches.turn(slot, sketches.begin(slot, gradient(factors, formed=formed)))
         found = sketches.end(slot, turned, 1)
-        exchange.settle(applied=True)
+        exchange.commit(applied=True)
         return weight_gradient(found)
 
     return step
@@ -120,7 +120,7 @@ def _storages(tensors: object) -> dict[int, int]:
         storage = tensors.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
     if isinstance(tensors, Memory):
-        return _storages([tensors.q_GIR, tensors.unsent])
+        return _storages([tensors.q_GIR, tensors.residual])
     parts = tensors.values() if isinstance(tensors, Mapping) else tensors
     if not isinstance(parts, Iterable) or isinstance(parts, str):
         return {}

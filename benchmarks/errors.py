@@ -70,7 +70,7 @@ class Compared:
             whole = torch.stack([self._with_memory(e, slot, g) for e, g in pairs]).mean(dim=0)
             found = self._gathered(slot, pairs) if self._gathers else self._reduced(slot, pairs)
             for exchange in self._exchanges:
-                exchange.settle(applied=True)
+                exchange.commit(applied=True)
             if measure and 2 * self._rank < min(whole.shape[1:]):
                 best = torch.linalg.svdvals(whole[0].double())[self._rank :].norm()
                 ratio = (whole[0].double() - found.double()).norm() / best
@@ -95,7 +95,7 @@ class Compared:
 
     def _with_memory(self, exchange: Any, slot: og.Slot, gradient: Tensor) -> Tensor:
         memory = exchange._memories[slot]
-        return gradient if memory is None or memory.unsent is None else gradient + memory.unsent
+        return gradient if memory is None or memory.residual is None else gradient + memory.residual
 
     def typical(self) -> tuple[float, float]:
         """The median layer and the worst."""

@@ -184,7 +184,7 @@ def test_replicas_are_equal_to_the_bit_after_every_exchange_and_differ_between(n
 
 
 def test_what_low_rank_leaves_out_is_owed():
-    """With a memory of all that was unsent, the sum of what was applied lags by no more than it."""
+    """With a dense memory, the sum of what was applied lags by no more than what is in it."""
     method = og.LocalSteps(2, outer=plain, method=og.RankDAD(rank=1, error_feedback="dense"))
 
     def body(rank, group):

@@ -231,11 +231,11 @@ def owed(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for state in states:
         for name, memory in state["exchanges"][0]["own"]["memories"].items():
-            total[name] = total.get(name, torch.zeros(())) + unsent(memory) / len(states)
+            total[name] = total.get(name, torch.zeros(())) + residual(memory) / len(states)
     return total
 
 
-def unsent(memory: dict[str, Tensor]) -> Tensor:
+def residual(memory: dict[str, Tensor]) -> Tensor:
     if "unsent_deltas" in memory:
         return memory["unsent_deltas"].double().mT @ memory["unsent_activations"].double()
     return memory.get("unsent", torch.zeros(())).double()

@@ -173,8 +173,8 @@ def owed(states) -> dict[str, torch.Tensor]:
         for exchange in state["exchanges"]:
             for name, memory in exchange.get("own", {}).get("memories", {}).items():
                 if "unsent_deltas" in memory:
-                    unsent = memory["unsent_deltas"].mT @ memory["unsent_activations"]
+                    residual = memory["unsent_deltas"].mT @ memory["unsent_activations"]
                 else:
-                    unsent = memory.get("unsent", torch.zeros(()))
-                total[name] = total.get(name, 0) + unsent.double() / len(states)
+                    residual = memory.get("unsent", torch.zeros(()))
+                total[name] = total.get(name, 0) + residual.double() / len(states)
     return total

@@ -16,7 +16,7 @@ from trainings import METHOD, content, refused, restored, saved_after
 from outergrad.checkpoint import going_on, neighbours, writer
 from outergrad.checkpoint.claims import understood
 from outergrad.checkpoint.folder import Save, saves_in
-from outergrad.checkpoint.talk import gathered, packed, swapped
+from outergrad.checkpoint.messaging import gathered, packed, swapped
 from ranks import try_ranks
 from sites_that_save import Site
 
@@ -131,7 +131,7 @@ def test_words_that_are_no_json_name_who_sent_them(tmp_path, monkeypatch):
     def garbled(value):
         return "{" if threading.current_thread().name == f"rank {LIAR}" else str(value)
 
-    monkeypatch.setattr("outergrad.checkpoint.talk.json.dumps", garbled)
+    monkeypatch.setattr("outergrad.checkpoint.messaging.json.dumps", garbled)
     for error in try_ranks(2, make):
         assert isinstance(error, ValueError)
         assert "is no JSON" in str(error)

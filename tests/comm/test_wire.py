@@ -110,13 +110,13 @@ def test_messages_hold_their_tensors_apart(dtype, bias, lookup):
     slot = Slot("l", "l.w", 5, 7, bias="l.b", groups=1 if lookup else 3, lookup=lookup)
     piece = Piece(slot, 9, dtype, None if lookup else bias)
     nothing = Piece(slot, 0, dtype, bias)
-    riders = {
+    extras = {
         "a": nn.Parameter(torch.zeros(3, 2)),
         "b": nn.Parameter(torch.zeros(5, dtype=torch.float64)),
         "c": nn.Parameter(torch.zeros(7)),
     }
     start = Preamble.nbytes(3, 3)
-    layout = Layout(start, riders, [piece, nothing, piece])
+    layout = Layout(start, extras, [piece, nothing, piece])
     message = torch.zeros(layout.nbytes, dtype=torch.uint8)
 
     def views():
@@ -131,10 +131,10 @@ def test_messages_hold_their_tensors_apart(dtype, bias, lookup):
     for i, view in enumerate(view for view in views()[0] if view is not None):
         assert bool((view == i + 1).all())
     assert found[0].shape == (slot.groups, 9, 5)
-    assert len(found) == 2 * (2 + (bias is not None and not lookup)) + len(riders)
+    assert len(found) == 2 * (2 + (bias is not None and not lookup)) + len(extras)
     named = views()[1]
     assert {n: (v.shape, v.dtype) for n, v in named.items()} == {
-        n: (p.shape, p.dtype) for n, p in riders.items()
+        n: (p.shape, p.dtype) for n, p in extras.items()
     }
     assert not message[:start].any()
 

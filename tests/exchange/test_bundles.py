@@ -59,7 +59,7 @@ def test_together_as_alone(label, formed, small, monkeypatch):
             difference = weight_gradient(found) - weight_gradient(expected)
             assert difference.norm() < 1e-4 * weight_gradient(expected).norm()
         for exchange in (joint, *single.values()):
-            exchange.settle(applied=True)
+            exchange.commit(applied=True)
 
 
 @pytest.mark.parametrize("label", METHODS)
@@ -72,7 +72,7 @@ def test_what_is_not_finite_stays_in_its_layer_and_is_not_remembered(label, valu
             parts[1].gradient[0, 3, 3] = value
         finite = [bool(weight_gradient(f).isfinite().all()) for f in exchange.compress(parts)]
         assert finite == [True, step not in (0, 2), True, True]
-        exchange.settle(applied=True)
+        exchange.commit(applied=True)
 
 
 @pytest.mark.parametrize("reduce", ["gather", "two_way", "all_reduce"])
@@ -102,7 +102,7 @@ def test_after_steps_without_a_gradient_it_goes_on(label, formed, small, monkeyp
             factors = og.Factors(d_GRO.repeat(1, 5, 1), torch.randn(1, 20, 50, generator=generator))
             whole_GOI = factors.d_GRO.mT @ factors.a_GRI
             (found,) = exchange.compress([og.Part(slot, whole_GOI if formed else factors, 4)])
-            exchange.settle(applied=True)
+            exchange.commit(applied=True)
     if label == "plain":
         left = weight_gradient(found) - whole_GOI[0]
         assert left.norm() < 1e-4 * whole_GOI.norm(), "four triplets hold all of rank four"
@@ -119,9 +119,9 @@ def test_a_batch_of_few_rows_loses_nothing_that_was_owed(rows):
         factors = og.Factors(d_GRO, torch.randn(1, count, 400, generator=generator))
         before = exchange._memories[slot]
         (found,) = exchange.compress([og.Part(slot, factors, min(4, count))])
-        exchange.settle(applied=True)
-    owed = weight_gradient(before.unsent) + weight_gradient(factors)
-    after = weight_gradient(exchange._memories[slot].unsent)
+        exchange.commit(applied=True)
+    owed = weight_gradient(before.residual) + weight_gradient(factors)
+    after = weight_gradient(exchange._memories[slot].residual)
     lost = (owed - weight_gradient(found) - after).norm() / owed.norm()
     assert lost < 1e-4
 
@@ -133,19 +133,19 @@ def test_memory_does_not_grow_where_other_layers_are_used_in_each_step():
     for used in range(len(slots), 0, -1):
         parts = [og.Part(slot, torch.randn(1, 40, 50), 4) for slot in slots[:used]]
         exchange.compress(parts)
-        exchange.settle(applied=True)
+        exchange.commit(applied=True)
     held = [memory for memory in map(exchange._memories.__getitem__, slots) if memory]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for memory in held
-        for t in (memory.q_GIR, memory.unsent)
+        for t in (memory.q_GIR, memory.residual)
     }
-    assert sum(storages.values()) <= 1.01 * sum(m.q_GIR.nbytes + m.unsent.nbytes for m in held)
+    assert sum(storages.values()) <= 1.01 * sum(m.q_GIR.nbytes + m.residual.nbytes for m in held)
 
 
 KINDS = st.builds(
-    lambda rows, has_unsent, whole, shape: Kind(
-        rows, has_unsent, whole, (torch.float32,), (torch.Size(shape),)
+    lambda rows, has_residual, whole, shape: Kind(
+        rows, has_residual, whole, (torch.float32,), (torch.Size(shape),)
     ),
     st.sampled_from([4, 8]),
     st.booleans(),

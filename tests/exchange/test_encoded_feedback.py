@@ -35,7 +35,7 @@ MEMORIES = {
 @pytest.mark.parametrize(("small", "memory"), MEMORIES.values(), ids=MEMORIES)
 @by_sites
 def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, small, memory, sites, monkeypatch):
-    """What was applied and the mean of what is unsent are the sum of the mean gradients."""
+    """What was applied and the mean residual are the sum of the mean gradients."""
     monkeypatch.setattr(_settings, "_SMALL", small)
     steps, original = 5, model()
     method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, **memory)
@@ -49,11 +49,11 @@ def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, small, memory, 
     results = run_on_lasting_groups(sites, body)
     means = [expected(sites, step) for step in range(steps)]
     for name in WEIGHTS:
-        unsent = sum(unsent_of(memories[name]) for _, memories in results) / sites
-        assert error(total(results[0][0], name) + unsent, total(means, name)) < 1e-4, name
+        residual = sum(residual_of(memories[name]) for _, memories in results) / sites
+        assert error(total(results[0][0], name) + residual, total(means, name)) < 1e-4, name
 
 
-def unsent_of(memory: dict[str, Tensor]) -> Tensor:
+def residual_of(memory: dict[str, Tensor]) -> Tensor:
     if "unsent" in memory:
         return memory["unsent"][0].double()
     return memory["unsent_deltas"][0].double().mT @ memory["unsent_activations"][0].double()

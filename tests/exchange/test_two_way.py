@@ -124,7 +124,7 @@ def test_error_feedback_sends_later_what_it_did_not_send(rows):
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("sites", SITES)
 def test_nothing_is_lost_with_a_dense_memory(sites, rows):
-    """What was applied and the mean of what is unsent are the sum of the mean gradients."""
+    """What was applied and the mean residual are the sum of the mean gradients."""
     steps, original = 5, model()
 
     def body(rank, group):
@@ -136,9 +136,9 @@ def test_nothing_is_lost_with_a_dense_memory(sites, rows):
     results = run_on_lasting_groups(sites, body)
     means = [expected(sites, step, rows) for step in range(steps)]
     for name in ("0.weight", "3.weight"):
-        unsent = sum(memories[name]["unsent"][0].double() for _, memories in results) / sites
-        assert unsent.norm() > 0
-        assert error(total(results[0][0], name) + unsent, total(means, name)) < 1e-4, name
+        residual = sum(memories[name]["unsent"][0].double() for _, memories in results) / sites
+        assert residual.norm() > 0
+        assert error(total(results[0][0], name) + residual, total(means, name)) < 1e-4, name
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])

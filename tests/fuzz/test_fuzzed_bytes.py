@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import outergrad as og
 from cases import mlp
-from outergrad.buckets.bucket import Sender
+from outergrad.buckets.bucket import StepContext
 from outergrad.buckets.message import factors_of, read_all
 from outergrad.comm import link
 from outergrad.comm.agree import agree
@@ -166,7 +166,7 @@ def report() -> Target:
     def read(t: Tensor) -> None:
         found = Report.parse(as_words(t), expected, 1)
         assert isinstance(found.fate, Fate)
-        assert len(found.mixed) == len(HEADER.used)
+        assert len(found.has_autograd_grad) == len(HEADER.used)
 
     def seal(t: Tensor) -> None:
         seal_header(t[: 8 * HEADER.length])
@@ -302,7 +302,7 @@ def buffers(kind: str) -> Target:
             return super().all_gather(t, sizes, lane)
 
     def started(comm: Any, rank: int) -> Any:
-        sender = Sender(comm, {}, own[rank], {}, None, set(), None)
+        sender = StepContext(comm, {}, own[rank], {}, None, set(), None)
         sender.headers = own
         return shared.start(sender)
 

@@ -65,7 +65,7 @@ class Told(NamedTuple):
 
     gradients: Gradients
     stats: list[Any]
-    unsent: dict[str, Tensor]
+    residual: dict[str, Tensor]
     void: bool
 
 
@@ -85,7 +85,7 @@ def played(program: Program, *, alike: bool = False) -> list[list[Told]]:
         except Refused as refused:
             return str(refused)
         found = [
-            Told(grads, [s.stats() for s in sessions], unsent_of(sessions), real.void)
+            Told(grads, [s.stats() for s in sessions], residual_of(sessions), real.void)
             for grads, sessions in real.play()
         ]
         real.detach()
@@ -102,7 +102,7 @@ def played(program: Program, *, alike: bool = False) -> list[list[Told]]:
     return results
 
 
-def unsent_of(sessions: list[og.Session]) -> dict[str, Tensor]:
+def residual_of(sessions: list[og.Session]) -> dict[str, Tensor]:
     """What a site remembers of every parameter."""
     found: dict[str, Tensor] = {}
     for k, session in enumerate(sessions):
@@ -205,7 +205,7 @@ def booked(stats: Any) -> dict[str, Any]:
 @fuzzed(60)
 @given(programs(table=LOW_RANK, dtypes=("float32", "float32", "float64"), once=True))
 def test_what_low_rank_leaves_out_is_remembered(program):
-    """What was applied and the mean of what is unsent are the sum of the mean gradients."""
+    """What was applied and the mean residual are the sum of the mean gradients."""
     expected = list(pooled(program))
     found = played(program)
     sums: dict[str, Tensor] = {}
@@ -222,8 +222,8 @@ def test_what_low_rank_leaves_out_is_remembered(program):
                 sums[name] = sums.get(name, 0) + means[0][name] - got.double()
                 room[name] = room.get(name, 0.0) + allowed[0][name]
     for name, missing in sums.items():
-        unsent = sum(site[-1].unsent.get(name, 0.0) for site in found) / program.sites
-        error = (missing - unsent).norm().item()
+        residual = sum(site[-1].residual.get(name, 0.0) for site in found) / program.sites
+        error = (missing - residual).norm().item()
         assert error <= room[name], f"{name}: {error} > {room[name]}"
 
 

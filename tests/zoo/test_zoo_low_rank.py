@@ -35,14 +35,14 @@ PAIRS = [
 ]
 
 
-def unsent_of(session: og.Session) -> dict[str, Tensor]:
+def residual_of(session: og.Session) -> dict[str, Tensor]:
     """What this site still owes to the mean gradients, in float64."""
     states = session.state_dict()["exchanges"]
     memories = {k: v for state in states for k, v in state["own"]["memories"].items()}
-    return {name: _unsent(memory) for name, memory in memories.items()}
+    return {name: _residuals(memory) for name, memory in memories.items()}
 
 
-def _unsent(memory: dict[str, Tensor]) -> Tensor:
+def _residuals(memory: dict[str, Tensor]) -> Tensor:
     if "unsent_deltas" in memory:
         return memory["unsent_deltas"].double().mT @ memory["unsent_activations"].double()
     return memory.get("unsent", ZERO).double()
@@ -58,15 +58,15 @@ def total(steps: list[Gradients]) -> Gradients:
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_what_was_applied_and_what_is_unsent_are_all_gradients(name, method):
-    results = train(name, LOW_RANK[method], unsent_of)
+    results = train(name, LOW_RANK[method], residual_of)
     assert_equal_sites([found for found, _ in results])
-    places = {name for _, unsent in results for name in unsent}
-    owed = {p: sum(unsent.get(p, ZERO) for _, unsent in results) / SITES for p in places}
-    assert any(unsent.norm() > 0 for unsent in owed.values())
+    places = {name for _, residual in results for name in residual}
+    owed = {p: sum(residual.get(p, ZERO) for _, residual in results) / SITES for p in places}
+    assert any(residual.norm() > 0 for residual in owed.values())
     applied = total(results[0][0])
-    for parameter, unsent in owed.items():
-        if unsent.numel() > 1:
-            applied[parameter] = applied[parameter] + unsent.view_as(applied[parameter])
+    for parameter, residual in owed.items():
+        if residual.numel() > 1:
+            applied[parameter] = applied[parameter] + residual.view_as(applied[parameter])
     steps = course(name)
     wanted, by_ddp = total([s.expected for s in steps]), total([s.by_ddp for s in steps])
     assert_each_near(applied, by_ddp, wanted, LIMIT)

@@ -30,11 +30,11 @@ class Bucket(Protocol):
     dense_params: Sequence[str]
     """Those of which what is in `param.grad` travels, as it is or compressed."""
 
-    def expect(self, sender: Sender) -> None:
+    def expect(self, context: StepContext) -> None:
         """Gets ready for what the others will send; on all buckets, in their order, or on none."""
         ...
 
-    def start(self, sender: Sender) -> Pending:
+    def start(self, context: StepContext) -> Pending:
         """Sends this site's part."""
         ...
 
@@ -68,18 +68,18 @@ class Carried:
     Attributes:
         names: the parameters of its units.
         tapped: per slot, whether every site has its factors.
-        riders: parameters whose `grad` travels as it is, besides.
-        params: names and riders.
+        extras: parameters whose `grad` travels as it is, besides.
+        params: names and extras.
         dense_params: those of which what is in `param.grad` travels, as it is or compressed.
     """
 
-    def __init__(self, loads: Sequence[Load], riders: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, loads: Sequence[Load], extras: Mapping[str, nn.Parameter]) -> None:
         self.names = tuple(name for load in loads for name in load.unit.params)
         self.tapped = {slot: load.tapped for load in loads for slot in load.slots}
-        self.riders = dict(riders)
-        self.params = frozenset([*self.names, *riders])
+        self.extras = dict(extras)
+        self.params = frozenset([*self.names, *extras])
         formed = [name for load in loads if not load.tapped for name in load.unit.params]
-        self.dense_params: Sequence[str] = tuple(dict.fromkeys([*formed, *riders]))
+        self.dense_params: Sequence[str] = tuple(dict.fromkeys([*formed, *extras]))
 
 
 @dataclass
@@ -91,13 +91,13 @@ class Result:
         additions: mean gradients from factors, to be added to what is in `param.grad`.
         digest: of sums and messages that are the same on every site.
         state: the worst state that a site sent; if not GOOD, the rest means nothing.
-        mixed: parameters that on some site also have a gradient outside their factors.
+        has_autograd_grad: parameters that on some site also have a gradient outside their factors.
     """
 
     means: Mapping[str, Tensor] = field(default_factory=dict)
     additions: Mapping[str, Tensor] = field(default_factory=dict)
     state: State = State.GOOD
-    mixed: list[str] = field(default_factory=list)
+    has_autograd_grad: list[str] = field(default_factory=list)
     digest: Tensor | int | None = None
 
 
@@ -114,7 +114,7 @@ class Pending(Protocol):
 
 
 @dataclass
-class Sender:
+class StepContext:
     """What a bucket needs to know of this site and step to send.
 
     Attributes:
@@ -123,7 +123,8 @@ class Sender:
         header: this site's.
         slot_index: place of each slot in the headers.
         factors_of: this site's raw rows of a slot, all its uses stacked, as many as announced.
-        mixed: names of parameters for which autograd has a gradient of its own on this site.
+        has_autograd_grad: parameters that autograd has a gradient for on this site, besides
+            factors.
         blocks: what is computed again.
         state: this site's; unless GOOD it takes part in everything and sends nothing.
         layers: bytes and seconds by layer, filled by the buckets.
@@ -142,7 +143,7 @@ class Sender:
     header: Header
     slot_index: Mapping[Slot, int]
     factors_of: FactorsOf
-    mixed: set[str]
+    has_autograd_grad: set[str]
     blocks: Blocks
     state: State = State.GOOD
     layers: dict[str, LayerStats] = field(default_factory=dict)

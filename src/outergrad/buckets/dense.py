@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Pending, Result, Sender, copy_scaled
+from outergrad.buckets.bucket import Pending, Result, StepContext, copy_scaled
 from outergrad.comm.torch import ring_bytes
 from outergrad.core.protocols import Work
 from outergrad.linalg.finite import is_finite
@@ -27,23 +27,23 @@ class DenseBucket:
         self._params = dict(params)
         self._kept: tuple[Tensor, dict[str, Tensor]] | None = None
 
-    def expect(self, sender: Sender) -> None:
+    def expect(self, context: StepContext) -> None:
         """Nothing: sums are not received from anybody."""
 
-    def start(self, sender: Sender) -> Pending:
+    def start(self, context: StepContext) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         buffer, views = self._scratch()
-        sites = sender.comm.world_size
-        scale = sender.share if sender.state == State.GOOD else 0.0
+        sites = context.comm.world_size
+        scale = context.share if context.state == State.GOOD else 0.0
         for name, view in views.items():
             copy_scaled(name, self._params[name], view, scale)
             nbytes = ring_bytes(view.nbytes, sites)
-            sender.add(name, "dense", sent=nbytes, received=nbytes)
-        if sender.skips_bad and not is_finite(buffer[:-2]):
-            sender.check({name: [view] for name, view in views.items()})
-        buffer[-2] = float(sender.state == State.SURPRISED)
-        buffer[-1] = float(sender.state.is_void)
-        work = sender.comm.all_reduce(buffer)
+            context.add(name, "dense", sent=nbytes, received=nbytes)
+        if context.skips_bad and not is_finite(buffer[:-2]):
+            context.check({name: [view] for name, view in views.items()})
+        buffer[-2] = float(context.state == State.SURPRISED)
+        buffer[-1] = float(context.state.is_void)
+        work = context.comm.all_reduce(buffer)
         return _DensePending(work, views)
 
     def _scratch(self) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Pending, Result, Sender
+from outergrad.buckets.bucket import Pending, Result, StepContext
 from outergrad.buckets.message import (
-    Cargo,
+    RowBucket,
     book_received,
     digest_of,
     factors_of,
     read_all,
-    sums_of_riders,
+    sums_of_extras,
 )
 from outergrad.core.protocols import Work
 from outergrad.core.types import Factors
@@ -29,37 +29,39 @@ class FactorBucket:
     Small gradients may ride along: one message less, and one delay instead of a ring's 2 (S - 1).
 
     Args:
-        cargo: what it carries.
+        row_bucket: what it carries.
     """
 
-    def __init__(self, cargo: Cargo) -> None:
-        self.cargo = cargo
-        self.params, self.dense_params = cargo.params, cargo.dense_params
+    def __init__(self, row_bucket: RowBucket) -> None:
+        self.row_bucket = row_bucket
+        self.params, self.dense_params = row_bucket.params, row_bucket.dense_params
 
-    def expect(self, sender: Sender) -> None:
+    def expect(self, context: StepContext) -> None:
         """The messages of the other sites."""
-        sender.comm.expect([layout.nbytes for layout in self._layouts(sender)])
+        context.comm.expect([layout.nbytes for layout in self._layouts(context)])
 
-    def start(self, sender: Sender) -> Pending:
+    def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's factors and starts the all-gather."""
-        comm, cargo, layouts = sender.comm, self.cargo, self._layouts(sender)
+        comm, row_bucket, layouts = context.comm, self.row_bucket, self._layouts(context)
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
-        if sender.state == State.GOOD:
-            cargo.pack(sender, own, message, "factors", comm.world_size - 1)
-            cargo.pack_blocks(sender, own, message, comm.world_size - 1)
-            book_received(sender, layouts, "factors", cargo.blocks)
-        preamble = cargo.preamble(sender)
+        if context.state == State.GOOD:
+            row_bucket.pack(context, own, message, "factors", comm.world_size - 1)
+            row_bucket.pack_blocks(context, own, message, comm.world_size - 1)
+            book_received(context, layouts, "factors", row_bucket.blocks)
+        preamble = row_bucket.preamble(context)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
-        return _FactorPending(work, self, layouts, preamble, sender)
+        return _FactorPending(work, self, layouts, preamble, context)
 
-    def _layouts(self, sender: Sender) -> list[Layout]:
+    def _layouts(self, context: StepContext) -> list[Layout]:
         """Of every site's message."""
-        cargo = self.cargo
+        row_bucket = self.row_bucket
         return [
-            cargo.layout(cargo.pieces(sender, site), blobs=cargo.blobs(sender, site))
-            for site in sender.headers
+            row_bucket.layout(
+                row_bucket.pieces(context, site), blobs=row_bucket.blobs(context, site)
+            )
+            for site in context.headers
         ]
 
     def gradients(
@@ -78,9 +80,9 @@ class FactorBucket:
         """
         gradients: dict[str, Tensor] = {}
         scale = 1.0 / len(parts_SK)
-        for k, slot in enumerate(self.cargo.slots):
+        for k, slot in enumerate(self.row_bucket.slots):
             parts = [part for part in (parts_K[k] for parts_K in parts_SK) if part is not None]
-            if parts and self.cargo.tapped[slot] == tapped:
+            if parts and self.row_bucket.tapped[slot] == tapped:
                 add_gradients(gradients, slot, parts, params, scale)
         return gradients
 
@@ -92,38 +94,38 @@ class _FactorPending:
         bucket: FactorBucket,
         layouts: Sequence[Layout],
         expected: Preamble,
-        sender: Sender,
+        context: StepContext,
     ) -> None:
         self._work, self._bucket, self._layouts = work, bucket, layouts
-        self._expected, self._sender = expected, sender
+        self._expected, self._context = expected, context
 
     def advance(self) -> None:
         """A single round."""
 
     def wait(self) -> Result:
-        messages, cargo = self._work.wait(), self._bucket.cargo
+        messages, row_bucket = self._work.wait(), self._bucket.row_bucket
         preambles, state = read_all(messages, self._expected)
         if state != State.GOOD:
             return Result(state=state, digest=digest_of(preambles))
-        cargo.agree(preambles)
-        parts_SK = factors_of(self._layouts, messages, self._sender.comm.rank)
-        params, reading = self._sender.params, self._sender.reading
+        row_bucket.agree(preambles)
+        parts_SK = factors_of(self._layouts, messages, self._context.comm.rank)
+        params, reading = self._context.params, self._context.reading
         if reading is not None:
-            for slot, parts_S in zip(cargo.slots, zip(*parts_SK, strict=True), strict=True):
-                reading.came(slot, [p for p in parts_S if p is not None], 1 / len(parts_S))
+            for slot, parts_S in zip(row_bucket.slots, zip(*parts_SK, strict=True), strict=True):
+                reading.record_mean(slot, [p for p in parts_S if p is not None], 1 / len(parts_S))
         additions = self._bucket.gradients(parts_SK, params, tapped=True)
         additions.update(self._computed_again(messages))
         means = self._bucket.gradients(parts_SK, params, tapped=False)
-        means.update(sums_of_riders(self._layouts, messages))
-        mixed = cargo.mixed(preambles)
-        return Result(means, additions, state, mixed, digest_of(preambles))
+        means.update(sums_of_extras(self._layouts, messages))
+        has_autograd_grad = row_bucket.has_autograd_grad(preambles)
+        return Result(means, additions, state, has_autograd_grad, digest_of(preambles))
 
     def _computed_again(self, messages: Sequence[Tensor]) -> dict[str, Tensor]:
         """The mean gradients of blocks, which every site computes for all sites."""
         pairs = zip(self._layouts, messages, strict=True)
         blobs_SB = [layout.blobs(message) for layout, message in pairs]
         gradients: dict[str, Tensor] = {}
-        for k, block in enumerate(self._bucket.cargo.blocks):
+        for k, block in enumerate(self._bucket.row_bucket.blocks):
             data_S = [blobs_B[k] for blobs_B in blobs_SB]
-            gradients.update(self._sender.computed_again(block, data_S))
+            gradients.update(self._context.computed_again(block, data_S))
         return gradients

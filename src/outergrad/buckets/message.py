@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Carried, Load, Sender, copy_scaled
+from outergrad.buckets.bucket import Carried, Load, StepContext, copy_scaled
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Exchange
 from outergrad.core.types import Factors, Part, RefusedError, Slot, tensors_of
@@ -22,14 +22,14 @@ _KEPT_LAYOUTS = 256
 """The steps of a training have few different ones, or nearly as many as steps."""
 
 
-class Cargo(Carried):
+class RowBucket(Carried):
     """What a bucket of factors carries.
 
     Args:
         index: place of the bucket in the step.
         loads: what travels as factors.
         exchange: makes the factors.
-        riders: parameters whose `grad` travels as it is.
+        extras: parameters whose `grad` travels as it is.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Cargo(Carried):
         index: int,
         loads: Sequence[Load],
         exchange: Exchange,
-        riders: Mapping[str, nn.Parameter],
+        extras: Mapping[str, nn.Parameter],
     ) -> None:
-        super().__init__(loads, riders)
+        super().__init__(loads, extras)
         self._index, self._exchange = index, exchange
         self.blocks = [load.unit.block for load in loads if load.unit.block is not None]
         self._layouts: dict[Hashable, Layout] = {}
@@ -49,26 +49,26 @@ class Cargo(Carried):
         """What is compressed."""
         return tuple(self.tapped)
 
-    def preamble(self, sender: Sender, *, second: bool = False) -> Preamble:
+    def preamble(self, context: StepContext, *, second: bool = False) -> Preamble:
         """What this site's message begins with; a second round has a number of its own."""
-        header = sender.header
-        flags = tuple(name in sender.mixed for name in self.names)
+        header = context.header
+        flags = tuple(name in context.has_autograd_grad for name in self.names)
         wanted_rows = tuple(self._exchange.wanted_rows(slot) for slot in self.slots)
         bucket = -1 - self._index if second else self._index
         own = (header.fingerprint, header.step, bucket, header.rank)
-        return Preamble(*own, sender.state, flags, wanted_rows)
+        return Preamble(*own, context.state, flags, wanted_rows)
 
-    def pieces(self, sender: Sender, site: Header) -> list[Piece]:
+    def pieces(self, context: StepContext, site: Header) -> list[Piece]:
         """What one site has, slot by slot, from the agreed rows and dtypes."""
-        return [self._piece(slot, sender, site) for slot in self.slots]
+        return [self._piece(slot, context, site) for slot in self.slots]
 
-    def _piece(self, slot: Slot, sender: Sender, site: Header) -> Piece:
+    def _piece(self, slot: Slot, context: StepContext, site: Header) -> Piece:
         if self.tapped[slot]:
-            k = sender.slot_index[slot]
-            rows, dtype = site.uses[k].rows, _delta_dtype(k, sender.headers)
+            k = context.slot_index[slot]
+            rows, dtype = site.uses[k].rows, _delta_dtype(k, context.headers)
         else:
-            rows = slot.outputs if slot.weight in sender.used else 0
-            dtype = sender.params[slot.weight].dtype
+            rows = slot.outputs if slot.weight in context.used else 0
+            dtype = context.params[slot.weight].dtype
         rows = self._exchange.sent_rows(slot, rows, site.rank) if rows else 0
         bias = dtype if self._exchange.sends_bias(slot) else None
         return Piece(slot, rows, dtype, bias, self._exchange.codecs(slot))
@@ -76,72 +76,74 @@ class Cargo(Carried):
     def layout(
         self,
         pieces: Sequence[Piece],
-        riders: Mapping[str, nn.Parameter] | None = None,
+        extras: Mapping[str, nn.Parameter] | None = None,
         blobs: Sequence[int] = (),
     ) -> Layout:
-        """A message of these pieces and riders, all of the bucket's if None, and blobs of bytes."""
-        riders = self.riders if riders is None else riders
-        key = tuple(riders), tuple(pieces), tuple(blobs)
+        """A message of these pieces and extras, all of the bucket's if None, and blobs of bytes."""
+        extras = self.extras if extras is None else extras
+        key = tuple(extras), tuple(pieces), tuple(blobs)
         if key not in self._layouts:
             if len(self._layouts) == _KEPT_LAYOUTS:
                 self._layouts.clear()
             start = Preamble.nbytes(len(self.names), len(self.slots))
-            self._layouts[key] = Layout(start, riders, pieces, blobs)
+            self._layouts[key] = Layout(start, extras, pieces, blobs)
         return self._layouts[key]
 
     def pack(
-        self, sender: Sender, layout: Layout, message: Tensor, travels: str, receivers: int
+        self, context: StepContext, layout: Layout, message: Tensor, travels: str, receivers: int
     ) -> None:
         """Fills a message with what this site has, and books it; stops if that is not finite.
 
         Args:
-            sender: this site.
+            context: this site.
             layout: where things stand.
             message: zeros.
             travels: what the rows are called in statistics.
             receivers: how many other sites the message is sent to.
         """
         for name, view in layout.by_name(layout.flats(message)).items():
-            copy_scaled(name, layout.riders[name], view, sender.share)
-            sender.add(name, "dense", sent=view.nbytes * receivers)
-            sender.check({name: [view]})
+            copy_scaled(name, layout.extras[name], view, context.share)
+            context.add(name, "dense", sent=view.nbytes * receivers)
+            context.check({name: [view]})
         began = time.perf_counter()
         pairs = zip(layout.pieces, layout.rows(message), strict=True)
         filled = [(piece, rows) for piece, rows in pairs if rows is not None]
-        parts = [self._part(sender, piece) for piece, _ in filled]
-        sender.check({part.slot.weight: tensors_of(part.gradient) for part in parts})
-        if sender.state != State.GOOD:
+        parts = [self._part(context, piece) for piece, _ in filled]
+        context.check({part.slot.weight: tensors_of(part.gradient) for part in parts})
+        if context.state != State.GOOD:
             return
         compressed = self._exchange.compress(parts)
         for (_, rows), factors in zip(filled, compressed, strict=True):
             rows.fill(factors)
-        book(sender, layout.pieces, travels, receivers, time.perf_counter() - began)
-        if sender.reading is not None:
+        book(context, layout.pieces, travels, receivers, time.perf_counter() - began)
+        if context.reading is not None:
             for part, (piece, rows), factors in zip(parts, filled, compressed, strict=True):
-                self._measure(sender.reading, part, piece, factors, rows.read())
+                self._measure(context.reading, part, piece, factors, rows.read())
 
     def _measure(
         self, reading: Reading, part: Part, piece: Piece, rows: Factors, arrives: Factors
     ) -> None:
         if not self._exchange.exact:
-            reading.sent(part, self._exchange.unsent(part.slot), arrives)
+            reading.sent(part, self._exchange.residual(part.slot), arrives)
         else:
             reading.sent_all(part, rows, arrives if piece.codecs else None)
 
-    def pack_blocks(self, sender: Sender, layout: Layout, message: Tensor, receivers: int) -> None:
+    def pack_blocks(
+        self, context: StepContext, layout: Layout, message: Tensor, receivers: int
+    ) -> None:
         """Fills in what is sent of blocks, and books it."""
         for block, view in zip(self.blocks, layout.blobs(message), strict=True):
             if view is not None:
-                sender.check({block.params[0]: sender.blocks.message(block).tensors})
-                sender.blocks.message(block).write(view, sender.scale)
-                sender.add(block.name, "replayed", sent=view.nbytes * receivers)
+                context.check({block.params[0]: context.blocks.message(block).tensors})
+                context.blocks.message(block).write(view, context.scale)
+                context.add(block.name, "replayed", sent=view.nbytes * receivers)
 
-    def blobs(self, sender: Sender, site: Header) -> list[int]:
+    def blobs(self, context: StepContext, site: Header) -> list[int]:
         """Bytes that one site has of each block, as agreed."""
-        return [site.blocks[sender.blocks.index(block)].nbytes for block in self.blocks]
+        return [site.blocks[context.blocks.index(block)].nbytes for block in self.blocks]
 
-    def _part(self, sender: Sender, piece: Piece) -> Part:
-        gradient = sender.gradient_of(piece.slot, tapped=self.tapped[piece.slot])
+    def _part(self, context: StepContext, piece: Piece) -> Part:
+        gradient = context.gradient_of(piece.slot, tapped=self.tapped[piece.slot])
         return Part(piece.slot, gradient, piece.rows)
 
     def agree(self, preambles: Sequence[Preamble]) -> None:
@@ -150,7 +152,7 @@ class Cargo(Carried):
             for slot, rows in zip(self.slots, preamble.wanted_rows, strict=True):
                 self._exchange.agree(slot, site, rows)
 
-    def mixed(self, preambles: Sequence[Preamble]) -> list[str]:
+    def has_autograd_grad(self, preambles: Sequence[Preamble]) -> list[str]:
         """Parameters that some site flagged."""
         flags = zip(*(preamble.flags for preamble in preambles), strict=True)
         return [name for name, flag in zip(self.names, flags, strict=True) if any(flag)]
@@ -194,7 +196,7 @@ def _factors_of(site: int, layout: Layout, message: Tensor, *, own: bool) -> lis
         raise RefusedError(what, site) from error
 
 
-def sums_of_riders(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dict[str, Tensor]:
+def sums_of_extras(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dict[str, Tensor]:
     """Over the sites, in their order: every site has divided its own by their number."""
     flats_S = [layout.flats(message) for layout, message in zip(layouts, messages, strict=True)]
     sums = [flat.clone() for flat in flats_S[0]]
@@ -205,13 +207,13 @@ def sums_of_riders(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dic
 
 
 def book(
-    sender: Sender, pieces: Sequence[Piece], travels: str, receivers: int, seconds: float
+    context: StepContext, pieces: Sequence[Piece], travels: str, receivers: int, seconds: float
 ) -> None:
     """Books the bytes of each piece, and its share of the seconds: by the size of the matrix."""
     sizes = [piece.slot.numel if piece.rows else 0 for piece in pieces]
     whole = sum(sizes) or 1
     for piece, size in zip(pieces, sizes, strict=True):
-        sender.add(
+        context.add(
             piece.slot.weight,
             travels,
             sent=piece.nbytes * receivers,
@@ -221,23 +223,23 @@ def book(
 
 
 def book_received(
-    sender: Sender, layouts: Sequence[Layout], travels: str, blocks: Sequence[Block] = ()
+    context: StepContext, layouts: Sequence[Layout], travels: str, blocks: Sequence[Block] = ()
 ) -> None:
     """Books what comes from every other site.
 
     Args:
-        sender: this site.
+        context: this site.
         layouts: of every site's message to this one.
         travels: what the rows are called.
         blocks: of which there are blobs in the messages.
     """
-    for layout in (one for rank, one in enumerate(layouts) if rank != sender.comm.rank):
-        for name, nbytes in layout.rider_bytes().items():
-            sender.add(name, "dense", received=nbytes)
+    for layout in (one for rank, one in enumerate(layouts) if rank != context.comm.rank):
+        for name, nbytes in layout.extra_bytes().items():
+            context.add(name, "dense", received=nbytes)
         for piece in layout.pieces:
-            sender.add(piece.slot.weight, travels, received=piece.nbytes)
+            context.add(piece.slot.weight, travels, received=piece.nbytes)
         for block, nbytes in zip(blocks, layout.blob_bytes(), strict=False):
-            sender.add(block.name, "replayed", received=nbytes)
+            context.add(block.name, "replayed", received=nbytes)
 
 
 def _delta_dtype(k: int, headers: Sequence[Header]) -> torch.dtype:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Carried, Load, Pending, Result, Sender, copy_scaled
+from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext, copy_scaled
 from outergrad.comm.torch import ring_bytes
 from outergrad.core.coding import sum_dtype
 from outergrad.core.protocols import Comm, Exchange, Work
@@ -27,7 +27,7 @@ class SketchBucket(Carried):
         loads: what travels at low rank.
         exchange: makes the sketches, which go through codecs that only round.
         dtype: what they are computed in.
-        riders: parameters whose `grad` travels as it is, in the first round.
+        extras: parameters whose `grad` travels as it is, in the first round.
     """
 
     def __init__(
@@ -35,34 +35,34 @@ class SketchBucket(Carried):
         loads: Sequence[Load],
         exchange: Exchange,
         dtype: torch.dtype,
-        riders: Mapping[str, nn.Parameter],
+        extras: Mapping[str, nn.Parameter],
     ) -> None:
-        super().__init__(loads, riders)
+        super().__init__(loads, extras)
         assert exchange.sketches is not None
         self.exchange, self.sketches = exchange, exchange.sketches
         self.dtype, self.wire = dtype, sum_dtype(exchange.wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
-    def expect(self, sender: Sender) -> None:
+    def expect(self, context: StepContext) -> None:
         """Nothing: sums are not received from anybody."""
 
-    def start(self, sender: Sender) -> Pending:
+    def start(self, context: StepContext) -> Pending:
         """Computes this site's part of the first sketches and starts to sum them."""
-        return _SketchPending(self, sender)
+        return _SketchPending(self, context)
 
 
 class _SketchPending:
-    def __init__(self, bucket: SketchBucket, sender: Sender) -> None:
-        self._bucket, self._sender = bucket, sender
-        self._slots = [slot for slot in bucket.tapped if slot.weight in sender.used]
+    def __init__(self, bucket: SketchBucket, context: StepContext) -> None:
+        self._bucket, self._context = bucket, context
+        self._slots = [slot for slot in bucket.tapped if slot.weight in context.used]
         self._biases = [slot for slot in self._slots if bucket.tapped[slot] and slot.bias]
         self._b_GO: dict[Slot, Tensor] = {}
         self._measured: dict[Slot, tuple[Gradient, Gradient | None]] = {}
         self._state, self._flags = State.GOOD, torch.empty(0)
-        self._digest = torch.zeros((), dtype=torch.int64, device=sender.comm.device)
+        self._digest = torch.zeros((), dtype=torch.int64, device=context.comm.device)
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
-        self._first = _Sums(sender.comm, [*self._begun(), self._exact()])
+        self._first = _Sums(context.comm, [*self._begun(), self._exact()])
         self._second: _Sums | None = None
 
     # -- the first round ------------------------------------------------------------------------
@@ -71,62 +71,64 @@ class _SketchPending:
         return [self._timed(slot, self._begin) for slot in self._slots]
 
     def _begin(self, slot: Slot) -> Tensor:
-        if self._sender.state != State.GOOD:
+        if self._context.state != State.GOOD:
             return self._nothing(slot)
-        gradient = self._sender.gradient_of(slot, tapped=self._bucket.tapped[slot])
-        self._sender.check({slot.weight: tensors_of(gradient)})
-        if self._sender.state != State.GOOD:
+        gradient = self._context.gradient_of(slot, tapped=self._bucket.tapped[slot])
+        self._context.check({slot.weight: tensors_of(gradient)})
+        if self._context.state != State.GOOD:
             return self._nothing(slot)
         if slot in self._biases:
             assert isinstance(gradient, Factors)
             self._b_GO[slot] = row_sum(gradient.d_GRO)
-        if self._sender.reading is not None:
-            self._measured[slot] = gradient, self._bucket.exchange.unsent(slot)
+        if self._context.reading is not None:
+            self._measured[slot] = gradient, self._bucket.exchange.residual(slot)
         return self._bucket.sketches.begin(slot, gradient)
 
     def _nothing(self, slot: Slot) -> Tensor:
         shape = slot.groups, slot.outputs, self._bucket.sketches.columns(slot)
-        return torch.zeros(shape, dtype=self._bucket.wire, device=self._sender.comm.device)
+        return torch.zeros(shape, dtype=self._bucket.wire, device=self._context.comm.device)
 
     def _exact(self) -> Tensor:
         """Vectors, then one number per tapped parameter and per state: how many sites say so."""
-        sender, bucket = self._sender, self._bucket
-        share = sender.share if sender.state == State.GOOD else 0.0
-        exact = torch.zeros(sum(self._sizes()), dtype=bucket.dtype, device=sender.comm.device)
-        biases, riders, flags = self._split(exact)
+        context, bucket = self._context, self._bucket
+        share = context.share if context.state == State.GOOD else 0.0
+        exact = torch.zeros(sum(self._sizes()), dtype=bucket.dtype, device=context.comm.device)
+        biases, extras, flags = self._split(exact)
         for slot, b_GO in self._b_GO.items():
-            biases[slot].copy_(b_GO.flatten() / sender.comm.world_size)
-        for name, view in riders.items():
-            p = bucket.riders[name]
+            biases[slot].copy_(b_GO.flatten() / context.comm.world_size)
+        for name, view in extras.items():
+            p = bucket.extras[name]
             copy_scaled(name, p, view.view(p.shape), share)
-            nbytes = ring_bytes(view.nbytes, sender.comm.world_size)
-            sender.add(name, "dense", sent=nbytes, received=nbytes)
-        sender.check({name: [view] for name, view in riders.items()})
-        states = [sender.state == State.SURPRISED, sender.state.is_void]
-        flags.copy_(torch.tensor([*(name in sender.mixed for name in bucket.flagged), *states]))
+            nbytes = ring_bytes(view.nbytes, context.comm.world_size)
+            context.add(name, "dense", sent=nbytes, received=nbytes)
+        context.check({name: [view] for name, view in extras.items()})
+        states = [context.state == State.SURPRISED, context.state.is_void]
+        flags.copy_(
+            torch.tensor([*(name in context.has_autograd_grad for name in bucket.flagged), *states])
+        )
         return exact
 
     def _sizes(self) -> list[int]:
-        """Of biases, riders and flags."""
+        """Of biases, extras and flags."""
         biases = [slot.groups * slot.outputs for slot in self._biases]
-        riders = [p.numel() for p in self._bucket.riders.values()]
-        return [*biases, *riders, len(self._bucket.flagged) + 2]
+        extras = [p.numel() for p in self._bucket.extras.values()]
+        return [*biases, *extras, len(self._bucket.flagged) + 2]
 
     def _split(self, exact: Tensor) -> tuple[dict[Slot, Tensor], dict[str, Tensor], Tensor]:
-        """Views of biases, riders and flags."""
+        """Views of biases, extras and flags."""
         *parts, flags = exact.split(self._sizes())
         biases = dict(zip(self._biases, parts, strict=False))
-        riders = dict(zip(self._bucket.riders, parts[len(biases) :], strict=True))
-        return biases, riders, flags
+        extras = dict(zip(self._bucket.extras, parts[len(biases) :], strict=True))
+        return biases, extras, flags
 
     def _take_exact(self, exact: Tensor) -> None:
-        biases, riders, flags = self._split(exact)
+        biases, extras, flags = self._split(exact)
         for slot, part in biases.items():
             assert slot.bias is not None
-            p = self._sender.params[slot.bias]
+            p = self._context.params[slot.bias]
             add_rows(self._additions, slot.bias, slot.bias_rows, part.to(p.dtype), p)
-        for name, part in riders.items():
-            p = self._bucket.riders[name]
+        for name, part in extras.items():
+            p = self._bucket.extras[name]
             self._means[name] = part.view(p.shape).to(p.dtype)
         self._flags = flags[:-2]
         self._state = State.of(*flags[-2:].tolist())
@@ -144,31 +146,31 @@ class _SketchPending:
             self._timed(slot, lambda s, y=y: self._bucket.sketches.turn(s, y))
             for slot, y in zip(self._slots, sums, strict=True)
         ]
-        self._second = _Sums(self._sender.comm, turned)
-        if self._sender.reading is not None:
+        self._second = _Sums(self._context.comm, turned)
+        if self._context.reading is not None:
             for slot, z in zip(self._slots, turned, strict=True):
                 columns = self._bucket.sketches.columns(slot)
                 z_GIK = z.flatten()[: slot.groups * slot.inputs * columns]
-                self._sender.reading.sketched(slot, *self._measured.pop(slot), z_GIK)
+                self._context.reading.sketched(slot, *self._measured.pop(slot), z_GIK)
 
     def wait(self) -> Result:
         """From the sums of the second sketches to the gradients."""
         if self._state != State.GOOD:
             return Result(state=self._state, digest=self._digest)
         assert self._second is not None
-        sender, bucket = self._sender, self._bucket
+        context, bucket = self._context, self._bucket
         second = self._second.wait()
         self._digest = sum(map(checksum, second), self._digest)
         for slot, z_GIK in zip(self._slots, second, strict=True):
-            factors = bucket.sketches.end(slot, z_GIK, sender.comm.world_size)
-            if sender.reading is not None:
-                sender.reading.came(slot, [factors], 1.0)
+            factors = bucket.sketches.end(slot, z_GIK, context.comm.world_size)
+            if context.reading is not None:
+                context.reading.record_mean(slot, [factors], 1.0)
             into = self._additions if bucket.tapped[slot] else self._means
             matrix = replace(slot, bias=None, bias_rows=None)
-            add_gradients(into, matrix, [factors], sender.params, 1.0)
+            add_gradients(into, matrix, [factors], context.params, 1.0)
         flags = zip(bucket.flagged, self._flags.tolist(), strict=True)
-        mixed = [name for name, flag in flags if flag]
-        return Result(self._means, self._additions, self._state, mixed, self._digest)
+        has_autograd_grad = [name for name, flag in flags if flag]
+        return Result(self._means, self._additions, self._state, has_autograd_grad, self._digest)
 
     # -- both -----------------------------------------------------------------------------------
 
@@ -176,10 +178,10 @@ class _SketchPending:
         began = time.perf_counter()
         part = work(slot).to(self._bucket.wire)
         seconds = time.perf_counter() - began
-        nbytes = ring_bytes(part.nbytes, self._sender.comm.world_size)
+        nbytes = ring_bytes(part.nbytes, self._context.comm.world_size)
         columns = self._bucket.sketches.columns(slot)
         booked = {"sent": nbytes, "received": nbytes, "rows": columns}
-        self._sender.add(slot.weight, "low rank", **booked, compress_s=seconds)
+        self._context.add(slot.weight, "low rank", **booked, compress_s=seconds)
         return part
 
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outergrad.buckets.bucket import Pending, Result, Sender
+from outergrad.buckets.bucket import Pending, Result, StepContext
 from outergrad.buckets.message import (
-    Cargo,
+    RowBucket,
     book,
     book_received,
     digest_of,
     factors_of,
     read_all,
-    sums_of_riders,
+    sums_of_extras,
 )
 from outergrad.core.protocols import Merger, Work
 from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot
@@ -36,30 +36,32 @@ class TwoWayBucket:
     more than how that fares: so all know alike whether there is a second.
 
     Args:
-        cargo: what it carries.
+        row_bucket: what it carries.
         merger: does the owners' work.
-        owners: the site that merges each slot and sums each rider.
+        owners: the site that merges each slot and sums each extra.
     """
 
-    def __init__(self, cargo: Cargo, merger: Merger, owners: Mapping[Slot | str, int]) -> None:
-        self.cargo, self.merger, self.owners = cargo, merger, owners
-        self.params, self.dense_params = cargo.params, cargo.dense_params
+    def __init__(
+        self, row_bucket: RowBucket, merger: Merger, owners: Mapping[Slot | str, int]
+    ) -> None:
+        self.row_bucket, self.merger, self.owners = row_bucket, merger, owners
+        self.params, self.dense_params = row_bucket.params, row_bucket.dense_params
 
-    def expect(self, sender: Sender) -> None:
+    def expect(self, context: StepContext) -> None:
         """What the other sites have for this one, in the first round."""
-        pieces_SK = [self.cargo.pieces(sender, site) for site in sender.headers]
-        theirs = [self.layout(pieces_K, sender.comm.rank) for pieces_K in pieces_SK]
-        sender.comm.expect([layout.nbytes for layout in theirs])
+        pieces_SK = [self.row_bucket.pieces(context, site) for site in context.headers]
+        theirs = [self.layout(pieces_K, context.comm.rank) for pieces_K in pieces_SK]
+        context.comm.expect([layout.nbytes for layout in theirs])
 
-    def start(self, sender: Sender) -> Pending:
+    def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's triplets and starts to send them to their owners."""
-        return _TwoWayPending(self, sender)
+        return _TwoWayPending(self, context)
 
     def layout(self, pieces: Sequence[Piece], owner: int) -> Layout:
         """The message with what one site owns."""
-        cargo = self.cargo
-        riders = {name: p for name, p in cargo.riders.items() if self.owners[name] == owner}
-        return cargo.layout([p for p in pieces if self.owners[p.slot] == owner], riders)
+        row_bucket = self.row_bucket
+        extras = {name: p for name, p in row_bucket.extras.items() if self.owners[name] == owner}
+        return row_bucket.layout([p for p in pieces if self.owners[p.slot] == owner], extras)
 
     def merged_pieces(self, pieces_SK: Sequence[Sequence[Piece]]) -> list[Piece]:
         """What comes back of each slot (K), from what every site (S) sends of it."""
@@ -73,34 +75,34 @@ class TwoWayBucket:
 class _TwoWayPending:
     """The lengths of both rounds are agreed before the first: it changes what the next step has."""
 
-    def __init__(self, bucket: TwoWayBucket, sender: Sender) -> None:
-        self._bucket, self._sender = bucket, sender
-        self._rank, sites = sender.comm.rank, range(sender.comm.world_size)
-        pieces_SK = [bucket.cargo.pieces(sender, site) for site in sender.headers]
+    def __init__(self, bucket: TwoWayBucket, context: StepContext) -> None:
+        self._bucket, self._context = bucket, context
+        self._rank, sites = context.comm.rank, range(context.comm.world_size)
+        pieces_SK = [bucket.row_bucket.pieces(context, site) for site in context.headers]
         merged_K = bucket.merged_pieces(pieces_SK)
         self._ours = [bucket.layout(pieces_SK[self._rank], owner) for owner in sites]
         self._theirs = [bucket.layout(pieces_K, self._rank) for pieces_K in pieces_SK]
         self._merged = [bucket.layout(merged_K, owner) for owner in sites]
-        self._state, self._mixed, self._digest = State.GOOD, list[str](), 0
+        self._state, self._has_autograd_grad, self._digest = State.GOOD, list[str](), 0
         self._second: Work | None = None
         self._first = self._send()
 
     # -- the first round ------------------------------------------------------------------------
 
     def _send(self) -> Work:
-        sender, preamble = self._sender, self._bucket.cargo.preamble(self._sender)
+        context, preamble = self._context, self._bucket.row_bucket.preamble(self._context)
         messages = [self._empty(layout) for layout in self._ours]
-        if sender.state == State.GOOD:
+        if context.state == State.GOOD:
             for owner, (layout, message) in enumerate(zip(self._ours, messages, strict=True)):
                 receivers = int(owner != self._rank)
-                self._bucket.cargo.pack(sender, layout, message, "low rank", receivers)
-        self._expected = replace(preamble, state=sender.state)
+                self._bucket.row_bucket.pack(context, layout, message, "low rank", receivers)
+        self._expected = replace(preamble, state=context.state)
         for message in messages:
             self._expected.write(message)
-        return sender.comm.all_to_all(messages, [layout.nbytes for layout in self._theirs])
+        return context.comm.all_to_all(messages, [layout.nbytes for layout in self._theirs])
 
     def _empty(self, layout: Layout) -> Tensor:
-        return torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._sender.comm.device)
+        return torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._context.comm.device)
 
     # -- the second round -----------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class _TwoWayPending:
             ExchangeError: a message is not as it was sent: whether there is a second round cannot
                 be known then.
         """
-        messages, cargo = self._first.wait(), self._bucket.cargo
+        messages, row_bucket = self._first.wait(), self._bucket.row_bucket
         try:
             preambles, self._state = read_all(messages, self._expected)
         except RefusedError as error:
@@ -119,33 +121,33 @@ class _TwoWayPending:
         self._digest = combined(preamble.said for preamble in preambles)
         if self._state != State.GOOD:
             return  # on all sites alike
-        cargo.agree(preambles)
-        self._mixed = cargo.mixed(preambles)
+        row_bucket.agree(preambles)
+        self._has_autograd_grad = row_bucket.has_autograd_grad(preambles)
         merged = self._empty(self._merged[self._rank])
         self._merge(messages, merged)
-        book_received(self._sender, self._theirs, "low rank")
-        book_received(self._sender, self._merged, "low rank")
-        self._expected = cargo.preamble(self._sender, second=True)
+        book_received(self._context, self._theirs, "low rank")
+        book_received(self._context, self._merged, "low rank")
+        self._expected = row_bucket.preamble(self._context, second=True)
         self._expected.write(merged)
         sizes = [layout.nbytes for layout in self._merged]
-        self._second = self._sender.comm.all_gather(merged, sizes)
+        self._second = self._context.comm.all_gather(merged, sizes)
 
     def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
-        layout, others = self._merged[self._rank], self._sender.comm.world_size - 1
-        sums = sums_of_riders(self._theirs, messages)
+        layout, others = self._merged[self._rank], self._context.comm.world_size - 1
+        sums = sums_of_extras(self._theirs, messages)
         for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])
-            self._sender.add(name, "dense", sent=view.nbytes * others)
+            self._context.add(name, "dense", sent=view.nbytes * others)
         parts_KS = zip(*factors_of(self._theirs, messages, self._rank), strict=True)
         for piece, rows, parts_S in zip(layout.pieces, layout.rows(merged), parts_KS, strict=True):
             began = time.perf_counter()
             if rows is not None:
                 rows.fill(self._merged_rows(piece, parts_S))
-            book(self._sender, [piece], "low rank", others, time.perf_counter() - began)
+            book(self._context, [piece], "low rank", others, time.perf_counter() - began)
 
     def _merged_rows(self, piece: Piece, parts_S: Sequence[Factors | None]) -> Factors:
         parts = [part for part in parts_S if part is not None]
-        sites = self._sender.comm.world_size
+        sites = self._context.comm.world_size
         return self._bucket.merger.merge(piece.slot, parts, piece.rows, sites)
 
     def wait(self) -> Result:
@@ -164,7 +166,7 @@ class _TwoWayPending:
         for layout, message, parts_K in zip(self._merged, messages, parts_SK, strict=True):
             means.update(layout.by_name(layout.flats(message)))
             self._add_gradients(layout, parts_K, means, additions)
-        return Result(means, additions, state, self._mixed, digest)
+        return Result(means, additions, state, self._has_autograd_grad, digest)
 
     def _add_gradients(
         self,
@@ -173,11 +175,11 @@ class _TwoWayPending:
         means: dict[str, Tensor],
         additions: dict[str, Tensor],
     ) -> None:
-        tapped, params = self._bucket.cargo.tapped, self._sender.params
-        reading = self._sender.reading
+        tapped, params = self._bucket.row_bucket.tapped, self._context.params
+        reading = self._context.reading
         for piece, factors in zip(layout.pieces, parts_K, strict=True):
             if factors is not None:
                 if reading is not None:
-                    reading.came(piece.slot, [factors], 1.0)
+                    reading.record_mean(piece.slot, [factors], 1.0)
                 into = additions if tapped[piece.slot] else means
                 add_gradients(into, piece.slot, [factors], params, 1.0)

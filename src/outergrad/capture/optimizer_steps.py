@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 
-class Listener(Protocol):
+class StepListener(Protocol):
     """Who is told of the steps of all optimizers in this process."""
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -129,13 +129,13 @@ def _depth() -> int:
     return depth
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: StepListener) -> None:
     """Tells it of every step of an optimizer, as long as it lives or until `ignore`."""
     _install()
     _LISTENERS.add(listener)
 
 
-def ignore(listener: Listener) -> None:
+def ignore(listener: StepListener) -> None:
     """Tells it nothing any more."""
     _LISTENERS.remove(listener)
 

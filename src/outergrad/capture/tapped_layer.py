@@ -90,9 +90,9 @@ class TappedLayer:
 
     # -- in graphs of torch.compile -------------------------------------------------------------
 
-    def tap_in_graphs(self, *, wanted: bool) -> None:
+    def tap_in_graphs(self, *, tap_next: bool) -> None:
         """Whether graphs tap the layer from now on; where that is new, they are compiled again."""
-        self._taps_in_graphs = wanted
+        self._taps_in_graphs = tap_next
 
     def _in_graph(self, *args: Any, **kwargs: Any) -> Any:
         """The forward as it is traced; a graph is valid while what it reads here stays the same."""
@@ -231,14 +231,14 @@ class GraphTaps:
     def __init__(self) -> None:
         self._settled, self._off = False, set[TappedLayer]()
 
-    def follow(self, wanted: Mapping[TappedLayer, bool]) -> None:
+    def follow(self, tap_next: Mapping[TappedLayer, bool]) -> None:
         """Takes in what a step has chosen for the next one."""
         if not self._settled:
             self._settled = True
-            self._off = {layer for layer, taps in wanted.items() if not taps}
-        elif any(wanted[layer] for layer in self._off):
+            self._off = {layer for layer, taps in tap_next.items() if not taps}
+        elif any(tap_next[layer] for layer in self._off):
             self._off = set()
         else:
             return
-        for layer in wanted:
-            layer.tap_in_graphs(wanted=layer not in self._off)
+        for layer in tap_next:
+            layer.tap_in_graphs(tap_next=layer not in self._off)

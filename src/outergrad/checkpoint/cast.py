@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outergrad.checkpoint.choose import Choice
-from outergrad.checkpoint.debts import without_debts
 from outergrad.checkpoint.parts import for_a_new_site
+from outergrad.checkpoint.residuals import without_debts
 from outergrad.checkpoint.restored import Restored
 from outergrad.core.types import StateDict
 

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from outergrad.checkpoint.choose import Allowed
 from outergrad.checkpoint.going_on import Found, GoingOn, found_by_all
 from outergrad.checkpoint.keep import Kept
+from outergrad.checkpoint.messaging import comm_of, gathered, told_of_lost_sites
 from outergrad.checkpoint.neighbours import first_of_folder
 from outergrad.checkpoint.parts import Part, Parts
 from outergrad.checkpoint.random_state import random_state, set_random_state
 from outergrad.checkpoint.restored import Restored
-from outergrad.checkpoint.talk import comm_of, gathered, told_of_lost_sites
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
 from outergrad.core.types import StateDict

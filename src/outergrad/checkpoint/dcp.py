@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 
+from outergrad.checkpoint.messaging import packed, unpacked
 from outergrad.checkpoint.parts import Part, Parts, for_a_new_site
 from outergrad.checkpoint.random_state import random_state, set_random_state
-from outergrad.checkpoint.talk import packed, unpacked
 from outergrad.comm.agree import agree
 from outergrad.core.types import StateDict
 from outergrad.session.local_steps import LocalStepsSession

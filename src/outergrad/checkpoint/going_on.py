@@ -9,10 +9,10 @@ from pathlib import Path
 from outergrad.checkpoint import claims
 from outergrad.checkpoint.cast import Cast
 from outergrad.checkpoint.choose import Allowed, Choice, Overview
-from outergrad.checkpoint.debts import with_lost
 from outergrad.checkpoint.folder import DamagedError, Listing, Save, read_site, saves_in
+from outergrad.checkpoint.messaging import gathered, packed, swapped, unpacked
+from outergrad.checkpoint.residuals import with_lost
 from outergrad.checkpoint.restored import Restored
-from outergrad.checkpoint.talk import gathered, packed, swapped, unpacked
 from outergrad.checkpoint.unusable import require_nothing
 from outergrad.comm.agree import agree
 from outergrad.core.protocols import Comm

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outergrad._whole_files import write_whole
 from outergrad.checkpoint import claims
-from outergrad.checkpoint.talk import gathered
+from outergrad.checkpoint.messaging import gathered
 from outergrad.comm.agree import agree
 from outergrad.core.protocols import Comm
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from outergrad.checkpoint import claims
 from outergrad.checkpoint import folder as files
 from outergrad.checkpoint.folder import Save
-from outergrad.checkpoint.talk import gathered
+from outergrad.checkpoint.messaging import gathered
 from outergrad.checkpoint.tree import digests, tensors, without
 from outergrad.comm.agree import agree
 from outergrad.core.protocols import Comm

@@ -26,10 +26,10 @@ class Exchanges:
         """Each exchange with its units."""
         return self._units_of
 
-    def settle(self, *, applied: bool) -> None:
+    def commit(self, *, applied: bool) -> None:
         """The step is over, for all of them."""
         for exchange, _ in self._units_of:
-            exchange.settle(applied=applied)
+            exchange.commit(applied=applied)
 
     def states(self) -> list[StateDict]:
         """What each remembers between two steps."""

@@ -109,13 +109,13 @@ class Choice:
     Attributes:
         routes: per unit, how it travels in this step.
         tapped: per unit, whether all sites have its factors.
-        wanted: per unit, whether it should be tapped in the next forward.
+        tap_next: per unit, whether it should be tapped in the next forward.
         sizes: per unit, bytes of its part in a message on the site that has most; 0 if dense.
-        words: per unit, how it travels and why, for the coverage table.
+        reasons: per unit, how it travels and why, for the coverage table.
     """
 
     routes: tuple[Route, ...]
     tapped: tuple[bool, ...]
-    wanted: tuple[bool, ...]
+    tap_next: tuple[bool, ...]
     sizes: tuple[int, ...]
-    words: tuple[str, ...] = field(compare=False)
+    reasons: tuple[str, ...] = field(compare=False)

@@ -160,11 +160,11 @@ class Exchange(Protocol):
         """Takes note of what a site, this one too, said in `wanted_rows`."""
         ...
 
-    def unsent(self, slot: Slot) -> Gradient | None:
+    def residual(self, slot: Slot) -> Gradient | None:
         """What it has not sent of the gradients of the steps until now, if it remembers that."""
         ...
 
-    def settle(self, *, applied: bool) -> None:
+    def commit(self, *, applied: bool) -> None:
         """The step is over: what `compress` left for the next one holds, or is void."""
         ...
 

@@ -203,14 +203,14 @@ class Inheritance:
     """Which saved states of an exchange a site goes on from.
 
     The sites may be more or fewer than there were. What they still owe the mean gradient is the
-    mean of what is unsent, so a site that takes over from some old ones counts what they had
+    mean residual, so a site that takes over from some old ones counts what they had
     unsent S' / S times, S' sites after S.
 
     Attributes:
         place_of: every place of the model, by its name in the states.
         first: the state that all sites have in common.
         like: the state of the site that this one goes on from.
-        unsent: states of the sites whose unsent parts it takes over, if any.
+        residual: states of the sites whose residuals it takes over, if any.
         weight: how many times these count.
         predecessors: per site, this one too, the old site that it goes on from.
     """
@@ -218,7 +218,7 @@ class Inheritance:
     place_of: Mapping[str, Place]
     first: StateDict
     like: StateDict
-    unsent: Sequence[StateDict]
+    residual: Sequence[StateDict]
     weight: float
     predecessors: Sequence[int]
 

@@ -22,7 +22,7 @@ class Layout:
 
     Args:
         start: length of the preamble, bytes.
-        riders: parameters by name.
+        extras: parameters by name.
         pieces: the rows.
         blobs: lengths of what is no rows.
 
@@ -33,17 +33,17 @@ class Layout:
     def __init__(
         self,
         start: int,
-        riders: Mapping[str, nn.Parameter],
+        extras: Mapping[str, nn.Parameter],
         pieces: Sequence[Piece],
         blobs: Sequence[int] = (),
     ) -> None:
         self.nbytes = start
-        self.riders, self.pieces = riders, pieces
-        dtypes = dict.fromkeys(p.dtype for p in riders.values())
-        self._riders = [{n: p for n, p in riders.items() if p.dtype == d} for d in dtypes]
+        self.extras, self.pieces = extras, pieces
+        dtypes = dict.fromkeys(p.dtype for p in extras.values())
+        self._extras = [{n: p for n, p in extras.items() if p.dtype == d} for d in dtypes]
         self._flats = [
             self._spot((sum(p.numel() for p in members.values()),), dtype)
-            for dtype, members in zip(dtypes, self._riders, strict=True)
+            for dtype, members in zip(dtypes, self._extras, strict=True)
         ]
         self._fields = [piece.fields() for piece in pieces]
         self._rows = [
@@ -59,22 +59,22 @@ class Layout:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return _Spot(shape, strides, start // dtype.itemsize, dtype)
 
-    def rider_bytes(self) -> dict[str, int]:
-        """Of each rider."""
-        return {name: p.nbytes for name, p in self.riders.items()}
+    def extra_bytes(self) -> dict[str, int]:
+        """Of each extra."""
+        return {name: p.nbytes for name, p in self.extras.items()}
 
     def blob_bytes(self) -> list[int]:
         """Of each blob."""
         return [spot.shape[0] for spot in self._blobs]
 
     def flats(self, message: Tensor) -> list[Tensor]:
-        """The riders, a flat view per dtype."""
+        """The extras, a flat view per dtype."""
         return [spot.view(message.view(spot.dtype)) for spot in self._flats]
 
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Views of such flat tensors, each rider in its own shape."""
+        """Views of such flat tensors, each extra in its own shape."""
         views: dict[str, Tensor] = {}
-        for members, flat in zip(self._riders, flats, strict=True):
+        for members, flat in zip(self._extras, flats, strict=True):
             parts = flat.split([p.numel() for p in members.values()])
             pairs = zip(members.items(), parts, strict=True)
             views.update({name: part.view(p.shape) for (name, p), part in pairs})

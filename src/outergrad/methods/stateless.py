@@ -44,11 +44,11 @@ class Stateless:
     def agree(self, slot: Slot, site: int, rows: int) -> None:
         """Nothing to remember."""
 
-    def unsent(self, slot: Slot) -> Gradient | None:
+    def residual(self, slot: Slot) -> Gradient | None:
         """Nothing: all is sent."""
         return None
 
-    def settle(self, *, applied: bool) -> None:
+    def commit(self, *, applied: bool) -> None:
         """Nothing to remember."""
 
     def state(self) -> StateDict:

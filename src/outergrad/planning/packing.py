@@ -12,7 +12,7 @@ from torch import nn
 from outergrad.buckets.bucket import Bucket, Load
 from outergrad.buckets.dense import DenseBucket
 from outergrad.buckets.gather import FactorBucket
-from outergrad.buckets.message import Cargo
+from outergrad.buckets.message import RowBucket
 from outergrad.buckets.sketch import SketchBucket
 from outergrad.buckets.two_way import TwoWayBucket
 from outergrad.core.exchanges import Exchanges
@@ -76,39 +76,39 @@ class Packer:
         inside = {name for load, _, _ in units.values() for name in load.unit.params}
         dense = [name for name in self._order if name not in inside]
         ordered = [units[name] for name in self._order if name in units]
-        riders = dense if self._may_ride(dense, ordered) else []
-        self._owners = self._share_out(ordered, riders)
-        shelf = _Shelf(self, self._exchanges, riders)
+        extras = dense if self._may_ride(dense, ordered) else []
+        self._owners = self._share_out(ordered, extras)
+        shelf = _Shelf(self, self._exchanges, extras)
         for name in self._order:
             if name in units:
                 shelf.add_unit(*units.pop(name), last=not units)
-            elif name not in inside and not riders:
+            elif name not in inside and not extras:
                 shelf.add_param(name, self._model.params[name])
         return shelf.close()
 
     def factor_bucket(
-        self, index: int, loads: Sequence[Load], riders: Sequence[str]
+        self, index: int, loads: Sequence[Load], extras: Sequence[str]
     ) -> FactorBucket:
         """The message of these units, with these parameters and their own vectors along."""
-        return FactorBucket(self._cargo(index, loads, riders))
+        return FactorBucket(self._row_bucket(index, loads, extras))
 
     def two_way_bucket(
-        self, index: int, loads: Sequence[Load], riders: Sequence[str]
+        self, index: int, loads: Sequence[Load], extras: Sequence[str]
     ) -> TwoWayBucket:
         """The two messages of these units, with these parameters and their own vectors along."""
         merger = self._exchanges[loads[0].unit].merger
         assert merger is not None
-        return TwoWayBucket(self._cargo(index, loads, riders), merger, self._owners)
+        return TwoWayBucket(self._row_bucket(index, loads, extras), merger, self._owners)
 
-    def _cargo(self, index: int, loads: Sequence[Load], riders: Sequence[str]) -> Cargo:
-        return Cargo(index, loads, self._exchanges[loads[0].unit], self._along(loads, riders))
+    def _row_bucket(self, index: int, loads: Sequence[Load], extras: Sequence[str]) -> RowBucket:
+        return RowBucket(index, loads, self._exchanges[loads[0].unit], self._along(loads, extras))
 
     def _share_out(
-        self, ordered: Sequence[tuple[Load, Route, int]], riders: Sequence[str]
+        self, ordered: Sequence[tuple[Load, Route, int]], extras: Sequence[str]
     ) -> dict[Slot | str, int]:
         """Who merges what, so that all sites send about the same in a step."""
         loads = [load for load, route, _ in ordered if route == Route.TWO_WAY]
-        names = [*(name for load in loads for name in load.vectors), *riders]
+        names = [*(name for load in loads for name in load.vectors), *extras]
         sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
         for unit, slot in ((load.unit, slot) for load in loads for slot in load.slots):
             merger = self._exchanges[unit].merger
@@ -117,17 +117,17 @@ class Packer:
             sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
         return owners(sizes, self._sites)
 
-    def sketch_bucket(self, loads: Sequence[Load], riders: Sequence[str]) -> SketchBucket:
+    def sketch_bucket(self, loads: Sequence[Load], extras: Sequence[str]) -> SketchBucket:
         """The two messages of these units, with these parameters and their own vectors along."""
-        exchange, along = self._exchanges[loads[0].unit], self._along(loads, riders)
+        exchange, along = self._exchanges[loads[0].unit], self._along(loads, extras)
         return SketchBucket(loads, exchange, self.sketched_in(loads[0]), along)
 
     def sketched_in(self, load: Load) -> torch.dtype:
         """What the sketches of a unit are computed in."""
         return self._computed_in(load.unit.params)
 
-    def _along(self, loads: Sequence[Load], riders: Sequence[str]) -> dict[str, nn.Parameter]:
-        names = [*(name for load in loads for name in load.vectors), *riders]
+    def _along(self, loads: Sequence[Load], extras: Sequence[str]) -> dict[str, nn.Parameter]:
+        names = [*(name for load in loads for name in load.vectors), *extras]
         return {name: self._model.params[name] for name in names}
 
     def _may_ride(self, dense: Sequence[str], units: Sequence[tuple[Load, Route, int]]) -> bool:
@@ -171,23 +171,23 @@ class _Shelf:
     Args:
         packer: makes the buckets.
         exchanges: say how large a bucket of factors becomes.
-        riders: parameters that go along with the last unit's bucket.
+        extras: parameters that go along with the last unit's bucket.
     """
 
-    def __init__(self, packer: Packer, exchanges: Exchanges, riders: Sequence[str]) -> None:
-        self._packer, self._exchanges, self._riders = packer, exchanges, riders
+    def __init__(self, packer: Packer, exchanges: Exchanges, extras: Sequence[str]) -> None:
+        self._packer, self._exchanges, self._extras = packer, exchanges, extras
         self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
         self._limits: dict[_Shelved, int] = {}
         self._closed: list[Bucket] = []
 
     def add_unit(self, load: Load, route: Route, nbytes: int, *, last: bool) -> None:
-        """Adds a unit that travels as factors or sketches; the last one takes the riders."""
+        """Adds a unit that travels as factors or sketches; the last one takes the extras."""
         dtype = torch.float32 if route in OF_ROWS else self._packer.sketched_in(load)
         exchange = self._exchanges[load.unit]
         key = route, dtype, exchange
         full = self._add(key, load, nbytes) >= exchange.bucket_bytes
-        if full or (last and self._riders):
-            self._close(key, self._riders if last else ())
+        if full or (last and self._extras):
+            self._close(key, self._extras if last else ())
 
     def add_param(self, name: str, p: nn.Parameter) -> None:
         """Adds a parameter that travels dense; the first bucket is small, to start early."""
@@ -207,15 +207,15 @@ class _Shelf:
         members.append((member, nbytes))
         return sum(size for _, size in members)
 
-    def _close(self, key: _Shelved, riders: Sequence[str] = ()) -> None:
+    def _close(self, key: _Shelved, extras: Sequence[str] = ()) -> None:
         members = [member for member, _ in self._open.pop(key)]
         packer, (route, *_) = self._packer, key
         if route == Route.DENSE:
             bucket = packer.dense_bucket(members)
         elif route == Route.GATHER:
-            bucket = packer.factor_bucket(len(self._closed), members, riders)
+            bucket = packer.factor_bucket(len(self._closed), members, extras)
         elif route == Route.TWO_WAY:
-            bucket = packer.two_way_bucket(len(self._closed), members, riders)
+            bucket = packer.two_way_bucket(len(self._closed), members, extras)
         else:
-            bucket = packer.sketch_bucket(members, riders)
+            bucket = packer.sketch_bucket(members, extras)
         self._closed.append(bucket)

@@ -13,7 +13,7 @@ from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Choice, Model
 from outergrad.core.types import Route, Slot, Unit
 from outergrad.messages.header import BlockUse, Header
-from outergrad.planning.foresight import Foresight
+from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
 
 _WAYS = {
@@ -28,9 +28,9 @@ class _Decision(NamedTuple):
 
     route: Route
     tapped: bool
-    wanted: bool
+    tap_next: bool
     size: int
-    words: str
+    reasons: str
 
 
 class Planner:
@@ -40,26 +40,33 @@ class Planner:
         model: what is shared.
         exchanges: of its units.
         sites: how many there are.
-        mixed: units that travel dense because they have a dense part, too; they become more.
+        has_autograd_grad: units that travel dense because autograd has a gradient for them besides
+            their factors; they become more.
     """
 
     def __init__(
-        self, model: Model, exchanges: Exchanges, sites: int, mixed: set[Unit] | None = None
+        self,
+        model: Model,
+        exchanges: Exchanges,
+        sites: int,
+        has_autograd_grad: set[Unit] | None = None,
     ) -> None:
         self._model, self._exchanges, self._sites = model, exchanges, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._block_index = {block: k for k, block in enumerate(model.blocks)}
-        self._mixed: set[Unit] = set() if mixed is None else mixed
+        self._has_autograd_grad: set[Unit] = (
+            set() if has_autograd_grad is None else has_autograd_grad
+        )
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
         self.packer = Packer(model, exchanges, sites)
-        self.foresight = Foresight(self.facts, self._ways)
+        self.header_cache = HeaderCache(self.facts, self._ways)
 
     def of(self, model: Model) -> Planner:
         """The planner of a part of the model, which learns what this one does of mixed units."""
-        return Planner(model, self._exchanges, self._sites, self._mixed)
+        return Planner(model, self._exchanges, self._sites, self._has_autograd_grad)
 
-    def first_wanted(self) -> tuple[bool, ...]:
+    def first_tap_next(self) -> tuple[bool, ...]:
         """What to tap before any rows are known: whatever could pay with a single row."""
         sites, exchanges = self._sites, self._exchanges
         return tuple(
@@ -68,31 +75,36 @@ class Planner:
             for unit in self._model.units
         )
 
-    def note_mixed(self, names: Sequence[str], headers: Sequence[Header]) -> None:
+    def note_autograd_grad(self, names: Sequence[str], headers: Sequence[Header]) -> None:
         """Takes note of parameters that had a dense part although their products were tapped.
 
         Where no product was, the next step may tap it again, unless this was so before: a custom
         function that differentiates its own parameters has nothing to tap in any step.
         """
         outside = {name for name in names if not self._captures(name, headers)}
-        self.mark_mixed([n for n in names if n not in outside or n in self._outside])
+        self.mark_autograd_grad([n for n in names if n not in outside or n in self._outside])
         self._outside = outside
 
-    def mark_mixed(self, names: Sequence[str]) -> None:
+    def mark_autograd_grad(self, names: Sequence[str]) -> None:
         """Sends units of these parameters dense from now on: they also have a dense part."""
-        self._mixed |= {u for u in self._model.units if set(u.params) & set(names)}
+        self._has_autograd_grad |= {u for u in self._model.units if set(u.params) & set(names)}
         self._last = None
-        self.foresight.forget()
+        self.header_cache.forget()
 
     @property
-    def mixed(self) -> list[str]:
+    def has_autograd_grad(self) -> list[str]:
         """Parameters that travel dense because they have a dense part, too."""
-        return [name for unit in self._model.units if unit in self._mixed for name in unit.params]
+        return [
+            name
+            for unit in self._model.units
+            if unit in self._has_autograd_grad
+            for name in unit.params
+        ]
 
-    def resume(self, mixed: Sequence[str]) -> None:
-        """Goes on from a saved step, with the `mixed` of then."""
-        self._mixed.clear()
-        self.mark_mixed(mixed)
+    def resume(self, has_autograd_grad: Sequence[str]) -> None:
+        """Goes on from a saved step, with the `has_autograd_grad` of then."""
+        self._has_autograd_grad.clear()
+        self.mark_autograd_grad(has_autograd_grad)
 
     def facts(self, headers: Sequence[Header]) -> Hashable:
         """What the headers decide: the choice, the length of every message, who has gradients."""
@@ -106,15 +118,15 @@ class Planner:
 
     def _ways(self, headers: Sequence[Header]) -> Hashable:
         choice = self.choose(headers)
-        return choice.routes, choice.wanted
+        return choice.routes, choice.tap_next
 
     def _piece(self, unit: Unit, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
         use = header.uses[self._slot_index[slot]]
         return self._exchanges[unit].sent_rows(slot, use.rows, header.rank), use.dtype
 
-    def settle(self, *, applied: bool) -> None:
+    def commit(self, *, applied: bool) -> None:
         """Tells the exchanges that a step is over, for all sites alike."""
-        self._exchanges.settle(applied=applied)
+        self._exchanges.commit(applied=applied)
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""
@@ -124,15 +136,20 @@ class Planner:
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced; the same again for the same."""
-        facts: list[Hashable] = [len(self._mixed), *(header.facts for header in headers)]
+        facts: list[Hashable] = [
+            len(self._has_autograd_grad),
+            *(header.facts for header in headers),
+        ]
         if self._last is None or self._last[0] != facts:
             self._last = facts, self._chosen(headers)
         return self._last[1]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
         decided = [self._decided(unit, headers) for unit in self._model.units]
-        routes, tapped, wanted, sizes, words = zip(*decided, strict=True) if decided else ((),) * 5
-        return Choice(tuple(routes), tuple(tapped), tuple(wanted), tuple(sizes), tuple(words))
+        routes, tapped, tap_next, sizes, reasons = (
+            zip(*decided, strict=True) if decided else ((),) * 5
+        )
+        return Choice(tuple(routes), tuple(tapped), tuple(tap_next), tuple(sizes), tuple(reasons))
 
     def _decided(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
         if unit.block is not None:
@@ -145,21 +162,21 @@ class Planner:
         route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
         load = Load(unit, tapped)
         size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0
-        words = self._why(load, route, wanted=taps)
-        return _Decision(route, tapped, taps, size, words)
+        reasons = self._why(load, route, tap_next=taps)
+        return _Decision(route, tapped, taps, size, reasons)
 
     def _decided_block(self, unit: Unit, uses_S: Sequence[BlockUse]) -> _Decision:
         nbytes_S = [use.nbytes for use in uses_S]
         pays = self._exchanges[unit].replays_block(unit, nbytes_S)
-        wanted = unit not in self._mixed and pays
-        if wanted and all(use.tapped for use in uses_S):
+        tap_next = unit not in self._has_autograd_grad and pays
+        if tap_next and all(use.tapped for use in uses_S):
             return _Decision(Route.GATHER, True, True, max(nbytes_S), "replayed")
-        return _Decision(Route.DENSE, False, wanted, 0, self._why_dense(unit, nbytes_S, wanted))
+        return _Decision(Route.DENSE, False, tap_next, 0, self._why_dense(unit, nbytes_S, tap_next))
 
-    def _why_dense(self, unit: Unit, nbytes_S: Sequence[int], wanted: bool) -> str:
-        if wanted:
+    def _why_dense(self, unit: Unit, nbytes_S: Sequence[int], tap_next: bool) -> str:
+        if tap_next:
             return "accumulated, or not captured in the last step; {pays}"
-        if unit in self._mixed:
+        if unit in self._has_autograd_grad:
             return "a parameter is also used outside the block"
         if max(nbytes_S) >= UNSENDABLE:
             return "it reads what enters the model, or has hooks"
@@ -170,12 +187,12 @@ class Planner:
         return self._taps(unit, [rows_K] * self._sites)
 
     def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        if not unit.slots or unit in self._mixed:
+        if not unit.slots or unit in self._has_autograd_grad:
             return False
         return self._exchanges[unit].taps(unit, rows_SK)
 
-    def _why(self, load: Load, route: Route, *, wanted: bool) -> str:
-        """In words: "factors", "low rank: " how, or why dense.
+    def _why(self, load: Load, route: Route, *, tap_next: bool) -> str:
+        """The reason: "factors", "low rank: " how, or why dense.
 
         "{pays}" stands for when factors pay, "{rows}" for the rows of the site that is asked.
         """
@@ -186,9 +203,9 @@ class Planner:
         if route != Route.DENSE:
             source = "factors" if load.tapped else "the formed gradient"
             return f"low rank: {_WAYS[route]} of {source}{note}"
-        if wanted:
+        if tap_next:
             return "accumulated, or not tapped in the last step; {pays}"
-        if unit in self._mixed:
+        if unit in self._has_autograd_grad:
             return "the weight is also used outside its layer, or in a gradient of a gradient"
         if any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :]):
             return "shared by several products; {pays}"

@@ -122,31 +122,31 @@ class Reading:
         self.sums[slot.weight].add(due=inner(rows, rows), missing=lost)
 
     @_in_turn
-    def sent(self, part: Part, unsent: Gradient | None, arrives: Factors) -> None:
+    def sent(self, part: Part, residual: Gradient | None, arrives: Factors) -> None:
         """This site sends rows whose product is about its gradient.
 
         Args:
             part: the gradient.
-            unsent: what it did not send of earlier ones.
+            residual: what it did not send of earlier ones.
             arrives: the rows, as the others decode them.
         """
         slot, gradient, _ = part
         self._take(slot, gradient)
         self._take_norms(slot, gradient)
-        due, both = squared_sum(gradient, unsent), inner(gradient, arrives)
-        if unsent is not None:
-            both += inner(unsent, arrives)
+        due, both = squared_sum(gradient, residual), inner(gradient, arrives)
+        if residual is not None:
+            both += inner(residual, arrives)
         missing = due - 2 * both + inner(arrives, arrives)
         self.sums[slot.weight].add(due=due, missing=above_rounding(missing, due))
 
     @_in_turn
     def sketched(
-        self, slot: Slot, gradient: Gradient, unsent: Gradient | None, z_GIK: Tensor
+        self, slot: Slot, gradient: Gradient, residual: Gradient | None, z_GIK: Tensor
     ) -> None:
         """This site's part of a sum of sketches `dWᵀ P`, of orthonormal P."""
         self._take(slot, gradient)
         self._take_norms(slot, gradient)
-        due = squared_sum(gradient, unsent)
+        due = squared_sum(gradient, residual)
         missing = above_rounding(due - inner(z_GIK, z_GIK), due)
         self.sums[slot.weight].add(due=due, missing=missing)
 
@@ -166,7 +166,7 @@ class Reading:
     # -- what comes of it -------------------------------------------------------------------------
 
     @_in_turn
-    def came(self, slot: Slot, parts: Sequence[Factors], scale: float) -> None:
+    def record_mean(self, slot: Slot, parts: Sequence[Factors], scale: float) -> None:
         """The mean gradient of a slot is the sum of these products times scale."""
         if not parts:
             return

@@ -118,12 +118,12 @@ class Rows:
         return self._scale * inner(own, self._factors)
 
 
-def squared_sum(gradient: Gradient, unsent: Gradient | None) -> float:
+def squared_sum(gradient: Gradient, residual: Gradient | None) -> float:
     """The squared norm of what is to be sent."""
     square = inner(gradient, gradient)
-    if unsent is None:
+    if residual is None:
         return square
-    return square + 2 * inner(gradient, unsent) + inner(unsent, unsent)
+    return square + 2 * inner(gradient, residual) + inner(residual, residual)
 
 
 def above_rounding(missing: float, due: float) -> float:

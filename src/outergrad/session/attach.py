@@ -29,9 +29,9 @@ from outergrad.session import drift as _drift
 from outergrad.session.description import describe, shared_tensors
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
-from outergrad.session.inspect import View, inspect
+from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.local_steps import LocalStepsSession
-from outergrad.session.mesh.levels import Levels, Mesh, levels_of, refuse_method, refuse_view
+from outergrad.session.mesh.levels import Levels, Mesh, levels_of, refuse_inspection, refuse_method
 from outergrad.session.mesh.shards import (
     ShardedSession,
     Shards,
@@ -121,25 +121,25 @@ def distribute(
     levels = None if mesh is None else levels_of(mesh, device, span)
     comm = TorchComm(_group(group), device, span) if levels is None else levels.site
     refuse_lost(comm.group)
-    error, view, shards, recorders = None, None, None, ()
+    error, inspection, shards, recorders = None, None, None, ()
     try:
         recorders = recorders_of(recorder)
-        view, shards = _look_at(model, method, rules, mesh)
-        check_settings(view, mesh, weighting, max_bad_steps, buffers)
+        inspection, shards = _look_at(model, method, rules, mesh)
+        check_settings(inspection, mesh, weighting, max_bad_steps, buffers)
         check_drift(verify_every, on_drift, mesh)
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.group)
-    lines = [] if view is None else describe(model, method, view)
+    lines = [] if inspection is None else describe(model, method, inspection)
     lines += [f"session {count_session(comm.group)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]
     with lost_sites_told(comm, "og.distribute on all sites"):
         agreed = agree(comm, lines, error) if levels is None else levels.agree(lines, error)
-        assert view is not None
-        _make_equal(comm, levels, shards, model, view)
-        _settle_reduce(view, comm.world_size, lambda: measured_link(comm))
-        shared = [] if shards is not None else [t for _, _, t in shared_tensors(model, view)]
+        assert inspection is not None
+        _make_equal(comm, levels, shards, model, inspection)
+        _settle_reduce(inspection, comm.world_size, lambda: measured_link(comm))
+        shared = [] if shards is not None else [t for _, _, t in shared_tensors(model, inspection)]
         all_came(comm, combined(checksums(shared)))
     counted = Weighting(weighting)
     kind = buffers or ("broadcast" if mesh is None else "local")
@@ -148,19 +148,19 @@ def distribute(
         recorders=recorders,
         max_bad_steps=max_bad_steps,
         weighting=counted,
-        buffers=SharedBuffers(model, kind, view.local_buffers),
+        buffers=SharedBuffers(model, kind, inspection.local_buffers),
         verify_every=verify_every,
         on_drift=on_drift,
     )
-    session = _session(view, comm, levels, shards, agreed, method, settings)
+    session = _session(inspection, comm, levels, shards, agreed, method, settings)
     counted.watch(model)
-    session.watch(model, view.watch)
+    session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
     return session
 
 
 def _session(
-    view: View,
+    inspection: Inspection,
     comm: Comm,
     levels: Levels | None,
     shards: Shards | None,
@@ -169,23 +169,27 @@ def _session(
     settings: Settings,
 ) -> Session:
     if isinstance(method, LocalSteps):
-        return LocalStepsSession(view, comm, agreed, settings, method)
+        return LocalStepsSession(inspection, comm, agreed, settings, method)
     if levels is not None and shards is not None:
-        return ShardedSession(view, levels, agreed, settings, shards)
+        return ShardedSession(inspection, levels, agreed, settings, shards)
     if levels is not None:
-        return _attach(TwoLevelSession(view, levels, agreed, settings), view)
-    return _attach(Session(view, comm, agreed, settings), view)
+        return _attach(TwoLevelSession(inspection, levels, agreed, settings), inspection)
+    return _attach(Session(inspection, comm, agreed, settings), inspection)
 
 
 def _make_equal(
-    comm: TorchComm, levels: Levels | None, shards: Shards | None, model: nn.Module, view: View
+    comm: TorchComm,
+    levels: Levels | None,
+    shards: Shards | None,
+    model: nn.Module,
+    inspection: Inspection,
 ) -> None:
     """Parameters and buffers, to those of the first site."""
     if shards is not None:
         assert levels is not None
-        broadcast_shards(levels, view, model)
+        broadcast_shards(levels, inspection, model)
         return
-    tensors = [t for _, _, t in shared_tensors(model, view)]
+    tensors = [t for _, _, t in shared_tensors(model, inspection)]
     if levels is None:
         broadcast_all(comm, tensors)
     else:
@@ -202,7 +206,7 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 def _look_at(
     model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules, mesh: Mesh | None
-) -> tuple[View, Shards | None]:
+) -> tuple[Inspection, Shards | None]:
     """What is shared, of shards of the model if ranks of a site hold such.
 
     A change of the weights has no factors, so that no rule is of use for `LocalSteps`.
@@ -213,11 +217,11 @@ def _look_at(
         return inspect(model, method, rules), None
     refuse_method(method)
     sharded = is_sharded(model)
-    view, shards = (
+    inspection, shards = (
         look_at(model, method, mesh) if sharded else (inspect(model, method, rules), None)
     )
-    refuse_view(view)
-    return view, shards
+    refuse_inspection(inspection)
+    return inspection, shards
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -237,9 +241,9 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _settle_reduce(view: View, sites: int, measured: Callable[[], Link]) -> None:
+def _settle_reduce(inspection: Inspection, sites: int, measured: Callable[[], Link]) -> None:
     """Measures the link, once, where a method goes by it."""
-    asking = [(e, units) for e, units in view.exchanges.items() if e.wants_link(sites)]
+    asking = [(e, units) for e, units in inspection.exchanges.items() if e.wants_link(sites)]
     link = measured() if asking else None
     for exchange, units in asking:
         assert link is not None
@@ -267,19 +271,19 @@ def attach(
     Raises:
         ValueError: the model or the method cannot be used.
     """
-    view = inspect(model, method, rules)
-    _settle_reduce(view, comm.world_size, lambda: link)
-    agreed = fingerprint(describe(model, method, view))
-    shared = SharedBuffers(model, buffers, view.local_buffers)
+    inspection = inspect(model, method, rules)
+    _settle_reduce(inspection, comm.world_size, lambda: link)
+    agreed = fingerprint(describe(model, method, inspection))
+    shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
-    return _attach(Session(view, comm, agreed, settings), view)
+    return _attach(Session(inspection, comm, agreed, settings), inspection)
 
 
-def _attach(session: Session, view: View) -> Session:
-    for layer in view.layers:
+def _attach(session: Session, inspection: Inspection) -> Session:
+    for layer in inspection.layers:
         watched = [session.watched(slot.params) for slot in layer.slots]
         session.attach(TappedLayer(layer.module, layer.rule, layer.slots, watched, session))
-    for found in view.blocks:
+    for found in inspection.blocks:
         _attach_block(session, found)
     return session
 

@@ -40,7 +40,7 @@ class GivingUp:
         """
         counted = self._give_up(error)
         if counted and isinstance(step, SharedStep):
-            step.settle(Decision.all_good(step.sender.header))
+            step.settle(Decision.all_good(step.context.header))
         return counted
 
     def _note_end(self, *, counted: bool) -> None:

@@ -43,7 +43,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class View:
+class Inspection:
     """What a look at the model found.
 
     Attributes:
@@ -73,7 +73,7 @@ class View:
     norms_over_sites: tuple[str, ...] = ()
 
 
-def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
+def inspect(model: nn.Module, method: Any, rules: Rules) -> Inspection:
     """Finds slots and reasons.
 
     Raises:
@@ -110,7 +110,7 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> View:
     norms = tuple(n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm))
     watch = ModelWatch(model, trained, local, lambda name: is_local(method, name))
     found = (shared_model, exchanges, layers, blocks, frozen, local, buffers, parts, every, watch)
-    return View(*found, norms)
+    return Inspection(*found, norms)
 
 
 def _finder(

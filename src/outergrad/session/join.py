@@ -17,19 +17,19 @@ from outergrad.capture.loop_watch import LoopWatch
 from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError
 from outergrad.messages.header import Header, Join
-from outergrad.session.listener import Listener
+from outergrad.session.backward_hooks import BackwardHooks
 from outergrad.session.made_equal import Replica
-from outergrad.step.accumulated import Earlier
-from outergrad.step.announcing import Loop
+from outergrad.step.accumulated import CarriedOver
 from outergrad.step.commit import StepDiscardedError
 from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep
 from outergrad.step.step import SharedStep
 
-_NOTHING_EARLIER = Earlier({}, {})
+_NOTHING_CARRIED_OVER = CarriedOver({}, {})
 
 
-class Joining(Listener):
+class Joining(BackwardHooks):
     """A listener whose loop may be shorter or longer than the others'."""
 
     _watch: LoopWatch | None = None
@@ -60,7 +60,7 @@ class Joining(Listener):
         self._refuse_join()
         watch = self._watch_loop()
         self._join, self._has_left, self._last_active = Join.INSIDE, False, 0
-        self._planner.foresight.forget()
+        self._planner.header_cache.forget()
         try:
             watch.begin()
             yield
@@ -101,10 +101,10 @@ class Joining(Listener):
         self._refuse_lost()
         self._forget_gradients()
         loop = Loop(0, join, self._buffers.none_written())
-        header = self._announcer.absent(self._stats.step, loop)
+        header = self._header_builder.absent(self._stats.step, loop)
         own, no_joint = (self._model, self._planner, self._comm), JointStep([], self._comm)
         reading = self._reporter.reading(self._stats.step)
-        parts = (_NOTHING_EARLIER, self._blocks, no_joint, reading, self._buffers)
+        parts = (_NOTHING_CARRIED_OVER, self._blocks, no_joint, reading, self._buffers)
         step = self._step = SharedStep(NO_TASK, *own, header, set(), *parts)
         on_group(self._comm.group).running.append(self)
         return step
@@ -123,22 +123,22 @@ class Joining(Listener):
         """Of a step only the headers were needed."""
         self._step = None
         on_group(self._comm.group).running.remove(self)
-        self._planner.settle(applied=False)
+        self._planner.commit(applied=False)
 
     def _finish(self, step: Any) -> None:
         try:
             super()._finish(step)
         except StepDiscardedError as error:
-            gone = next((h.rank for h in step.sender.headers if h.join == Join.GONE), None)
+            gone = next((h.rank for h in step.context.headers if h.join == Join.GONE), None)
             if gone is None:
                 raise
             self._has_left = True
             raise StepDiscardedError(
                 f"the loop of site {gone} raised inside session.join(): it takes part in no more "
-                f"steps, and step {step.sender.header.step} must not be applied"
+                f"steps, and step {step.context.header.step} must not be applied"
             ) from error
         if self._join != Join.NONE and isinstance(step, SharedStep):
-            headers: Sequence[Header] = step.sender.headers
+            headers: Sequence[Header] = step.context.headers
             self._last_active = min(h.rank for h in headers if h.join == Join.INSIDE)
 
     # -- when a loop raised ---------------------------------------------------------------------

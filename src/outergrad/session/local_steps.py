@@ -21,16 +21,16 @@ from outergrad.core.types import ExchangeError, StateDict
 from outergrad.methods import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.session.drift import DriftError
-from outergrad.session.inspect import View
+from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
-from outergrad.step.accumulated import Earlier
-from outergrad.step.announcing import Loop
+from outergrad.step.accumulated import CarriedOver
 from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep
 from outergrad.step.step import SharedStep
 
-_NOTHING_EARLIER = Earlier({}, {})
+_NOTHING_CARRIED_OVER = CarriedOver({}, {})
 
 
 class LocalStepsSession(Session):
@@ -43,16 +43,16 @@ class LocalStepsSession(Session):
 
     def __init__(
         self,
-        view: View,
+        inspection: Inspection,
         comm: Comm,
         fingerprint: int,
         settings: Settings,
         method: LocalSteps,
     ) -> None:
-        self._trained, self._k = dict(view.model.params), method.k
+        self._trained, self._k = dict(inspection.model.params), method.k
         self._start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
         self._outer = method.optimizer(list(self._start.values()))
-        shared = replace(view, model=replace(view.model, params=self._start))
+        shared = replace(inspection, model=replace(inspection.model, params=self._start))
         super().__init__(shared, comm, fingerprint, settings)
         self._counter = StepCounter({id(p): name for name, p in self._trained.items()}, method.k)
         self._begun = False
@@ -192,14 +192,14 @@ class LocalStepsSession(Session):
         used, sessions = set(self._start), on_group(self._comm.group)
         no_joint = JointStep([], self._comm)
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        about = (self._stats.step, used, set[str](), _NOTHING_EARLIER, None, loop)
-        header = self._announcer.header(*about)
+        about = (self._stats.step, used, set[str](), _NOTHING_CARRIED_OVER, None, loop)
+        header = self._header_builder.header(*about)
         own, parts = (self._model, self._planner, self._comm), (self._blocks, no_joint)
         try:
             last = (self._reporter.reading(self._stats.step), self._buffers)
             skips = self._mishaps.skips_bad
             step = SharedStep(
-                NO_TASK, *own, header, set(), _NOTHING_EARLIER, *parts, *last, skips_bad=skips
+                NO_TASK, *own, header, set(), _NOTHING_CARRIED_OVER, *parts, *last, skips_bad=skips
             )
         except ExchangeError as error:
             raise self._lost_by(error) from error

@@ -6,13 +6,13 @@ from datetime import timedelta
 
 from outergrad.capture import weighting as _weighting
 from outergrad.session.drift import ON_DRIFT
-from outergrad.session.inspect import View
+from outergrad.session.inspect import Inspection
 from outergrad.session.mesh.levels import Mesh, refuse_settings
 from outergrad.step import buffers as _buffers
 
 
 def check_settings(
-    view: View,
+    inspection: Inspection,
     mesh: Mesh | None,
     weighting: _weighting.Kind,
     max_bad_steps: int | None,
@@ -29,7 +29,7 @@ def check_settings(
         raise ValueError(f"weighting={weighting!r}: pass one of {', '.join(_weighting.KINDS)}")
     if buffers not in (None, *_buffers.KINDS):
         raise ValueError(f"buffers={buffers!r}: pass one of {', '.join(_buffers.KINDS)}")
-    every = {k: name for name, k in view.every.items()}
+    every = {k: name for name, k in inspection.every.items()}
     if weighting == "samples" and len(every) > 1:
         (k, name), (other_k, other), *_ = sorted(every.items())
         raise ValueError(

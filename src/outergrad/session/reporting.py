@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from outergrad._version import __version__
-from outergrad.buckets.bucket import Sender
+from outergrad.buckets.bucket import StepContext
 from outergrad.comm.torch import ring_bytes
 from outergrad.core.exchanges import Exchanges
 from outergrad.core.model import Model
@@ -69,10 +69,10 @@ class Reporter:
         allowed_s = max((client.allowed_s for client in self._due(step)), default=0.0)
         return self._gauge.reading(allowed_s - self._told_s) if allowed_s else None
 
-    def report(self, sender: Sender, stats: Stats) -> None:
+    def report(self, context: StepContext, stats: Stats) -> None:
         """Tells of a step, which has been applied: so a failure must not undo it here."""
         if self._clients:
-            self._carefully(lambda: self._report(sender, stats))
+            self._carefully(lambda: self._report(context, stats))
 
     def report_alone(self, stats: Stats) -> None:
         """Tells of a step of a single site: nothing travels, its gradients are all there are."""
@@ -86,16 +86,16 @@ class Reporter:
             self._clients.clear()
             warn(f"this site records nothing any more: {error!r}")
 
-    def _report(self, sender: Sender, stats: Stats) -> None:
-        step = sender.header.step
+    def _report(self, context: StepContext, stats: Stats) -> None:
+        step = context.header.step
         self._take_time(stats)
         began = time.perf_counter()
         self._begin(step)
         due = self._due(step)
-        if sender.reading is not None:
-            sender.reading.end()
+        if context.reading is not None:
+            context.reading.end()
         if due:
-            self._tell_all(list(self._layers(sender, stats)), step, stats)
+            self._tell_all(list(self._layers(context, stats)), step, stats)
             self._told_s = time.perf_counter() - began
 
     def _report_alone(self, stats: Stats) -> None:
@@ -182,27 +182,27 @@ class Reporter:
             torch=torch.__version__,
         )
 
-    def _layers(self, sender: Sender, stats: Stats) -> Iterator[Layer]:
+    def _layers(self, context: StepContext, stats: Stats) -> Iterator[Layer]:
         """Of all that travelled, and of the weights of blocks: their bytes are the block's."""
         residuals = self._residuals()
-        reading = sender.reading
-        blocks = {block.block.name: block.block.params for block in sender.blocks}
+        reading = context.reading
+        blocks = {block.block.name: block.block.params for block in context.blocks}
         for name, layer in stats.layers.items():
-            yield self._layer(sender, name, layer, blocks.get(name, (name,)), residuals)
+            yield self._layer(context, name, layer, blocks.get(name, (name,)), residuals)
             for weight in blocks.get(name, ()):
                 if reading is not None and reading.sums[weight].sigma:
-                    yield self._layer(sender, weight, LayerStats("replayed"), (), residuals)
+                    yield self._layer(context, weight, LayerStats("replayed"), (), residuals)
 
     def _layer(
         self,
-        sender: Sender,
+        context: StepContext,
         name: str,
         layer: LayerStats,
         params: Sequence[str],
         residuals: Mapping[str, float],
     ) -> Layer:
-        header, reading = sender.header, sender.reading
-        uses = [header.uses[k] for slot, k in sender.slot_index.items() if slot.weight == name]
+        header, reading = context.header, context.reading
+        uses = [header.uses[k] for slot, k in context.slot_index.items() if slot.weight == name]
         by_rows = layer.travels in ("factors", "low rank")
         found: dict[str, Any] = reading.sums[name].measured() if reading is not None else {}
         if layer.travels == "dense":
@@ -221,7 +221,7 @@ class Reporter:
             received_bytes=layer.received_bytes,
             compress_s=layer.compress_s,
             replay_s=layer.replay_s,
-            wait_s=max((sender.waits.get(p, 0.0) for p in params), default=0.0),
+            wait_s=max((context.waits.get(p, 0.0) for p in params), default=0.0),
             **found,
         )
 
@@ -230,10 +230,10 @@ class Reporter:
         squares: dict[str, float] = {}
         for unit in self._model.units:
             for matrix in unit.matrices:
-                unsent = self._exchanges[unit].unsent(matrix)
-                if unsent is not None:
+                residual = self._exchanges[unit].residual(matrix)
+                if residual is not None:
                     before = squares.get(matrix.weight, 0.0)
-                    squares[matrix.weight] = before + inner(unsent, unsent)
+                    squares[matrix.weight] = before + inner(residual, residual)
         return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}
 
     def _tell_all(self, layers: Sequence[Layer], step: int, stats: Stats) -> None:

@@ -53,7 +53,7 @@ class Session(Verified):
         params = {**model.params, **self._frozen, **self._local}
         exchanges = [self._exchanges[unit] for unit in model.units]
         sites, chosen = self._comm.world_size, [self._chosen.get(u, "") for u in model.units]
-        told = (model.units, model.reasons, exchanges, sites, chosen, self._announcer.rows)
+        told = (model.units, model.reasons, exchanges, sites, chosen, self._header_builder.rows)
         return self._cadence.noted(coverage(params, self._local, *told))
 
     def stats(self) -> Stats:
@@ -87,7 +87,7 @@ class Session(Verified):
         """
         end_unfinished(self._comm.group)
         self._refuse_lost()
-        progress = Progress(self._stats.step, self._wanted, self._planner.mixed)
+        progress = Progress(self._stats.step, self._tap_next, self._planner.has_autograd_grad)
         state = saved(self._owner, progress, self._exchanges)
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
@@ -114,11 +114,11 @@ class Session(Verified):
         with lost_sites_told(self._comm, "load_state_dict on all sites", self._stats.step):
             progress, inheritances = resumed(state, self._owner, self._comm)
         self._exchanges.load(inheritances)
-        self._planner.resume(progress.mixed)
+        self._planner.resume(progress.has_autograd_grad)
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
         own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]
         self._weighting.load(own.get("samples", {}))
-        self._wanted = dict(progress.wanted)
+        self._tap_next = dict(progress.tap_next)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
         self._note_end(counted=False)
         self._reporter.resumed()

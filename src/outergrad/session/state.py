@@ -54,18 +54,18 @@ class Progress:
 
     Attributes:
         step: synchronised steps so far.
-        wanted: per unit, whether it is tapped in the next forward.
-        mixed: parameters that travel dense because they have a dense part, too.
+        tap_next: per unit, whether it is tapped in the next forward.
+        has_autograd_grad: parameters that travel dense because they have a dense part, too.
     """
 
     step: int
-    wanted: Mapping[Unit, bool]
-    mixed: Sequence[str]
+    tap_next: Mapping[Unit, bool]
+    has_autograd_grad: Sequence[str]
 
 
 def saved(owner: Owner, progress: Progress, exchanges: Exchanges) -> StateDict:
     """The state of a session, in tensors of its own."""
-    wanted = progress.wanted.items()
+    tap_next = progress.tap_next.items()
     return {
         "version": VERSION,
         "method": owner.method,
@@ -74,8 +74,8 @@ def saved(owner: Owner, progress: Progress, exchanges: Exchanges) -> StateDict:
         "step": progress.step,
         "shapes": owner.shapes,
         "local": list(owner.local),
-        "tapped": {place_name(p): taps for unit, taps in wanted for p in _places(unit)},
-        "mixed": list(progress.mixed),
+        "tapped": {place_name(p): taps for unit, taps in tap_next for p in _places(unit)},
+        "mixed": list(progress.has_autograd_grad),
         "exchanges": _copied(exchanges.states()),
     }
 
@@ -191,8 +191,8 @@ def _common_lines(state: StateDict) -> list[str]:
 
 def _progress(states: Mapping[int, StateDict], model: Model) -> Progress:
     state = next(iter(states.values()))
-    wanted = {unit: state["tapped"][place_name(_places(unit)[0])] for unit in model.units}
-    return Progress(state["step"], wanted, state["mixed"])
+    tap_next = {unit: state["tapped"][place_name(_places(unit)[0])] for unit in model.units}
+    return Progress(state["step"], tap_next, state["mixed"])
 
 
 def _inheritance(
@@ -203,13 +203,13 @@ def _inheritance(
     old = next(iter(states.values()))["sites"]
     like = rank % old
     first = like if old == sites else 0
-    unsent = range(rank, old, sites)
-    used = {k: _copied(states[k]["exchanges"][index], device) for k in {first, like, *unsent}}
+    residual = range(rank, old, sites)
+    used = {k: _copied(states[k]["exchanges"][index], device) for k in {first, like, *residual}}
     return Inheritance(
         place_of=owner.places,
         first=used[first],
         like=used[like],
-        unsent=[used[k] for k in unsent],
+        residual=[used[k] for k in residual],
         weight=sites / old,
         predecessors=[site % old for site in range(sites)],
     )

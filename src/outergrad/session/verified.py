@@ -13,7 +13,7 @@ from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
 from outergrad.session.drift import Drift, DriftError, compared
-from outergrad.session.inspect import View
+from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import Replica
 from outergrad.session.settings import Settings
 from outergrad.session.watching import Watching
@@ -31,8 +31,10 @@ _REMEDY = {
 class Verified(Watching):
     """A session whose replicas are compared after every n-th shared step that counts."""
 
-    def __init__(self, view: View, comm: Comm, fingerprint: int, settings: Settings) -> None:
-        super().__init__(view, comm, fingerprint, settings)
+    def __init__(
+        self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
+    ) -> None:
+        super().__init__(inspection, comm, fingerprint, settings)
         self._verify_every, self._on_drift = settings.verify_every, settings.on_drift
         self._unverified = 0
         self._shared: set[str] = set()
@@ -91,7 +93,7 @@ class Verified(Watching):
     def _finish(self, step: Any) -> None:
         super()._finish(step)
         applied = isinstance(step, SharedStep) and step.applied
-        self._shared = set(step.sender.used) if applied else set()
+        self._shared = set(step.context.used) if applied else set()
         if self._verify_every is None or not applied:
             return
         if on_group(self._comm.group).lost is not None:

@@ -19,7 +19,7 @@ from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.types import ExchangeError
 from outergrad.session.join import Joining
-from outergrad.step.calls import LocalStep
+from outergrad.step.captured import LocalStep
 from outergrad.step.groups import on_group
 from outergrad.step.step import SharedStep
 
@@ -124,12 +124,12 @@ class Watching(Joining):
     def _finish(self, step: Any) -> None:
         if step is not self._step:
             return
-        turn = self._turn
+        due_parts = self._due_parts
         super()._finish(step)
         if isinstance(step, SharedStep):
-            self._run_hooks(step.sender.used if step.applied else ())
-        elif turn is not None:
-            self._run_hooks(turn.used | turn.released)
+            self._run_hooks(step.context.used if step.applied else ())
+        elif due_parts is not None:
+            self._run_hooks(due_parts.used | due_parts.released)
         elif isinstance(step, LocalStep):
             self._run_hooks(step.used, shared=not self._several)
 

@@ -19,7 +19,7 @@ Pays = Callable[[Unit, Sequence[int]], bool]
 
 
 @dataclass(frozen=True)
-class Earlier:
+class CarriedOver:
     """What a shared step takes over from the backward passes before it.
 
     Attributes:
@@ -31,10 +31,10 @@ class Earlier:
     stacked: Mapping[Slot, Sequence[Factors]]
     formed: Mapping[Slot, int]
 
-    def of(self, model: Model) -> Earlier:
+    def of(self, model: Model) -> CarriedOver:
         """What concerns a part of the model."""
         stacked = {slot: self.stacked[slot] for slot in model.slots if slot in self.stacked}
-        return Earlier(stacked, {s: self.formed[s] for s in model.slots if s in self.formed})
+        return CarriedOver(stacked, {s: self.formed[s] for s in model.slots if s in self.formed})
 
     @property
     def params(self) -> set[str]:
@@ -106,7 +106,7 @@ class Accumulated:
         else:
             del self._stacks[unit]
 
-    def take(self, used: set[str]) -> Earlier:
+    def take(self, used: set[str]) -> CarriedOver:
         """Hands over all that is kept, and empties the gradients that it stands for.
 
         Args:
@@ -118,7 +118,7 @@ class Accumulated:
         stacked = {slot: parts for stack in stacks for slot, parts in stack.parts.items()}
         formed = {slot: n for slot, n in self._formed.items() if slot not in stacked}
         self.clear()
-        return Earlier(stacked, formed)
+        return CarriedOver(stacked, formed)
 
 
 class _Stack:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Sender
+from outergrad.buckets.bucket import StepContext
 from outergrad.core.protocols import Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, Join
@@ -105,11 +105,11 @@ class SharedBuffers:
             changed[k] = changed[k] or (trained and self._places[k].tensor is not None)
         return tuple(changed)
 
-    def start(self, sender: Sender) -> BufferMessage:
+    def start(self, context: StepContext) -> BufferMessage:
         """Sends what has to be sent; the same on every site."""
-        masks = zip(*(header.buffers for header in sender.headers), strict=True)
+        masks = zip(*(header.buffers for header in context.headers), strict=True)
         pairs = zip(self._places, masks, strict=False)
-        return BufferMessage(self, [place for place, mask in pairs if any(mask)], sender)
+        return BufferMessage(self, [place for place, mask in pairs if any(mask)], context)
 
 
 class BufferMessage:
@@ -119,9 +119,11 @@ class BufferMessage:
     sends its floating ones, too. A preamble says of each whether it is there.
     """
 
-    def __init__(self, buffers: SharedBuffers, places: Sequence[_Place], sender: Sender) -> None:
-        self._buffers, self._sender = buffers, sender
-        self._headers, self._rank = sender.headers, sender.comm.rank
+    def __init__(
+        self, buffers: SharedBuffers, places: Sequence[_Place], context: StepContext
+    ) -> None:
+        self._buffers, self._context = buffers, context
+        self._headers, self._rank = context.headers, context.comm.rank
         active = [h.rank for h in self._headers if h.join in (Join.NONE, Join.INSIDE)]
         self._source = min(active, default=0)
         mean = buffers.kind == "mean"
@@ -134,7 +136,7 @@ class BufferMessage:
         """The name of one of them."""
         if places:
             sizes = [self._nbytes(header) for header in self._headers]
-            self._work = sender.comm.all_gather(self._packed(sizes[self._rank]), sizes)
+            self._work = context.comm.all_gather(self._packed(sizes[self._rank]), sizes)
 
     def receive(self) -> int:
         """Waits for those of all sites; a digest of them.
@@ -167,11 +169,11 @@ class BufferMessage:
 
     def _preamble(self, site: Header, there: Sequence[bool]) -> Preamble:
         own = (site.fingerprint, site.step, BUFFERS, site.rank)
-        return Preamble(*own, self._sender.state, tuple(there))
+        return Preamble(*own, self._context.state, tuple(there))
 
     def _packed(self, nbytes: int) -> Tensor:
         header = self._headers[self._rank]
-        device, places = self._sender.comm.device, self._sent_by(header)
+        device, places = self._context.comm.device, self._sent_by(header)
         message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         for place, part in zip(places, _parts(message, places), strict=True):
             if (t := place.tensor) is not None:

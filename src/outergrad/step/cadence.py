@@ -11,8 +11,8 @@ from outergrad.core.model import Model, part_of
 from outergrad.core.types import Factors, Slot, StateDict
 from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage
-from outergrad.step.accumulated import Earlier
-from outergrad.step.announcing import Announcer
+from outergrad.step.accumulated import CarriedOver
+from outergrad.step.header_builder import HeaderBuilder
 from outergrad.step.kept import Kept
 
 
@@ -23,35 +23,35 @@ class Share:
     Attributes:
         model: the part.
         planner: of its steps.
-        announcer: of its headers.
+        header_builder: of its headers.
     """
 
     model: Model
     planner: Planner
-    announcer: Announcer
+    header_builder: HeaderBuilder
 
     def of(self, names: Collection[str]) -> Share:
         """The part with these parameters."""
         model = part_of(self.model, names)
-        return Share(model, self.planner.of(model), self.announcer.of(model))
+        return Share(model, self.planner.of(model), self.header_builder.of(model))
 
 
 @dataclass(frozen=True)
-class Turn:
+class DueParts:
     """What one synchronised backward shares.
 
     Attributes:
         due: what is shared; None if nothing is.
         used: parameters of it that the backward leaves a gradient in.
         released: those that have one already, of earlier passes.
-        earlier: rows of earlier passes.
+        carried_over: rows of earlier passes.
         later: takes the rest; None if there is none.
     """
 
     due: Share | None
     used: set[str]
     released: set[str]
-    earlier: Earlier
+    carried_over: CarriedOver
     later: KeepingStep | None
 
     def shares(self, slots: Sequence[Slot]) -> bool:
@@ -76,7 +76,7 @@ class KeepingStep:
     ) -> None:
         self.task, self.model, self._keep = task, model, keep
         self._captured: dict[Slot, list[Callable[[], Factors]]] = {}
-        self._mixed: set[str] = set()
+        self._has_autograd_grad: set[str] = set()
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until the backward has succeeded."""
@@ -84,7 +84,7 @@ class KeepingStep:
 
     def on_gradient(self, name: str) -> None:
         """Notes that autograd has a gradient, besides what taps captured."""
-        self._mixed.add(name)
+        self._has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """Nothing: it is not due."""
@@ -93,7 +93,7 @@ class KeepingStep:
         """The backward has succeeded: a pass more is kept."""
         with torch.no_grad():
             rows = {slot: [make() for make in calls] for slot, calls in self._captured.items()}
-        self._keep(rows, self._mixed)
+        self._keep(rows, self._has_autograd_grad)
 
 
 class Cadence:
@@ -111,40 +111,42 @@ class Cadence:
         self.passes = 0
         self.kept = Kept(whole.model, whole.planner.pays)
 
-    def turn(self, task: int, used: set[str], earlier: Earlier, *, rows: bool) -> Turn:
+    def due_parts(
+        self, task: int, used: set[str], carried_over: CarriedOver, *, rows: bool
+    ) -> DueParts:
         """Begins a synchronised backward.
 
         Args:
             task: of the backward.
             used: parameters that it leaves a gradient in.
-            earlier: what passes in `no_sync` left before it.
+            carried_over: what passes in `no_sync` left before it.
             rows: whether what is shared can take rows.
         """
         self.passes += 1
         if self.always:
-            return Turn(self._whole, used, set(), earlier, None)
+            return DueParts(self._whole, used, set(), carried_over, None)
         names = frozenset(name for name, k in self._every.items() if self.passes % k == 0)
         rest, due = self._every.keys() - names, self._share(names) if names else None
-        later = self._keeping(task, rest, used, earlier) if rest else None
+        later = self._keeping(task, rest, used, carried_over) if rest else None
         if due is None:
-            return Turn(None, set(), set(), earlier, later)
+            return DueParts(None, set(), set(), carried_over, later)
         own = used & names
-        taken, released = self.kept.release(due.model, own, earlier.of(due.model), rows=rows)
-        return Turn(due, own, released, taken, later)
+        taken, released = self.kept.release(due.model, own, carried_over.of(due.model), rows=rows)
+        return DueParts(due, own, released, taken, later)
 
-    def finish(self, turn: Turn, shared: Collection[str]) -> None:
+    def finish(self, due_parts: DueParts, shared: Collection[str]) -> None:
         """The backward has succeeded on all sites.
 
         Args:
-            turn: what it was.
+            due_parts: what it was.
             shared: parameters whose gradient is now the sum over the passes.
         """
         for name in shared:
             p, k = self._whole.model.params[name], self._every[name]
             if p.grad is not None and k > 1:
                 p.grad.mul_(1 / k)
-        if turn.later is not None:
-            turn.later.finish()
+        if due_parts.later is not None:
+            due_parts.later.finish()
 
     def _share(self, names: frozenset[str]) -> Share:
         if names not in self._shares:
@@ -152,12 +154,16 @@ class Cadence:
         return self._shares[names]
 
     def _keeping(
-        self, task: int, names: Collection[str], used: set[str], earlier: Earlier
+        self, task: int, names: Collection[str], used: set[str], carried_over: CarriedOver
     ) -> KeepingStep:
         part = part_of(self._whole.model, names)
-        own, before = used & part.params.keys(), earlier.of(part)
+        own, before = used & part.params.keys(), carried_over.of(part)
         return KeepingStep(
-            task, part, lambda new, mixed: self.kept.keep(part, own, new, before, mixed)
+            task,
+            part,
+            lambda new, has_autograd_grad: self.kept.keep(
+                part, own, new, before, has_autograd_grad
+            ),
         )
 
     # -- what is said and saved -----------------------------------------------------------------

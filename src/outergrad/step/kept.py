@@ -11,8 +11,8 @@ from torch import Tensor
 from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot, StateDict, Unit
 from outergrad.linalg.gradients import add_gradients
-from outergrad.step.accumulated import Earlier, Pays, is_whole, numel_of, rows_of
-from outergrad.step.calls import accumulate
+from outergrad.step.accumulated import CarriedOver, Pays, is_whole, numel_of, rows_of
+from outergrad.step.captured import accumulate
 
 Rows = Mapping[Slot, Sequence[Factors]]
 
@@ -39,7 +39,12 @@ class Kept:
 
     @torch.no_grad()
     def keep(
-        self, part: Model, used: set[str], new: Rows, earlier: Earlier, mixed: set[str]
+        self,
+        part: Model,
+        used: set[str],
+        new: Rows,
+        carried_over: CarriedOver,
+        has_autograd_grad: set[str],
     ) -> None:
         """Takes in what a backward brought, and leaves no gradient in the parameters.
 
@@ -47,32 +52,32 @@ class Kept:
             part: of the model.
             used: its parameters that the backward left a gradient in.
             new: rows that the backward captured.
-            earlier: what passes in `no_sync` left before it.
-            mixed: parameters that autograd itself had a gradient for.
+            carried_over: what passes in `no_sync` left before it.
+            has_autograd_grad: parameters that autograd itself had a gradient for.
         """
         for unit in part.units:
-            rows = {s: [*earlier.stacked.get(s, ()), *new.get(s, ())] for s in unit.slots}
-            fit = mixed.isdisjoint(unit.params) and self._affordable(unit, rows)
-            if fit and self._as_rows(unit, used, earlier):
+            rows = {s: [*carried_over.stacked.get(s, ()), *new.get(s, ())] for s in unit.slots}
+            fit = has_autograd_grad.isdisjoint(unit.params) and self._affordable(unit, rows)
+            if fit and self._as_rows(unit, used, carried_over):
                 self._add(rows)
                 self._reset(unit.params)
             else:
-                self._form(rows, unless=set(unit.params) - used - earlier.params)
+                self._form(rows, unless=set(unit.params) - used - carried_over.params)
                 self._form(self._popped(unit))
         for name in part.params:
             self._take_gradient(name)
-        self._counted.update({slot: earlier.formed.get(slot, 0) for slot in part.slots})
+        self._counted.update({slot: carried_over.formed.get(slot, 0) for slot in part.slots})
 
     @torch.no_grad()
     def release(
-        self, part: Model, used: set[str], earlier: Earlier, *, rows: bool
-    ) -> tuple[Earlier, set[str]]:
+        self, part: Model, used: set[str], carried_over: CarriedOver, *, rows: bool
+    ) -> tuple[CarriedOver, set[str]]:
         """Gives back what is kept of a part, as rows of earlier passes or in `param.grad`.
 
         Args:
             part: of the model.
             used: its parameters that the backward leaves a gradient in.
-            earlier: what passes in `no_sync` left before it.
+            carried_over: what passes in `no_sync` left before it.
             rows: whether the step can take rows.
 
         Returns:
@@ -81,18 +86,18 @@ class Kept:
         stacked: dict[Slot, Sequence[Factors]] = {}
         written: set[str] = set()
         for unit in part.units:
-            before = {s: earlier.stacked[s] for s in unit.slots if s in earlier.stacked}
+            before = {s: carried_over.stacked[s] for s in unit.slots if s in carried_over.stacked}
             held = self._popped(unit)
-            if rows and self._as_rows(unit, used, earlier):
+            if rows and self._as_rows(unit, used, carried_over):
                 both = {s: [*before.get(s, ()), *held.get(s, ())] for s in unit.slots}
                 stacked.update({slot: parts for slot, parts in both.items() if before or held})
             else:
                 written |= self._form(before) | self._form(held)
         formed = {name: self._formed.pop(name) for name in part.params if name in self._formed}
         accumulate(self._model, formed)
-        counts = Counter({slot: earlier.formed.get(slot, 0) for slot in part.slots})
+        counts = Counter({slot: carried_over.formed.get(slot, 0) for slot in part.slots})
         counts.update({slot: self._counted.pop(slot, 0) for slot in part.slots})
-        return Earlier(stacked, counts), written | formed.keys()
+        return CarriedOver(stacked, counts), written | formed.keys()
 
     def clear(self) -> None:
         """Drops all of it."""
@@ -102,10 +107,10 @@ class Kept:
 
     # -- rows or formed -------------------------------------------------------------------------
 
-    def _as_rows(self, unit: Unit, used: set[str], earlier: Earlier) -> bool:
+    def _as_rows(self, unit: Unit, used: set[str], carried_over: CarriedOver) -> bool:
         """Whether rows are all that there is of the unit."""
         untouched = all(self._model.params[name].grad is None for name in unit.params)
-        fresh = untouched or any(slot in earlier.stacked for slot in unit.slots)
+        fresh = untouched or any(slot in carried_over.stacked for slot in unit.slots)
         return fresh and is_whole(unit, used) and self._formed.keys().isdisjoint(unit.params)
 
     def _affordable(self, unit: Unit, rows: Rows) -> bool:

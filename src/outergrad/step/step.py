@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outergrad.buckets.bucket import Bucket, Pending, Result, Sender
+from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.blocks import Block
 from outergrad.core.model import Choice, Model
 from outergrad.core.protocols import Comm
@@ -23,9 +23,9 @@ from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since, Stats
 from outergrad.replay.block_message import Blocks
 from outergrad.replay.block_use import Use
-from outergrad.step.accumulated import Earlier
+from outergrad.step.accumulated import CarriedOver
 from outergrad.step.buffers import BufferMessage, SharedBuffers
-from outergrad.step.calls import Calls
+from outergrad.step.captured import Captured
 from outergrad.step.commit import Ballot, Decision
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.writing import Writer
@@ -50,7 +50,7 @@ class SharedStep:
         comm: Comm,
         header: Header,
         used: set[str],
-        earlier: Earlier,
+        carried_over: CarriedOver,
         blocks: Blocks,
         joint: JointStep,
         reading: Reading | None = None,
@@ -69,32 +69,32 @@ class SharedStep:
         self.place = "the headers"
         """What this site waits for, in words."""
         self._model, self._planner, self._comm = model, planner, comm
-        self._calls = Calls(model, used | earlier.params, blocks)
-        for slot, parts in earlier.stacked.items():
+        self._captured = Captured(model, used | carried_over.params, blocks)
+        for slot, parts in carried_over.stacked.items():
             for part in parts:
-                self._calls.add(slot, lambda part=part: part)
+                self._captured.add(slot, lambda part=part: part)
         self._waiting = set(used)
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
         index = {slot: k for k, slot in enumerate(model.slots)}
-        rows = self._calls.rows
+        rows = self._captured.rows
         own = (comm, model.params, header, index, rows, set[str](), blocks)
-        self.sender = Sender(*own, reading=reading, skips_bad=skips_bad)
-        self._writer = Writer(model, planner, self.sender)
+        self.context = StepContext(*own, reading=reading, skips_bad=skips_bad)
+        self._writer = Writer(model, planner, self.context)
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
         self._ballot = Ballot(comm, header, self.subjects)
-        foreseen = planner.foresight.foreseen(header.step)
+        foreseen = planner.header_cache.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
         else:
-            surprised = planner.foresight.surprises(header, foreseen)
-            self.sender.state = State.SURPRISED if surprised else State.GOOD
+            surprised = planner.header_cache.surprises(header, foreseen)
+            self.context.state = State.SURPRISED if surprised else State.GOOD
             self._plan(foreseen)
 
     def _announce(self, header: Header) -> None:
         """Starts the exchange of headers."""
         words = self._comm.control(header.words())
-        self.sender.header = header
+        self.context.header = header
         self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
 
     @property
@@ -104,16 +104,16 @@ class SharedStep:
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its message is started."""
-        self._calls.add(slot, factors)
+        self._captured.add(slot, factors)
 
     def on_use(self, block: Block, use: Use) -> None:
         """Keeps a use of a block until its message is started."""
-        self._calls.add_use(block, use)
+        self._captured.add_use(block, use)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """The mean over the sites of a delta below a shared part."""
         self.agreed()
-        began, own = time.perf_counter(), scaled(delta, self.sender.scale)
+        began, own = time.perf_counter(), scaled(delta, self.context.scale)
         try:
             return self._joint.mean(point, own)
         except RefusedError as error:
@@ -124,7 +124,7 @@ class SharedStep:
 
     def on_gradient(self, name: str) -> None:
         """Notes that autograd has a gradient, besides what taps captured."""
-        self.sender.mixed.add(name)
+        self.context.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """Starts what can be started."""
@@ -153,34 +153,34 @@ class SharedStep:
         began = time.perf_counter()
         words = [part.tolist() for part in self._announced.wait()]
         self._wait_s += time.perf_counter() - began
-        ours = self.sender.header
+        ours = self.context.header
         headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
         self._ballot.note_sum(digest(words))
         self._plan(headers)
         self._joint.check([header.joint for header in headers])
-        self._planner.foresight.exchanged(headers)
+        self._planner.header_cache.exchanged(headers)
 
     def agreed(self) -> Sequence[Header]:
         """The headers of all sites, once they have come."""
         if self.choice is None:
             self._adopt()
-        return self.sender.headers
+        return self.context.headers
 
     def _plan(self, headers: list[Header]) -> None:
-        self.sender.take(headers)
+        self.context.take(headers)
         self.choice = self._planner.choose(headers)
         self._buckets = self._planner.packer.buckets(self.choice)
-        if self.sender.header.alone:  # else messages of other sessions may come between
+        if self.context.header.alone:  # else messages of other sessions may come between
             for bucket in self._buckets:
-                bucket.expect(self.sender)
+                bucket.expect(self.context)
             self._ballot.expect()
 
     def _start(self, bucket: Bucket) -> None:
-        if self.sender.state == State.GOOD:
+        if self.context.state == State.GOOD:
             for name in bucket.dense_params:
-                self._calls.settle(name)
+                self._captured.settle(name)
         with torch.no_grad():
-            self._pending.append(bucket.start(self.sender))
+            self._pending.append(bucket.start(self.context))
 
     @property
     def applied(self) -> bool:
@@ -206,18 +206,18 @@ class SharedStep:
         if self._error is not None:
             raise self._error
         if decision.verdict >= Verdict.REFUSED:
-            raise decision.error(self.subjects, self.sender.blocks) from self._ballot.cause
+            raise decision.error(self.subjects, self.context.blocks) from self._ballot.cause
 
     def settle(self, decision: Decision) -> None:
         """The step is over; if it does not count, no gradient is left, nor what was before it."""
         self.decision = decision
         if self._sent_buffers is not None:
             self._sent_buffers.finish(write=decision.good)
-        self._planner.settle(applied=decision.good)
-        self._calls.release()
+        self._planner.commit(applied=decision.good)
+        self._captured.release()
         if not decision.good:
             self._joint.clear()
-            for name in self.sender.used:
+            for name in self.context.used:
                 self._model.params[name].grad = None
 
     def stats(self, step: int) -> Stats:
@@ -226,22 +226,22 @@ class SharedStep:
         Args:
             step: synchronised steps so far, this one too.
         """
-        seconds = {"compress_s": self.sender.compress_s, "replay_s": self.sender.replay_s}
-        return self._since.stats(step, **seconds, wait_s=self._wait_s, layers=self.sender.layers)
+        seconds = {"compress_s": self.context.compress_s, "replay_s": self.context.replay_s}
+        return self._since.stats(step, **seconds, wait_s=self._wait_s, layers=self.context.layers)
 
     def abandon(self, changed: str | None = None) -> None:
         """Ends a step whose backward raised here, or whose model changed, with the other sites.
 
         The last message has not gone yet, so all of them see the failure.
         """
-        self.sender.state = State.FAILED
+        self.context.state = State.FAILED
         if changed is not None:
             self._ballot.note_change(changed)
         self.agreed()
         self._joint.give_up()
         self.decision = self._pass()
-        self._planner.settle(applied=False)
-        self._calls.release()
+        self._planner.commit(applied=False)
+        self._captured.release()
 
     def _pass(self) -> Decision:
         """Starts what is left, takes in all messages and votes; what is last is written meanwhile.
@@ -250,14 +250,14 @@ class SharedStep:
         these vote, too.
         """
         self._start_all()
-        self._sent_buffers = self._shared_buffers.start(self.sender)
+        self._sent_buffers = self._shared_buffers.start(self.context)
         self._start_second_rounds()
         last = self._receive()
         self.place = "the buffers"
         self._receive_buffers(self._sent_buffers)
         self._ballot.note_sum(self._joint.digest)
         try:
-            self._ballot.cast(self.sender.state, self.sender.bad)
+            self._ballot.cast(self.context.state, self.context.bad)
         finally:  # another site may have heard the vote, and count the step
             if last is not None:
                 self._writer.write(*last)
@@ -276,12 +276,12 @@ class SharedStep:
         except Exception as error:
             if self.choice is None:  # without a plan, which is the same on all sites
                 raise
-            self._error, self.sender.state = error, State.FAILED
+            self._error, self.context.state = error, State.FAILED
             self._advance(block=True)
 
     def _receive(self) -> tuple[Bucket, Result] | None:
         """Takes in all messages; writes what they bring, if all is good, but for the last one."""
-        state, last = self.sender.state, None
+        state, last = self.context.state, None
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
             result = self._result(bucket, pending)
             if last is not None and state == State.GOOD:
@@ -292,14 +292,14 @@ class SharedStep:
             return None
         if last is not None and self._writer.mixes(last[1]):
             self._writer.write(*last)
-            self._writer.share_mixed()
+            self._writer.share_autograd_grad()
             return None
         return last
 
     def _result(self, bucket: Bucket, pending: Pending) -> Result:
         """What a message brings; nothing that may be applied, if it is refused."""
         first = self._wait_for(bucket)
-        began, replay_s = time.perf_counter(), self.sender.replay_s
+        began, replay_s = time.perf_counter(), self.context.replay_s
         try:
             with torch.no_grad():
                 result = pending.wait()
@@ -309,11 +309,11 @@ class SharedStep:
         except ExchangeError:
             raise
         except Exception as error:
-            self._error, self.sender.state = error, State.FAILED
+            self._error, self.context.state = error, State.FAILED
             result = Result(state=State.FAILED)
-        waited_s = time.perf_counter() - began - (self.sender.replay_s - replay_s)
+        waited_s = time.perf_counter() - began - (self.context.replay_s - replay_s)
         self._wait_s += waited_s
-        self.sender.add_wait(bucket.params, waited_s)
+        self.context.add_wait(bucket.params, waited_s)
         if result.digest is not None:
             self._ballot.note_sum(result.digest)
         return result
@@ -334,7 +334,7 @@ class SharedStep:
     def _start_second_rounds(self) -> None:
         """In the order of the messages; those of one round have none."""
         for bucket, pending in zip(self._buckets, self._pending, strict=True):
-            began, compress_s = time.perf_counter(), self.sender.compress_s
+            began, compress_s = time.perf_counter(), self.context.compress_s
             self._wait_for(bucket)
             try:
                 with torch.no_grad():
@@ -343,21 +343,21 @@ class SharedStep:
                 raise
             except Exception as error:  # the others wait for what can no more be made
                 raise ExchangeError(str(error)) from error
-            compress_s = self.sender.compress_s - compress_s
+            compress_s = self.context.compress_s - compress_s
             waited_s = time.perf_counter() - began - compress_s
             self._wait_s += waited_s
-            self.sender.add_wait(bucket.params, waited_s)
+            self.context.add_wait(bucket.params, waited_s)
 
     def _start_again(self) -> None:
         """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
-        self._planner.foresight.was_wrong()
-        self._planner.settle(applied=False)
-        header, settled = self.sender.header, self._calls.settled
+        self._planner.header_cache.was_wrong()
+        self._planner.commit(applied=False)
+        header, settled = self.context.header, self._captured.settled
         pairs = zip(self._model.slots, header.uses, strict=True)
         uses = tuple(replace(use, tapped=use.tapped and s not in settled) for s, use in pairs)
         members = zip(self._model.blocks, header.blocks, strict=True)
         blocks = tuple(replace(use, tapped=use.tapped and b not in settled) for b, use in members)
-        self.choice, self._pending, self.sender.state = None, [], State.GOOD
-        self.sender.forget()
+        self.choice, self._pending, self.context.state = None, [], State.GOOD
+        self.context.forget()
         self._ballot = Ballot(self._comm, header, self.subjects)
         self._announce(replace(header, uses=uses, blocks=blocks))

@@ -28,15 +28,15 @@ class Warm(NamedTuple):
 
     Attributes:
         part: what is to be sent.
-        unsent: what was not sent before, if anything.
+        residual: what was not sent before, if anything.
         whole: whether all of what is not sent now is kept, as a matrix; then `gradient` is
-            formed, and `unsent` a matrix.
+            formed, and `residual` a matrix.
         x_GIK: directions that were leading.
         columns: how many to iterate on.
     """
 
     part: Part
-    unsent: Gradient | None
+    residual: Gradient | None
     whole: bool
     x_GIK: Tensor
     columns: int
@@ -47,14 +47,14 @@ class Warm(NamedTuple):
         gradient = self.part.gradient
         tensors = (gradient,) if isinstance(gradient, Tensor) else gradient[:2]
         shapes, dtypes = zip(*((t.shape, t.dtype) for t in tensors), strict=True)
-        return Kind(self.part.rows, self.unsent is not None, self.whole, dtypes, shapes)
+        return Kind(self.part.rows, self.residual is not None, self.whole, dtypes, shapes)
 
 
 class Kind(NamedTuple):
     """The same but for the shapes goes together."""
 
     rows: int
-    has_unsent: bool
+    has_residual: bool
     whole: bool
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[torch.Size, ...]
@@ -106,18 +106,18 @@ def compress_together(members: Sequence[Warm]) -> tuple[LowRank, Tensor | None]:
     columns = max(warm.columns for warm in members)
     x_GIK = padded([warm.x_GIK[..., :columns] for warm in members], width=columns).contiguous()
     gradient = together([warm.part.gradient for warm in members])
-    unsent = [warm.unsent for warm in members if warm.unsent is not None]
+    residual = [warm.residual for warm in members if warm.residual is not None]
     if first.whole:
-        return _whole(gradient, together(unsent) if unsent else None, x_GIK, first.part.rows)
+        return _whole(gradient, together(residual) if residual else None, x_GIK, first.part.rows)
     main = cheapest(unscaled(gradient), columns, 1, with_energy=False)
-    others = (unscaled(_contiguous(together(unsent))),) if unsent else ()
+    others = (unscaled(_contiguous(together(residual))),) if residual else ()
     return warm_iteration(total(main, *others), x_GIK.to(main.dtype)), None
 
 
 def _whole(
-    gradient: Gradient, unsent: Gradient | None, x_GIK: Tensor, rows: int
+    gradient: Gradient, residual: Gradient | None, x_GIK: Tensor, rows: int
 ) -> tuple[LowRank, Tensor]:
-    whole_GOI = formed(gradient, unsent)
+    whole_GOI = formed(gradient, residual)
     found = warm_iteration(unscaled(whole_GOI), x_GIK.to(whole_GOI.dtype))
     return found, without(whole_GOI, found.leading(rows))
 

@@ -22,7 +22,7 @@ from outergrad.core.types import (
 )
 from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
 from outergrad.methods.low_rank.inherit import common_state, inherited, own_state
-from outergrad.methods.low_rank.memory import Memories, unsent_of
+from outergrad.methods.low_rank.memory import Memories, residual_of
 from outergrad.methods.low_rank.merging import Merging
 from outergrad.methods.low_rank.reduce import WAYS, best_way, explained, times
 from outergrad.methods.low_rank.settings import LowRankSettings
@@ -187,13 +187,13 @@ class LowRankExchange:
         """The leading triplets of each gradient and of what was not sent of it before."""
         return self._gathered.compress(parts)
 
-    def unsent(self, slot: Slot) -> Gradient | None:
+    def residual(self, slot: Slot) -> Gradient | None:
         """What error feedback adds to the gradient of the next step."""
-        return unsent_of(self._memories[slot])
+        return residual_of(self._memories[slot])
 
-    def settle(self, *, applied: bool) -> None:
+    def commit(self, *, applied: bool) -> None:
         """Keeps what the step left, or, if the step is void, what there was before it."""
-        self._memories.settle(applied=applied)
+        self._memories.commit(applied=applied)
         self._sketches.forget()
 
     # -- saved and loaded -----------------------------------------------------------------------

@@ -30,11 +30,11 @@ def own_state(held: Mapping[Place, Memory]) -> StateDict:
 
 def _saved(memory: Memory) -> StateDict:
     memory = compacted(memory)
-    if memory.unsent is None:
+    if memory.residual is None:
         return {"start": memory.q_GIR}
-    if isinstance(memory.unsent, Tensor):
-        return {"start": memory.q_GIR, "unsent": memory.unsent}
-    d_GRO, a_GRI, _ = memory.unsent
+    if isinstance(memory.residual, Tensor):
+        return {"start": memory.q_GIR, "unsent": memory.residual}
+    d_GRO, a_GRI, _ = memory.residual
     return {"start": memory.q_GIR, "unsent_deltas": d_GRO, "unsent_activations": a_GRI}
 
 
@@ -47,18 +47,18 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
     """
     columns = inheritance.first["common"]["columns"]
     starts = start["own"]["memories"]
-    old = [state["own"]["memories"] for state in inheritance.unsent]
+    old = [state["own"]["memories"] for state in inheritance.residual]
     held: dict[Place, Memory] = {}
     for name in dict.fromkeys(name for memories in (starts, *old) for name in memories):
         parts = [memories[name] for memories in old if name in memories]
-        unsent = _unsent(parts, inheritance.weight)
+        residual = _residuals(parts, inheritance.weight)
         q_GIR = starts[name]["start"] if name in starts else parts[0]["start"][..., :0]
-        held[inheritance.place_of[name]] = Memory(q_GIR, unsent, columns.get(name))
+        held[inheritance.place_of[name]] = Memory(q_GIR, residual, columns.get(name))
     return held
 
 
-def _unsent(parts: Sequence[Saved], weight: float) -> Gradient | None:
-    """The sum of what several sites had unsent, as factors if all of it is."""
+def _residuals(parts: Sequence[Saved], weight: float) -> Gradient | None:
+    """The sum of the residuals of several sites, as factors if all of them are."""
     factors = [_factors(part, weight) for part in parts if "unsent_deltas" in part]
     matrices = [part["unsent"] * weight for part in parts if "unsent" in part]
     if matrices:

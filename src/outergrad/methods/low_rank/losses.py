@@ -27,20 +27,22 @@ def loss_of(sent: Factors, codecs: Codecs) -> Factors:
     return stack([of_deltas, Factors(sent.d_GRO, sent.a_GRI - a_GRI)])
 
 
-def with_loss(unsent: Gradient | None, sent: Factors, codecs: Codecs, rank: int) -> Gradient | None:
+def with_loss(
+    residual: Gradient | None, sent: Factors, codecs: Codecs, rank: int
+) -> Gradient | None:
     """What is not sent, and what encoding loses of what is.
 
     Args:
-        unsent: a matrix, which is changed in place, or factors, or nothing.
+        residual: a matrix, which is changed in place, or factors, or nothing.
         sent: the rows before they are encoded.
         codecs: what they go through.
         rank: how many triplets are kept of factors.
     """
     lost = loss_of(sent, codecs)
     if finite_or_none(lost) is None:
-        return unsent
-    if isinstance(unsent, Tensor):
-        return unsent.baddbmm_(lost.d_GRO.mT, lost.a_GRI)
-    parts = [lost] if unsent is None else [unsent, lost]
+        return residual
+    if isinstance(residual, Tensor):
+        return residual.baddbmm_(lost.d_GRO.mT, lost.a_GRI)
+    parts = [lost] if residual is None else [residual, lost]
     kept = small_core(stack(parts), rank)
     return kept.factors() if kept.rank else None

@@ -19,13 +19,13 @@ class Memory:
 
     Attributes:
         q_GIR: right singular directions found.
-        unsent: what was not sent and is added to the gradient of the next step, as factors or
+        residual: what was not sent and is added to the gradient of the next step, as factors or
             as a matrix, if anything.
         columns: R of the next step where the sites choose it together.
     """
 
     q_GIR: Tensor
-    unsent: Gradient | None = None
+    residual: Gradient | None = None
     columns: int | None = None
 
 
@@ -56,7 +56,7 @@ class Memories:
         self._held = dict(held)
         self._next.clear()
 
-    def settle(self, *, applied: bool) -> None:
+    def commit(self, *, applied: bool) -> None:
         """The step is over."""
         if applied:
             for place in self._held.keys() - self._next.keys():  # the others' tensors are new
@@ -67,7 +67,7 @@ class Memories:
 
 def compacted(memory: Memory) -> Memory:
     """In tensors that are no views of larger ones."""
-    return replace(memory, q_GIR=compact(memory.q_GIR), unsent=compact(memory.unsent))
+    return replace(memory, q_GIR=compact(memory.q_GIR), residual=compact(memory.residual))
 
 
 @overload
@@ -87,9 +87,9 @@ def compact(t: Gradient | None) -> Gradient | None:
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def unsent_of(memory: Memory | None) -> Gradient | None:
+def residual_of(memory: Memory | None) -> Gradient | None:
     """What the last step left, if there was one and it left something."""
-    return None if memory is None else memory.unsent
+    return None if memory is None else memory.residual
 
 
 def finite_or_none(factors: Factors) -> Factors | None:

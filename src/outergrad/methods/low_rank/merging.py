@@ -18,7 +18,7 @@ from outergrad.methods.low_rank.memory import (
     Memory,
     compact,
     finite_or_none,
-    unsent_of,
+    residual_of,
 )
 from outergrad.methods.low_rank.settings import LowRankSettings
 
@@ -50,37 +50,37 @@ class Merging:
     ) -> None:
         kept = found.leading(rows).factors()
         memory = self._memories.latest(slot) or Memory(compact(kept.a_GRI.mT))
-        unsent = unsent_of(memory)
-        if self._settings.error_feedback == "dense" or isinstance(unsent, Tensor):
-            whole = self._with_rest_of(parts, kept, unsent, sites)
+        residual = residual_of(memory)
+        if self._settings.error_feedback == "dense" or isinstance(residual, Tensor):
+            whole = self._with_rest_of(parts, kept, residual, sites)
         else:
-            whole = self._recompressed(found.rest(rows), kept, unsent, sites)
+            whole = self._recompressed(found.rest(rows), kept, residual, sites)
         if whole is not None:
-            self._memories[slot] = replace(memory, unsent=compact(whole))
+            self._memories[slot] = replace(memory, residual=compact(whole))
 
     def _with_rest_of(
-        self, parts: Sequence[Factors], kept: Factors, unsent: Gradient | None, sites: int
+        self, parts: Sequence[Factors], kept: Factors, residual: Gradient | None, sites: int
     ) -> Tensor | None:
-        """What is unsent and `sites` times what the mean lost, as a matrix."""
+        """The residual and `sites` times what the mean lost, as a matrix."""
         dtype = kept.d_GRO.dtype
         if self._settings.keeps_loss:
             kept = decoded(kept, self._settings.wire)
         sent = stack([Factors(part.d_GRO.to(dtype), part.a_GRI.to(dtype)) for part in parts])
         rest_GOI = product_of(sent) - sites * product_of(kept)
-        whole_GOI = formed(rest_GOI, unsent)
+        whole_GOI = formed(rest_GOI, residual)
         return whole_GOI if bool(whole_GOI.isfinite().all()) else None
 
     def _recompressed(
-        self, rest: LowRank, kept: Factors, unsent: Factors | None, sites: int
+        self, rest: LowRank, kept: Factors, residual: Factors | None, sites: int
     ) -> Factors | None:
-        """What is unsent and `sites` times what all sites miss, as few triplets."""
+        """The residual and `sites` times what all sites miss, as few triplets."""
         missed = rest.factors()
         if self._settings.keeps_loss:
             missed = stack([missed, loss_of(kept, self._settings.wire)])
         more = finite_or_none(Factors(missed.d_GRO * sites, missed.a_GRI))
         if more is None or not more.d_GRO.shape[1]:
             return None
-        if unsent is None and not self._settings.keeps_loss:
+        if residual is None and not self._settings.keeps_loss:
             return more
-        whole = more if unsent is None else added(unsent, more)
+        whole = more if residual is None else added(residual, more)
         return small_core(whole, self._settings.feedback_rank).factors()

@@ -48,9 +48,9 @@ class LowRankSettings:
         """Whether what encoding loses is remembered: where it is always the same that is lost."""
         return self.error_feedback is not None and drops(self.wire)
 
-    def keeps_whole(self, part: Part, unsent: Gradient | None) -> bool:
+    def keeps_whole(self, part: Part, residual: Gradient | None) -> bool:
         """Whether all of what is not sent is remembered, as a matrix: once so, always so."""
-        if self.error_feedback == "dense" or isinstance(unsent, Tensor):
+        if self.error_feedback == "dense" or isinstance(residual, Tensor):
             return True
         return isinstance(part.gradient, Tensor) and self.forms(part.slot)
 

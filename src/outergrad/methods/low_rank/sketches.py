@@ -15,7 +15,7 @@ from outergrad.linalg.outer import formed
 from outergrad.linalg.product import Product, cheapest, unscaled
 from outergrad.linalg.subspace import start
 from outergrad.linalg.total import Total, total
-from outergrad.methods.low_rank.memory import Memories, Memory, compacted, unsent_of
+from outergrad.methods.low_rank.memory import Memories, Memory, compacted, residual_of
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 
@@ -27,14 +27,14 @@ class _Turn:
         matrix: this site's gradient and what it has not sent.
         whole_GOI: the same, where it had to be formed.
         y_GOL: its image of the directions that only the memory needs.
-        unsent: what is left of it.
+        residual: what is left of it.
     """
 
     matrix: Product | Total
     whole_GOI: Tensor | None
     y_GOL: Tensor
     p_GOK: Tensor | None = None
-    unsent: Gradient | None = None
+    residual: Gradient | None = None
 
 
 class GlobalSketches:
@@ -61,17 +61,17 @@ class GlobalSketches:
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
         """`M_s Q`, (G, O, K)."""
         memory, columns = self._memories[slot], self.columns(slot)
-        unsent = unsent_of(memory)
+        residual = residual_of(memory)
         whole_GOI, others = None, ()
-        if self._settings.keeps_whole(Part(slot, gradient, columns), unsent):
+        if self._settings.keeps_whole(Part(slot, gradient, columns), residual):
             count = columns
-            whole_GOI = formed(gradient, unsent)
+            whole_GOI = formed(gradient, residual)
             main = unscaled(whole_GOI)
         else:
-            assert not isinstance(unsent, Tensor)
+            assert not isinstance(residual, Tensor)
             count = columns + self._memory_rows(slot, columns)
             main = cheapest(unscaled(gradient), count, 1, with_energy=False)
-            others = () if unsent is None else (unscaled(unsent),)
+            others = () if residual is None else (unscaled(residual),)
         matrix = total(main, *others)
         y_GOL = matrix.times(_start(main, memory, columns, count))
         self._turns[slot] = _Turn(matrix, whole_GOI, y_GOL[..., columns:])
@@ -89,13 +89,13 @@ class GlobalSketches:
         z_GIL = turn.matrix.transposed_times(basis_GOL)
         z_GIK = z_GIL[..., :columns]
         if self._settings.error_feedback and math.isfinite(z_GIL.sum().item()):
-            turn.unsent = self._unsent(turn, basis_GOL, z_GIL)
+            turn.residual = self._residuals(turn, basis_GOL, z_GIL)
         if not self._settings.tolerance:
             return z_GIK
         rest_norm = turn.matrix.without(turn.p_GOK).energy().sum().sqrt()
         return torch.cat([z_GIK.flatten(), rest_norm.to(z_GIK.dtype)[None]])
 
-    def _unsent(self, turn: _Turn, basis_GOL: Tensor, z_GIL: Tensor) -> Gradient | None:
+    def _residuals(self, turn: _Turn, basis_GOL: Tensor, z_GIL: Tensor) -> Gradient | None:
         """What is left of this site's part."""
         assert turn.p_GOK is not None
         columns = turn.p_GOK.shape[2]
@@ -116,7 +116,7 @@ class GlobalSketches:
         elif self._rounds:
             q_GIK = self._basis(mean)
         if math.isfinite(q_GIK.sum().item()):
-            self._memories[slot] = compacted(Memory(_usable(q_GIK), turn.unsent, columns))
+            self._memories[slot] = compacted(Memory(_usable(q_GIK), turn.residual, columns))
         return Factors(p_GOK.mT, mean.mT)
 
     def _adapted(self, z_GIK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
@@ -154,8 +154,8 @@ def _start(main: Product, memory: Memory | None, columns: int, count: int) -> Te
         return start(main.a_GNI, count, None)
     q_GIK = memory.q_GIR[..., :columns]
     found = [pad(q_GIK, (0, columns - q_GIK.shape[2]))]
-    if count > columns and isinstance(memory.unsent, Factors):
-        found.append(memory.unsent.a_GRI.mT.to(q_GIK.dtype))
+    if count > columns and isinstance(memory.residual, Factors):
+        found.append(memory.residual.a_GRI.mT.to(q_GIK.dtype))
     x_GIL = torch.cat(found, dim=2).to(main.dtype)
     complete = q_GIK.shape[2] == columns and x_GIL.shape[2] == count
     return x_GIL if complete else start(main.a_GNI, count, x_GIL)

@@ -99,39 +99,39 @@ class Gathered:
         """The usual: what one iteration from where the last step ended is enough for."""
         settings, memory = self._settings, self._memories[part.slot]
         by_choice = settings.solver != "auto" or settings.iterations or settings.tolerance
-        if memory is None or by_choice or self._is_exact(part, memory.unsent):
+        if memory is None or by_choice or self._is_exact(part, memory.residual):
             return None
-        whole = settings.keeps_whole(part, memory.unsent)
+        whole = settings.keeps_whole(part, memory.residual)
         form = Tensor if whole else Factors
-        if memory.unsent is not None and not isinstance(memory.unsent, form):
+        if memory.residual is not None and not isinstance(memory.residual, form):
             return None
         if whole and isinstance(part.gradient, Factors):
             return None
         rows, inputs, outputs = shape_of(part.gradient)
-        if isinstance(memory.unsent, Factors):
-            rows += memory.unsent.d_GRO.shape[1]
+        if isinstance(memory.residual, Factors):
+            rows += memory.residual.d_GRO.shape[1]
         columns = min(self._columns(part.rows, whole=whole), inputs, outputs)
         if min(rows, memory.q_GIR.shape[2]) < columns:  # not enough to begin with, or so few
             return None  # rows that an exact decomposition costs nothing
-        return Warm(part, memory.unsent, whole, memory.q_GIR, columns)
+        return Warm(part, memory.residual, whole, memory.q_GIR, columns)
 
     # -- one by one -----------------------------------------------------------------------------
 
     def _alone(self, part: Part) -> Factors:
         slot, gradient, rows = part
         memory = self._memories[slot]
-        unsent = None if memory is None else compact(memory.unsent)
+        residual = None if memory is None else compact(memory.residual)
         if isinstance(gradient, Factors):
             if slot.lookup:
                 return without_silent_ids(gradient)
-            if self._is_exact(part, unsent):
+            if self._is_exact(part, residual):
                 return canonical(gradient, rows, bias=slot.bias is not None)
-        if not self._settings.keeps_whole(part, unsent):
-            assert not isinstance(unsent, Tensor)
+        if not self._settings.keeps_whole(part, residual):
+            assert not isinstance(residual, Tensor)
             columns = self._columns(self._needed(rows), whole=False)
-            found = self._found(slot, gradient, columns, unsent)
+            found = self._found(slot, gradient, columns, residual)
             return self._kept([part], found)[slot]
-        whole_GOI = formed(gradient, unsent)
+        whole_GOI = formed(gradient, residual)
         found = self._found(slot, whole_GOI, self._columns(self._needed(rows), whole=True))
         return self._kept([part], found, without(whole_GOI, found.leading(rows)))[slot]
 
@@ -139,7 +139,7 @@ class Gathered:
         """Triplets for this step and for the choice of the next one's rank."""
         return max(rows, self._settings.rank) if self._settings.tolerance else rows
 
-    def _is_exact(self, part: Part, unsent: Gradient | None) -> bool:
+    def _is_exact(self, part: Part, residual: Gradient | None) -> bool:
         """Whether so many rows hold everything there is to send."""
         slot, gradient, rows = part
         if isinstance(gradient, Tensor):
@@ -147,11 +147,11 @@ class Gathered:
         if slot.lookup:
             return True
         all_rows = min(gradient.d_GRO.shape[1], slot.outputs, slot.inputs)
-        holds_all = rows >= all_rows and not self._settings.tolerance and unsent is None
+        holds_all = rows >= all_rows and not self._settings.tolerance and residual is None
         return holds_all and not self._settings.keeps_loss  # of what encoding leaves of it
 
     def _found(
-        self, slot: Slot, gradient: Gradient, columns: int, unsent: Factors | None = None
+        self, slot: Slot, gradient: Gradient, columns: int, residual: Factors | None = None
     ) -> LowRank:
         """As many triplets as columns."""
         settings, memory = self._settings, self._memories[slot]
@@ -162,7 +162,7 @@ class Gathered:
             solver=settings.solver,
             iterations=settings.iterations,
             q_GIR=None if memory is None else compact(memory.q_GIR),
-            plus=unsent,
+            plus=residual,
         )
         if settings.tolerance:
             wanted = found.rank_within(settings.tolerance)
@@ -188,15 +188,15 @@ class Gathered:
         """
         rows, slots = parts[0].rows, [part.slot for part in parts]
         sent = apart(found.leading(rows).factors(rows), slots)
-        unsent = self._unsent(slots, found, sent, rest_GOI)
+        residual = self._residuals(slots, found, sent, rest_GOI)
         starts = apart(Factors(found.d_GRO, found.a_GRI), slots)
         finite = _finite(found.sigma_GR, slots)
-        for slot, is_finite, start, rest in zip(slots, finite, starts, unsent, strict=True):
+        for slot, is_finite, start, rest in zip(slots, finite, starts, residual, strict=True):
             if is_finite:
                 self._memories[slot] = Memory(start.a_GRI.mT, rest)
         return {p.slot: _with_bias(p, factors) for p, factors in zip(parts, sent, strict=True)}
 
-    def _unsent(
+    def _residuals(
         self,
         slots: Sequence[Slot],
         found: LowRank,
@@ -205,16 +205,16 @@ class Gathered:
     ) -> Sequence[Gradient | None]:
         """What is left for the next step, of each slot."""
         rows, kept = sent[0].d_GRO.shape[1], self._settings.kept_triplets
-        unsent: Sequence[Gradient | None] = [None] * len(slots)
+        residual: Sequence[Gradient | None] = [None] * len(slots)
         if rest_GOI is not None:
-            unsent = matrices_apart(rest_GOI, slots)
+            residual = matrices_apart(rest_GOI, slots)
         elif kept and found.rank > rows:
             more = slice(rows, rows + kept)
-            unsent = apart(Factors(found.d_GRO[:, more].clone(), found.a_GRI[:, more]), slots)
+            residual = apart(Factors(found.d_GRO[:, more].clone(), found.a_GRI[:, more]), slots)
         if not self._settings.keeps_loss:
-            return unsent
+            return residual
         wire = self._settings.wire
-        return [with_loss(u, f, wire, kept) for u, f in zip(unsent, sent, strict=True)]
+        return [with_loss(u, f, wire, kept) for u, f in zip(residual, sent, strict=True)]
 
 
 def _finite(sigma_GR: Tensor, slots: Sequence[Slot]) -> list[bool]:

@@ -13,7 +13,7 @@ from outergrad.core.types import ExchangeError, Unit
 from outergrad.planning.plan import Planner
 from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.rank_reports import Fate
-from outergrad.step.calls import LocalStep
+from outergrad.step.captured import LocalStep
 from outergrad.step.commit import StepDiscardedError
 from outergrad.step.step import SharedStep
 
@@ -23,19 +23,19 @@ class SharePlanner(Planner):
 
     def __init__(self, share: Model, exchanges: Exchanges, sites: int) -> None:
         super().__init__(share, exchanges, sites)
-        self._settled = True
+        self._committed = True
 
-    def settle(self, *, applied: bool) -> None:
+    def commit(self, *, applied: bool) -> None:
         """The share has arrived, or is void."""
-        self._settled = not applied
+        self._committed = not applied
         if not applied:
-            super().settle(applied=False)
+            super().commit(applied=False)
 
     def conclude(self, *, applied: bool) -> None:
         """So have the others, or not."""
-        if not self._settled:
-            self._settled = True
-            super().settle(applied=applied)
+        if not self._committed:
+            self._committed = True
+            super().commit(applied=applied)
 
 
 class LevelStep(LocalStep):
@@ -52,8 +52,8 @@ class LevelStep(LocalStep):
 
     Attributes:
         shared: the step between the sites, if this rank has a share of it.
-        wanted: per unit, whether to tap it in the next forward.
-        words: per unit, how it travelled, where that is new.
+        tap_next: per unit, whether to tap it in the next forward.
+        reasons: per unit, how it travelled, where that is new.
         ended: whether all ranks have been through it.
         applied: whether it counts.
         params: whose gradients they are.
@@ -66,8 +66,8 @@ class LevelStep(LocalStep):
         self._number, self._planner = number, planner
         self._error: Exception | None = None
         self.shared: SharedStep | None = None
-        self.wanted: Mapping[Unit, bool] = {}
-        self.words: Mapping[Unit, str] = {}
+        self.tap_next: Mapping[Unit, bool] = {}
+        self.reasons: Mapping[Unit, str] = {}
         self.ended = self.applied = False
         self.params: Mapping[str, Any] = model.params
 

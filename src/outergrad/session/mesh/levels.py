@@ -13,7 +13,7 @@ from torch import Tensor
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.comm.torch import TorchComm
 from outergrad.methods import EDAD, LocalSteps, PerLayer
-from outergrad.session.inspect import View
+from outergrad.session.inspect import Inspection
 
 _REMEDY = (
     "torch.distributed.device_mesh.init_device_mesh(device_type, (sites, devices_per_site), "
@@ -137,27 +137,27 @@ def refuse_settings(weighting: str, max_bad_steps: int | None, buffers: str | No
         )
 
 
-def refuse_view(view: View) -> None:
+def refuse_inspection(inspection: Inspection) -> None:
     """Raises for what the method would do of this model.
 
     Raises:
         ValueError: names it, with the remedy.
     """
-    if view.blocks:
-        name = view.blocks[0].block.name
+    if inspection.blocks:
+        name = inspection.blocks[0].block.name
         raise ValueError(
             f"mesh= with reveal='activations': {name!r} would be computed again by all sites, "
             f"which cannot be pooled inside a site; use og.DAD() with reveal='gradient'"
         )
-    if view.local or view.local_buffers:
-        name = next(iter([*view.local, *view.local_buffers]))
+    if inspection.local or inspection.local_buffers:
+        name = next(iter([*inspection.local, *inspection.local_buffers]))
         raise ValueError(
             f"mesh= with og.Local() for {name!r}: the ranks of a site have to share it; give it "
             f"another method, or use group= over the ranks that are to differ"
         )
-    late = [name for name, k in view.every.items() if k > 1]
+    late = [name for name, k in inspection.every.items() if k > 1]
     if late:
         raise ValueError(
-            f"mesh= with every={view.every[late[0]]} for {late[0]!r}: every backward is shared in "
-            f"both levels; use session.no_sync() for the backward passes in between"
+            f"mesh= with every={inspection.every[late[0]]} for {late[0]!r}: every backward is "
+            f"shared in both levels; use session.no_sync() for the backward passes in between"
         )

@@ -15,8 +15,8 @@ from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.pooling import Conclusion, Pooling, pool
 from outergrad.session.mesh.rank_reports import Fate, Report, Verdict
-from outergrad.step.accumulated import Earlier
-from outergrad.step.calls import Calls, overwrite
+from outergrad.step.accumulated import CarriedOver
+from outergrad.step.captured import Captured, overwrite
 from outergrad.step.joint import JointStep
 from outergrad.step.step import SharedStep
 
@@ -49,13 +49,13 @@ class Site:
         """This rank's."""
         return self.shares[self.local.rank]
 
-    def told(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """The words on how units travelled, if the other ranks have not been told them before."""
-        return () if words == self._told else words
+    def told(self, reasons: tuple[str, ...]) -> tuple[str, ...]:
+        """How units travelled and why, if the other ranks have not been told that before."""
+        return () if reasons == self._told else reasons
 
-    def has_told(self, words: tuple[str, ...]) -> None:
+    def has_told(self, reasons: tuple[str, ...]) -> None:
         """They have been now."""
-        self._told = words or self._told
+        self._told = reasons or self._told
 
 
 class PooledStep(LevelStep):
@@ -68,7 +68,7 @@ class PooledStep(LevelStep):
         task: of the backward.
         site: where it runs.
         used: parameters that it leaves a gradient in.
-        earlier: rows of passes under `no_sync()`.
+        carried_over: rows of passes under `no_sync()`.
         header: what this rank has, as told inside the site.
         alone: whether no other session is on the same mesh.
         reading: measures the share, if the step is recorded.
@@ -79,7 +79,7 @@ class PooledStep(LevelStep):
         task: int,
         site: Site,
         used: set[str],
-        earlier: Earlier,
+        carried_over: CarriedOver,
         header: Header,
         *,
         alone: bool,
@@ -87,12 +87,12 @@ class PooledStep(LevelStep):
     ) -> None:
         super().__init__(task, site.model, used, header.step, site.planner)
         self._site, self._header, self._alone, self._reading = site, header, alone, reading
-        self._used = used | earlier.params
+        self._used = used | carried_over.params
         self._parts: dict[Slot, list[Callable[[], Factors]]] = {
             slot: [lambda part=part: part for part in parts]
-            for slot, parts in earlier.stacked.items()
+            for slot, parts in carried_over.stacked.items()
         }
-        self._mixed: set[str] = set()
+        self._has_autograd_grad: set[str] = set()
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until the end of backward."""
@@ -100,7 +100,7 @@ class PooledStep(LevelStep):
 
     def on_gradient(self, name: str) -> None:
         """Notes that autograd has a gradient, besides what taps captured."""
-        self._mixed.add(name)
+        self._has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """Nothing: all is pooled at the end."""
@@ -132,8 +132,10 @@ class PooledStep(LevelStep):
     def _reports(self, fate: Fate) -> list[Report]:
         """What every rank of the site says of its backward."""
         comm, ours = self._site.local, self._header
-        mixed = tuple(name in self._mixed for name in self._site.model.params)
-        words = comm.control(Report(ours, fate, mixed).words())
+        has_autograd_grad = tuple(
+            name in self._has_autograd_grad for name in self._site.model.params
+        )
+        words = comm.control(Report(ours, fate, has_autograd_grad).words())
         told = comm.all_gather(words, [len(words)] * comm.world_size).wait()
         try:
             return [Report.parse(t.tolist(), ours, rank) for rank, t in enumerate(told)]
@@ -142,11 +144,11 @@ class PooledStep(LevelStep):
 
     def _pooled(self, pooling: Pooling, rows: Mapping[Slot, Factors]) -> dict[Slot, list[Factors]]:
         """The rows of this rank's share; gradients that are formed go into `param.grad`."""
-        calls = Calls(self._site.model, self._used, Blocks())
+        captured = Captured(self._site.model, self._used, Blocks())
         for slot, factors in rows.items():
-            calls.add(slot, lambda factors=factors: factors)
+            captured.add(slot, lambda factors=factors: factors)
         for name in pooling.formed:
-            calls.settle(name)
+            captured.settle(name)
         means, stacked = pool(pooling, self._site.local, rows, self._site.model.params)
         overwrite(self._site.share, means)
         return stacked
@@ -156,8 +158,8 @@ class PooledStep(LevelStep):
         step = self.shared
         if fate != Fate.GOOD or step is None or step.choice is None:
             return Verdict(fate)
-        used = tuple(name in step.sender.used for name in self._site.share.params)
-        return Verdict(fate, used, step.choice.wanted, self._site.told(step.choice.words))
+        used = tuple(name in step.context.used for name in self._site.share.params)
+        return Verdict(fate, used, step.choice.tap_next, self._site.told(step.choice.reasons))
 
     def _shared(self, pooling: Pooling, stacked: Mapping[Slot, list[Factors]]) -> SharedStep:
         site, share = self._site, self._site.share
@@ -167,7 +169,7 @@ class PooledStep(LevelStep):
         own = (self._header.fingerprint, self._header.step, site.between.rank)
         header, blocks = Header(*own, masks, uses, self._alone), Blocks()
         joint = JointStep([], site.between)
-        parts = (share, site.planner, site.between, header, used, Earlier(stacked, {}))
+        parts = (share, site.planner, site.between, header, used, CarriedOver(stacked, {}))
         return SharedStep(NO_TASK, *parts, blocks, joint, self._reading)
 
     def _spread(self, verdict: Verdict) -> None:
@@ -176,9 +178,9 @@ class PooledStep(LevelStep):
         conclusion = Conclusion(site.shares, site.local, verdict)
         self._conclude(conclusion.fates)
         if self.applied:
-            means, self.words = conclusion.gradients()
+            means, self.reasons = conclusion.gradients()
             self.used = set(means)
-            self.wanted = conclusion.wanted()
-            site.has_told(verdict.words)
+            self.tap_next = conclusion.tap_next()
+            site.has_told(verdict.reasons)
             others = {n: g for n, g in means.items() if n not in site.share.params}
             overwrite(site.model, others)

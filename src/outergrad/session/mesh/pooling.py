@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import copy_scaled
-from outergrad.buckets.message import sums_of_riders
+from outergrad.buckets.message import sums_of_extras
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners
@@ -54,9 +54,11 @@ class Pooling:
         self._params, self._shares, self._reports = model.params, shares, reports
         self._index = {slot: k for k, slot in enumerate(model.slots)}
         self.used = self._some(report.header.used for report in reports)
-        mixed = self._some(report.mixed for report in reports)
+        has_autograd_grad = self._some(report.has_autograd_grad for report in reports)
         rows = {u for u in model.units if u.slots and self._all_tapped(u)}
-        self._of_rows = {slot for u in rows if mixed.isdisjoint(u.params) for slot in u.slots}
+        self._of_rows = {
+            slot for u in rows if has_autograd_grad.isdisjoint(u.params) for slot in u.slots
+        }
         inside = {name for slot in self._of_rows for name in slot.params}
         self.formed = [name for name in model.params if name in self.used - inside]
 
@@ -79,11 +81,11 @@ class Pooling:
     def layout(self, rank: int, owner: int) -> Layout:
         """What a rank has for the one that pools a share."""
         share = self._shares[owner]
-        riders = {name: p for name, p in share.params.items() if name in set(self.formed)}
+        extras = {name: p for name, p in share.params.items() if name in set(self.formed)}
         slots = [slot for slot in share.slots if slot in self._of_rows]
         uses = [self._uses(slot) for slot in slots]
         pairs = zip(slots, uses, strict=True)
-        return Layout(0, riders, [Piece(s, u[rank].rows, _dtype(u), None) for s, u in pairs])
+        return Layout(0, extras, [Piece(s, u[rank].rows, _dtype(u), None) for s, u in pairs])
 
 
 def _dtype(uses: Sequence[Use]) -> torch.dtype:
@@ -112,7 +114,7 @@ def pool(
             if factors is not None:
                 scaled = factors._replace(d_GRO=factors.d_GRO / comm.world_size)
                 stacked.setdefault(piece.slot, []).append(scaled)
-    return sums_of_riders(layouts, arrived), stacked
+    return sums_of_extras(layouts, arrived), stacked
 
 
 def _length(layout: Layout) -> int:
@@ -124,7 +126,7 @@ def _filled(
 ) -> Tensor:
     message = torch.zeros(_length(layout), dtype=torch.uint8, device=comm.device)
     for name, view in layout.by_name(layout.flats(message)).items():
-        copy_scaled(name, layout.riders[name], view, 1.0 / comm.world_size)
+        copy_scaled(name, layout.extras[name], view, 1.0 / comm.world_size)
     for piece, views in zip(layout.pieces, layout.rows(message), strict=True):
         if views is not None:
             views.fill(rows[piece.slot])
@@ -151,7 +153,7 @@ class Conclusion:
         """Of each rank's share."""
         return [fate_of(numbers[0], rank) for rank, numbers in enumerate(self._numbers)]
 
-    def wanted(self) -> dict[Unit, bool]:
+    def tap_next(self) -> dict[Unit, bool]:
         """Of all units."""
         pairs = zip(self._shares, self._numbers, strict=True)
         marked = ((s.units, n[2 + len(s.params) :]) for s, n in pairs)
@@ -163,7 +165,7 @@ class Conclusion:
         own = layouts[comm.rank]
         message = torch.zeros(_length(own), dtype=torch.uint8, device=comm.device)
         for name, view in own.by_name(own.flats(message)).items():
-            copy_scaled(name, own.riders[name], view, 1.0)
+            copy_scaled(name, own.extras[name], view, 1.0)
         for view in own.blobs(message):
             if view is not None:
                 view.copy_(torch.frombuffer(bytearray(self._own.text), dtype=torch.uint8))

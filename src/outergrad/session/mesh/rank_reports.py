@@ -42,26 +42,26 @@ class Report:
     Attributes:
         header: what it has of every parameter and slot.
         fate: of its backward.
-        mixed: per parameter, whether autograd has a gradient besides what taps captured.
+        has_autograd_grad: per parameter, whether autograd has a gradient besides captured rows.
     """
 
     header: Header
     fate: Fate
-    mixed: tuple[bool, ...]
+    has_autograd_grad: tuple[bool, ...]
 
     def words(self) -> list[int]:
         """Its int64 words."""
-        return [*self.header.words(), self.fate, *map(int, self.mixed)]
+        return [*self.header.words(), self.fate, *map(int, self.has_autograd_grad)]
 
     @staticmethod
     def parse(words: Sequence[int], expected: Header, rank: int) -> Report:
         """Another rank's, checked as `Header.parse` does."""
         start = expected.length
         header = Header.parse(words[:start], expected, rank)
-        fate, *mixed = words[start:] or [-1]
-        if len(mixed) != len(expected.used):
+        fate, *has_autograd_grad = words[start:] or [-1]
+        if len(has_autograd_grad) != len(expected.used):
             raise ExchangeError(f"site {rank} sent a report of {len(words)} words")
-        return Report(header, fate_of(fate, rank), tuple(map(bool, mixed)))
+        return Report(header, fate_of(fate, rank), tuple(map(bool, has_autograd_grad)))
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,25 @@ class Verdict:
     Attributes:
         fate: of it.
         used: per parameter of the share, whether some site has a gradient for it.
-        wanted: per unit of the share, whether to tap it in the next forward.
-        words: per unit, how it travelled; empty if as in the last step.
+        tap_next: per unit of the share, whether to tap it in the next forward.
+        reasons: per unit, how it travelled; empty if as in the last step.
     """
 
     fate: Fate
     used: tuple[bool, ...] = ()
-    wanted: tuple[bool, ...] = ()
-    words: tuple[str, ...] = ()
+    tap_next: tuple[bool, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     @property
     def text(self) -> bytes:
-        """The words, as they are sent."""
-        return json.dumps(self.words).encode() if self.words else b""
+        """The reasons, as they are sent."""
+        return json.dumps(self.reasons).encode() if self.reasons else b""
 
     def numbers(self, share: Model) -> list[int]:
-        """All but the words themselves, as many of a share as ever."""
+        """All but the reasons themselves, as many of a share as ever."""
         used = self.used or (False,) * len(share.params)
-        wanted = self.wanted or (False,) * len(share.units)
-        return [self.fate, len(self.text), *map(int, (*used, *wanted))]
+        tap_next = self.tap_next or (False,) * len(share.units)
+        return [self.fate, len(self.text), *map(int, (*used, *tap_next))]
 
 
 def told_fates(comm: TorchComm, fate: Fate) -> list[Fate]:

@@ -23,19 +23,19 @@ from outergrad.messages.header import Header
 from outergrad.methods import PerLayer
 from outergrad.record.gauge import Reading
 from outergrad.replay.block_message import Blocks
-from outergrad.session.inspect import View, inspect, is_local
+from outergrad.session.inspect import Inspection, inspect, is_local
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.rank_reports import Fate, told_fates
 from outergrad.session.mesh.two_levels import LevelsSession
 from outergrad.session.settings import Settings
-from outergrad.step.accumulated import Earlier
-from outergrad.step.calls import LocalStep
+from outergrad.step.accumulated import CarriedOver
+from outergrad.step.captured import LocalStep
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.joint import JointStep
 from outergrad.step.step import SharedStep
 
-_NOTHING_EARLIER = Earlier({}, {})
+_NOTHING_CARRIED_OVER = CarriedOver({}, {})
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -100,7 +100,7 @@ def _like(p: Any, own: Tensor) -> Any:
     )
 
 
-def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[View, Shards]:
+def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[Inspection, Shards]:
     """What is shared of a sharded model: its shards, of which only formed gradients are known.
 
     Raises:
@@ -111,11 +111,11 @@ def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[View, Shards]:
     for name, p in model.named_parameters():
         _check_parameter(name, p, ranks)
     shards = Shards(model)
-    view = inspect(shards.module, method, {})
-    trained = {name: shards.params[name] for name in view.model.params}
-    local = {name: shards.params[name] for name in view.local}
+    inspection = inspect(shards.module, method, {})
+    trained = {name: shards.params[name] for name in inspection.model.params}
+    local = {name: shards.params[name] for name in inspection.local}
     watch = ShardWatch(model, trained, local, lambda name: is_local(method, name))
-    return replace(view, watch=watch), shards
+    return replace(inspection, watch=watch), shards
 
 
 def _check_methods(method: Any) -> None:
@@ -188,18 +188,18 @@ class ShardStep(LevelStep):
         self._shards.take()
         fate = self._between(self._shared, fate)
         self._shards.give_back()
-        self.used |= set() if self.shared is None else self.shared.sender.used
+        self.used |= set() if self.shared is None else self.shared.context.used
         self._conclude(told_fates(self._levels.local, fate))
         if self.shared is not None and self.shared.choice is not None:
             units = self._model.units
-            self.words = dict(zip(units, self.shared.choice.words, strict=True))
+            self.reasons = dict(zip(units, self.shared.choice.reasons, strict=True))
 
     def _shared(self) -> SharedStep:
         model, comm = self._model, self._levels.site
         masks = tuple(name in self.used for name in model.params)
         like, blocks, joint = self._header, Blocks(), JointStep([], comm)
         header = Header(like.fingerprint, like.step, comm.rank, masks, (), like.alone)
-        own = (model, self._planner, comm, header, set(self.used), _NOTHING_EARLIER)
+        own = (model, self._planner, comm, header, set(self.used), _NOTHING_CARRIED_OVER)
         return SharedStep(NO_TASK, *own, blocks, joint, self._reading)
 
 
@@ -212,16 +212,16 @@ class ShardedSession(LevelsSession):
 
     def __init__(
         self,
-        view: View,
+        inspection: Inspection,
         levels: Levels,
         fingerprint: int,
         settings: Settings,
         shards: Shards,
     ) -> None:
-        super().__init__(view, levels, fingerprint, settings)
+        super().__init__(inspection, levels, fingerprint, settings)
         self._shards, self._fingerprint = shards, fingerprint
-        self._planner = SharePlanner(view.model, view.exchanges, levels.site.world_size)
-        trained = {name: shards.params[name] for name in view.model.params}
+        self._planner = SharePlanner(inspection.model, inspection.exchanges, levels.site.world_size)
+        trained = {name: shards.params[name] for name in inspection.model.params}
         self._claims = {
             n: HookedClaim(p, self, partial(self.on_ready, n)) for n, p in trained.items()
         }
@@ -289,8 +289,8 @@ class _KeptStep(LocalStep):
         self.used.add(name)
 
 
-def broadcast_shards(levels: Levels, view: View, model: nn.Module) -> None:
+def broadcast_shards(levels: Levels, inspection: Inspection, model: nn.Module) -> None:
     """Makes the shards equal to their counterparts of the first site, and buffers everywhere."""
-    own = [*view.model.params.values(), *view.frozen.values()]
+    own = [*inspection.model.params.values(), *inspection.frozen.values()]
     broadcast_all(levels.site, own)
     levels.broadcast_all(list(model.buffers()))

@@ -11,7 +11,7 @@ from outergrad.core.types import ExchangeError, StateDict
 from outergrad.messages.header import Header
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.record.stats import Stats
-from outergrad.session.inspect import View
+from outergrad.session.inspect import Inspection
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.levels import Levels
 from outergrad.session.mesh.pooled_step import PooledStep, Site
@@ -20,11 +20,11 @@ from outergrad.session.reporting import Reporter
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.state import resumed
-from outergrad.step.accumulated import Earlier
-from outergrad.step.announcing import PLAIN, Announcer
+from outergrad.step.accumulated import CarriedOver
 from outergrad.step.cadence import KeepingStep
-from outergrad.step.calls import LocalStep
+from outergrad.step.captured import LocalStep
 from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.header_builder import PLAIN, HeaderBuilder
 from outergrad.step.lost import Findings
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.step import SharedStep
@@ -37,17 +37,17 @@ class LevelsSession(Session):
 
     def __init__(
         self,
-        view: View,
+        inspection: Inspection,
         levels: Levels,
         fingerprint: int,
         settings: Settings,
     ) -> None:
-        super().__init__(view, levels.site, fingerprint, settings)
+        super().__init__(inspection, levels.site, fingerprint, settings)
         self._levels, self._several = levels, levels.ranks > 1
-        told = (settings.method, view.model, view.exchanges, view.every)
+        told = (settings.method, inspection.model, inspection.exchanges, inspection.every)
         self._reporter = Reporter(settings.recorders, levels.number, levels.ranks, *told)
         tell = self._reporter.mishap
-        self._mishaps = Mishaps(view.model.params, levels.number, None, tell)
+        self._mishaps = Mishaps(inspection.model.params, levels.number, None, tell)
 
     # -- what users call ------------------------------------------------------------------------
 
@@ -134,14 +134,14 @@ class LevelsSession(Session):
             layer.forget_untapped()
         if not step.ended:
             return
-        self._wanted.update(step.wanted)
-        self._chosen.update(step.words)
+        self._tap_next.update(step.tap_next)
+        self._chosen.update(step.reasons)
         shared, number = step.shared, self._stats.step + 1
         none = Stats(number, total_sent_bytes=self._comm.sent_bytes)
         self._stats = none if shared is None else shared.stats(number)
         self._note_end(counted=step.applied)
         if step.applied and shared is not None:
-            self._reporter.report(shared.sender, self._stats)
+            self._reporter.report(shared.context, self._stats)
 
     def end_unfinished(self, *, unless: int) -> None:
         """Ends a step whose backward raised here, so that all ranks are in step again."""
@@ -191,16 +191,16 @@ class TwoLevelSession(LevelsSession):
 
     def __init__(
         self,
-        view: View,
+        inspection: Inspection,
         levels: Levels,
         fingerprint: int,
         settings: Settings,
     ) -> None:
-        super().__init__(view, levels, fingerprint, settings)
-        local, model = levels.local, view.model
-        self._announcer = Announcer(model, fingerprint, local, self._blocks)
+        super().__init__(inspection, levels, fingerprint, settings)
+        local, model = levels.local, inspection.model
+        self._header_builder = HeaderBuilder(model, fingerprint, local, self._blocks)
         parts = shares(model, local.world_size)
-        planner = SharePlanner(parts[local.rank], view.exchanges, levels.site.world_size)
+        planner = SharePlanner(parts[local.rank], inspection.exchanges, levels.site.world_size)
         self._planner = planner
         self._site = Site(model, parts, planner, local, levels.site)
 
@@ -218,20 +218,24 @@ class TwoLevelSession(LevelsSession):
         )
 
     def _synchronised(self, task: int, used: set[str]) -> PooledStep:
-        earlier, step = self._accumulated.take(used), self._stats.step
-        announced = used | earlier.params
-        header = self._announcer.header(step, announced, self._unshared, earlier, None, PLAIN)
-        return self._pooled(task, used, earlier, header)
+        carried_over, step = self._accumulated.take(used), self._stats.step
+        announced = used | carried_over.params
+        header = self._header_builder.header(
+            step, announced, self._unshared, carried_over, None, PLAIN
+        )
+        return self._pooled(task, used, carried_over, header)
 
     def _unused_step(self) -> PooledStep:
-        header = self._announcer.absent(self._stats.step, PLAIN)
-        return self._pooled(NO_TASK, set(), Earlier({}, {}), header)
+        header = self._header_builder.absent(self._stats.step, PLAIN)
+        return self._pooled(NO_TASK, set(), CarriedOver({}, {}), header)
 
-    def _pooled(self, task: int, used: set[str], earlier: Earlier, header: Header) -> PooledStep:
+    def _pooled(
+        self, task: int, used: set[str], carried_over: CarriedOver, header: Header
+    ) -> PooledStep:
         step = header.step
         sessions, reading = on_group(self._comm.group), self._reporter.reading(step)
         alone = len(sessions.attached) == 1
-        own = (task, self._site, used, earlier, header)
+        own = (task, self._site, used, carried_over, header)
         pooled = PooledStep(*own, alone=alone, reading=reading)
         sessions.running.append(self)
         return pooled

@@ -14,8 +14,8 @@ import outergrad as og
 from outergrad.core.protocols import Method
 from outergrad.core.types import Slot
 from outergrad.record.stats import LayerStats
+from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.inspect import Layer as TappableLayer
-from outergrad.session.inspect import View, inspect
 
 _MARKS = {"factors": "f", "low rank": "l", "replayed": "r", "dense": ""}
 
@@ -64,9 +64,9 @@ class Layers:
 
     def __init__(self, model: nn.Module, sites: int, run: Callable[[], Any]) -> None:
         self._model, self._sites = model, sites
-        self._view = inspect(model, og.DAD(), og.RULES)
-        self._layer_of, self._names = _names(model, self._view)
-        self._rows = _rows(self._view, run)
+        self._inspection = inspect(model, og.DAD(), og.RULES)
+        self._layer_of, self._names = _names(model, self._inspection)
+        self._rows = _rows(self._inspection, run)
 
     def plans(
         self, methods: Mapping[str, Method], stats: Mapping[str, Mapping[str, LayerStats]]
@@ -100,9 +100,9 @@ class Layers:
 
     def _plan(self, name: str, sent: dict[str, Sent]) -> LayerPlan:
         params = [p for p, layer in self._layer_of.items() if layer == name]
-        shapes = [tuple(self._view.model.params[p].shape) for p in params]
-        units = [u for u in self._view.model.units if set(u.params) & set(params)]
-        exchanges = self._view.exchanges
+        shapes = [tuple(self._inspection.model.params[p].shape) for p in params]
+        units = [u for u in self._inspection.model.units if set(u.params) & set(params)]
+        exchanges = self._inspection.exchanges
         limits = [exchanges[unit].break_even(unit, self._sites) for unit in units]
         rows = [self._rows[slot] for unit in units for slot in unit.slots]
         largest = max(shapes, key=prod, default=())
@@ -128,27 +128,27 @@ def _sum(before: Sent | None, layer: LayerStats) -> Sent:
     return Sent(nbytes + layer.sent_bytes, marks if mark in marks else marks + mark)
 
 
-def _names(model: nn.Module, view: View) -> tuple[dict[str, str], dict[str, str]]:
+def _names(model: nn.Module, inspection: Inspection) -> tuple[dict[str, str], dict[str, str]]:
     """The layer of every trained parameter, and of every layer with a rule the line's name.
 
     Layers that share weights have one line.
     """
     layer_of: dict[str, str] = {}
     names: dict[str, str] = {}
-    for unit in view.model.units:
+    for unit in inspection.model.units:
         labels = [slot.layer or slot.weight for slot in unit.slots]
         first = next((names[label] for label in labels if label in names), labels[0])
         names.update(dict.fromkeys(labels, first))
         layer_of.update(dict.fromkeys(unit.params, first))
-    for name in view.model.params:
+    for name in inspection.model.params:
         layer_of.setdefault(name, name.rpartition(".")[0] or name)
-    return {name: layer_of[name] for name in view.model.params}, names
+    return {name: layer_of[name] for name in inspection.model.params}, names
 
 
-def _rows(view: View, run: Callable[[], Any]) -> Counter[Slot]:
+def _rows(inspection: Inspection, run: Callable[[], Any]) -> Counter[Slot]:
     """N of every slot in a forward pass."""
     rows: Counter[Slot] = Counter()
-    handles = [_counted(layer, rows) for layer in view.layers]
+    handles = [_counted(layer, rows) for layer in inspection.layers]
     try:
         run()
     finally:

@@ -19,15 +19,15 @@ from outergrad.replay.block_message import Blocks
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use
 from outergrad.session.giving_up import GivingUp
-from outergrad.session.inspect import View
+from outergrad.session.inspect import Inspection
 from outergrad.session.reporting import Reporter
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
 from outergrad.step.accumulated import Accumulated
-from outergrad.step.announcing import Announcer, Loop
 from outergrad.step.cadence import Cadence, KeepingStep, Share
-from outergrad.step.calls import LocalStep
+from outergrad.step.captured import LocalStep
 from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.header_builder import HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.step import SharedStep
@@ -35,11 +35,11 @@ from outergrad.step.step import SharedStep
 _Step = LocalStep | SharedStep | KeepingStep
 
 
-class Listener(GivingUp):
+class BackwardHooks(GivingUp):
     """Begins a step at the first event of a backward, tells it the others, and ends it.
 
     Args:
-        view: of the model.
+        inspection: of the model.
         comm: the transport.
         fingerprint: what the sites have agreed on.
         settings: of the user's.
@@ -47,33 +47,33 @@ class Listener(GivingUp):
 
     def __init__(
         self,
-        view: View,
+        inspection: Inspection,
         comm: Comm,
         fingerprint: int,
         settings: Settings,
     ) -> None:
-        model, exchanges = view.model, view.exchanges
+        model, exchanges = inspection.model, inspection.exchanges
         self._model, self._comm, self._exchanges = model, comm, exchanges
-        self._frozen, self._local, self._number = view.frozen, view.local, fingerprint
+        self._frozen, self._local, self._number = inspection.frozen, inspection.local, fingerprint
         method = settings.method
-        self._local_buffers = view.local_buffers
-        self._norms_over_sites = view.norms_over_sites
-        told = (method, model, exchanges, view.every)
+        self._local_buffers = inspection.local_buffers
+        self._norms_over_sites = inspection.norms_over_sites
+        told = (method, model, exchanges, inspection.every)
         self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
-        self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(view.local))
+        self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
         self._planner = Planner(model, exchanges, comm.world_size)
-        self._wanted = dict(zip(model.units, self._planner.first_wanted(), strict=True))
+        self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
         self._unit_of: dict[Slot | Block, Unit] = {
             part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
         }
         self._layers: list[TappedLayer] = []
         self._graphs = GraphTaps()
         self._blocks = Blocks()
-        self._announcer = Announcer(model, fingerprint, comm, self._blocks)
-        parts = view.joint_parts
+        self._header_builder = HeaderBuilder(model, fingerprint, comm, self._blocks)
+        parts = inspection.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
-        whole = Share(model, self._planner, self._announcer)
-        self._cadence, self._turn = Cadence(whole, view.every), None
+        whole = Share(model, self._planner, self._header_builder)
+        self._cadence, self._due_parts = Cadence(whole, inspection.every), None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
         self._step: _Step | None = None
         self._synchronise, self._attached = True, True
@@ -94,7 +94,7 @@ class Listener(GivingUp):
     def attach(self, layer: TappedLayer) -> None:
         """Adds a layer whose class was swapped."""
         self._layers.append(layer)
-        self._announcer.add(layer)
+        self._header_builder.add(layer)
 
     def attach_block(self, block: TappedBlock) -> None:
         """Adds a block whose modules' classes were swapped, in the order of the model."""
@@ -108,11 +108,11 @@ class Listener(GivingUp):
 
     def taps(self, layer: TappedLayer) -> bool:
         """Whether some product of the layer should travel as factors in the next step."""
-        return any(self._wanted[self._unit_of[slot]] for slot in layer.slots)
+        return any(self._tap_next[self._unit_of[slot]] for slot in layer.slots)
 
     def taps_block(self, block: Block) -> bool:
         """Whether the block should be computed again in the next step."""
-        return self._wanted[self._unit_of[block]]
+        return self._tap_next[self._unit_of[block]]
 
     def on_use(self, block: Block, use: Use) -> None:
         """The deltas of a use of a block have arrived."""
@@ -169,7 +169,7 @@ class Listener(GivingUp):
     def _step_of(self, name: str) -> _Step:
         """Where a parameter belongs in it."""
         step = self._current()
-        later = self._turn.later if self._turn is not None else None
+        later = self._due_parts.later if self._due_parts is not None else None
         return later if later is not None and name in later.model.params else step
 
     def _begin(self, task: int) -> None:
@@ -183,31 +183,37 @@ class Listener(GivingUp):
         at_end_of_backward(lambda: self._finish(step))
 
     def _unsynchronised(self, task: int, used: set[str]) -> LocalStep:
-        several, self._turn = self._several, None
+        several, self._due_parts = self._several, None
         self._unshared |= used if several else set()
         kept = self._accumulated if several else None
         return LocalStep(task, self._model, used, self._blocks, kept)
 
     def _synchronised(self, task: int, used: set[str]) -> _Step:
         """Shares what is due; on a single site that needs no messages."""
-        alone = self._comm.world_size == 1 and not any(self._wanted.values())
-        earlier = self._accumulated.take(used)
-        turn = self._turn = self._cadence.turn(task, used, earlier, rows=not alone)
-        if turn.due is None:
-            assert turn.later is not None
-            return turn.later
-        model, planner, announcer = turn.due.model, turn.due.planner, turn.due.announcer
+        alone = self._comm.world_size == 1 and not any(self._tap_next.values())
+        carried_over = self._accumulated.take(used)
+        due_parts = self._due_parts = self._cadence.due_parts(
+            task, used, carried_over, rows=not alone
+        )
+        if due_parts.due is None:
+            assert due_parts.later is not None
+            return due_parts.later
+        model, planner, header_builder = (
+            due_parts.due.model,
+            due_parts.due.planner,
+            due_parts.due.header_builder,
+        )
         if alone:
-            return LocalStep(task, model, turn.used, self._blocks, None)
-        waiting = (self._unshared | turn.released) & model.params.keys()
-        announced = turn.used | turn.earlier.params
+            return LocalStep(task, model, due_parts.used, self._blocks, None)
+        waiting = (self._unshared | due_parts.released) & model.params.keys()
+        announced = due_parts.used | due_parts.carried_over.params
         points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
-        agreed = turn.earlier, described(points) if self._joint else None
+        agreed = due_parts.carried_over, described(points) if self._joint else None
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        header = announcer.header(self._stats.step, announced, waiting, *agreed, loop)
-        parts = turn.earlier, self._blocks, JointStep(points, self._comm, header, trained)
+        header = header_builder.header(self._stats.step, announced, waiting, *agreed, loop)
+        parts = due_parts.carried_over, self._blocks, JointStep(points, self._comm, header, trained)
         reading = self._reporter.reading(self._stats.step)
-        own = (model, planner, self._comm, header, turn.used, *parts, reading, self._buffers)
+        own = (model, planner, self._comm, header, due_parts.used, *parts, reading, self._buffers)
         step = SharedStep(task, *own, skips_bad=self._mishaps.skips_bad)
         on_group(self._comm.group).running.append(self)
         return step
@@ -217,10 +223,12 @@ class Listener(GivingUp):
             return
         try:
             self._complete(step)
-            if self._turn is not None:
+            if self._due_parts is not None:
                 shares = isinstance(step, SharedStep)
-                own = step.sender.used if shares else self._turn.used | self._turn.released
-                self._cadence.finish(self._turn, own)
+                own = (
+                    step.context.used if shares else self._due_parts.used | self._due_parts.released
+                )
+                self._cadence.finish(self._due_parts, own)
                 self._unshared.clear()
         finally:
             self._close(step)
@@ -233,7 +241,7 @@ class Listener(GivingUp):
             except ExchangeError as error:
                 if not self._counts_elsewhere(step, error):
                     raise self._lost_error() from error
-        elif self._turn is not None and self._mishaps.skips_bad:
+        elif self._due_parts is not None and self._mishaps.skips_bad:
             self._mishaps.alone(self._stats.step)
 
     def _take_note(self, step: _Step) -> None:
@@ -242,7 +250,7 @@ class Listener(GivingUp):
             self._mishaps.decided(step.decision, step.subjects.names)
 
     def _close(self, step: _Step) -> None:
-        self._step, turn, self._turn = None, self._turn, None
+        self._step, due_parts, self._due_parts = None, self._due_parts, None
         if isinstance(step, SharedStep):
             on_group(self._comm.group).running.remove(self)
         for layer in self._layers:
@@ -251,18 +259,18 @@ class Listener(GivingUp):
             self._weighting.settle()
             self._blocks.forget()
             for layer in self._layers:
-                if turn is None or turn.shares(layer.slots):
+                if due_parts is None or due_parts.shares(layer.slots):
                     layer.forget_untapped()
         if isinstance(step, SharedStep) and step.choice is not None:
-            self._wanted.update(zip(step.units, step.choice.wanted, strict=True))
+            self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
             self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
-            self._chosen.update(zip(step.units, step.choice.words, strict=True))
+            self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
             self._stats = step.stats(self._stats.step + 1)
             if step.decision is not None:
                 self._note_end(counted=step.applied)
             if step.applied:
-                self._reporter.report(step.sender, self._stats)
-        if isinstance(step, LocalStep) and turn is not None:  # a single site's
+                self._reporter.report(step.context, self._stats)
+        if isinstance(step, LocalStep) and due_parts is not None:  # a single site's
             alone = Stats(self._stats.step + 1, total_sent_bytes=self._stats.total_sent_bytes)
             self._stats = alone
             self._reporter.report_alone(alone)

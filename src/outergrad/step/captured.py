@@ -18,7 +18,7 @@ from outergrad.step.accumulated import Accumulated
 from outergrad.step.joint import Point
 
 
-class Calls:
+class Captured:
     """The products that this backward captured and nobody used yet.
 
     Args:
@@ -153,15 +153,15 @@ class LocalStep:
         accumulated: Accumulated | None,
     ) -> None:
         self.task, self.used = task, used
-        self._calls = Calls(model, used, blocks, accumulated)
+        self._captured = Captured(model, used, blocks, accumulated)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps a captured product until its parameters are ready."""
-        self._calls.add(slot, factors)
+        self._captured.add(slot, factors)
 
     def on_use(self, block: Block, use: Use) -> None:
         """Keeps a use of a block until its parameters are ready."""
-        self._calls.add_use(block, use)
+        self._captured.add_use(block, use)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """This site's own."""
@@ -172,4 +172,4 @@ class LocalStep:
 
     def on_ready(self, name: str) -> None:
         """Adds captured products to the parameter's gradient."""
-        self._calls.settle(name)
+        self._captured.settle(name)

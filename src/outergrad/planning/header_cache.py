@@ -11,7 +11,7 @@ Facts = Callable[[Sequence[Header]], Hashable]
 """What the plan of a step and its messages' lengths follow from."""
 
 
-class Foresight:
+class HeaderCache:
     """Foresees the next headers where the last ones made for the same plan; alike on all sites.
 
     A surprise costs a step that is sent twice, so after each it takes twice as many equal steps

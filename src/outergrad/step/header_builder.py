@@ -13,7 +13,7 @@ from outergrad.core.protocols import Comm
 from outergrad.core.types import Slot
 from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, Use
 from outergrad.replay.block_message import Blocks
-from outergrad.step.accumulated import Earlier
+from outergrad.step.accumulated import CarriedOver
 from outergrad.step.groups import on_group
 
 
@@ -29,7 +29,7 @@ PLAIN = Loop(1, Join.NONE, ())
 """All sites count alike, have batches, and keep their buffers."""
 
 
-class Announcer:
+class HeaderBuilder:
     """Writes the headers of a session.
 
     Attributes:
@@ -47,9 +47,9 @@ class Announcer:
         """Takes note of a layer whose class was swapped."""
         self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})
 
-    def of(self, model: Model) -> Announcer:
+    def of(self, model: Model) -> HeaderBuilder:
         """Of a part of the model."""
-        part = Announcer(model, self._fingerprint, self._comm, self._blocks)
+        part = HeaderBuilder(model, self._fingerprint, self._comm, self._blocks)
         part._place, part.rows = self._place, self.rows
         return part
 
@@ -58,7 +58,7 @@ class Announcer:
         step: int,
         used: set[str],
         unshared: set[str],
-        earlier: Earlier,
+        carried_over: CarriedOver,
         joint: tuple[int, int] | None,
         loop: Loop,
     ) -> Header:
@@ -68,7 +68,7 @@ class Announcer:
             step: synchronised steps before this one.
             used: parameters that the backward leaves a gradient in.
             unshared: those that earlier ones may have left a gradient in.
-            earlier: what the step takes over from them.
+            carried_over: what the step takes over from them.
             joint: the deltas that are averaged; None where nothing ever is. Where something may be
                 there always are headers: a site must not wait for a mean that others do not take.
             loop: what the loop around the backward makes of it. Inside `session.join()` there
@@ -76,8 +76,8 @@ class Announcer:
         """
         waiting = {name for name in unshared if self._model.params[name].grad is not None}
         has_gradient = tuple(name in used or name in waiting for name in self._model.params)
-        formed = waiting - earlier.params
-        uses = tuple(self._use(slot, formed, earlier) for slot in self._model.slots)
+        formed = waiting - carried_over.params
+        uses = tuple(self._use(slot, formed, carried_over) for slot in self._model.slots)
         alone = len(on_group(self._comm.group).attached) == 1 and joint is None
         alone = alone and loop.join == Join.NONE
         blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
@@ -97,12 +97,12 @@ class Announcer:
         suffices = untapped == 0 and formed.isdisjoint(block.params)
         return BlockUse(min(nbytes + _rounded_up(untapped), MOST_ROWS - 1), suffices)
 
-    def _use(self, slot: Slot, formed: set[str], earlier: Earlier) -> Use:
+    def _use(self, slot: Slot, formed: set[str], carried_over: CarriedOver) -> Use:
         layer, k = self._place[slot]
         tapped, untapped, dtype = layer.announced(k)
-        rows, dtype = earlier.announced(slot, tapped, dtype)
+        rows, dtype = carried_over.announced(slot, tapped, dtype)
         suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
-        unseen = untapped + (earlier.formed.get(slot, 0) if slot.weight in formed else 0)
+        unseen = untapped + (carried_over.formed.get(slot, 0) if slot.weight in formed else 0)
         self.rows[slot] = rows + unseen
         return Use(rows + _coarse(slot, unseen), suffices, dtype)
 
