@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from outergrad.methods.low_rank import settings as _settings
+from places import DATA
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +39,19 @@ def one_thread_per_rank():
 def cache(tmp_path_factory):
     """What tests keep on disk goes away with them, unless OUTERGRAD_CACHE says where."""
     os.environ.setdefault("OUTERGRAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def one_site():
+    """A default process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def data_dir():
+    """The folder of the real data sets."""
+    if not (DATA / "mnist").is_dir():
+        pytest.skip(f"no mnist in {DATA}: set OUTERGRAD_DATA")
+    return DATA

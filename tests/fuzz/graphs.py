@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import strategies as st
-
 from fuzz.nodes import ACTIVATIONS, VOCABULARY, Graph, Node
+from hypothesis import strategies as st
 
 WIDTHS = st.sampled_from([3, 1, 2, 4, 5, 8, 24, 40])
 CHANNELS = st.sampled_from([2, 1, 3, 4, 6])

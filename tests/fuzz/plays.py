@@ -8,11 +8,11 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from fuzz.nodes import VOCABULARY, Graph, Net, Pick
+from fuzz.programs import Pass, Program, Step
 from torch import Tensor, nn
 
 import outergrad as og
-from fuzz.nodes import VOCABULARY, Graph, Net, Pick
-from fuzz.programs import Pass, Program, Step
 
 Gradients = dict[str, Tensor | None]
 """By name, with the number of the model before."""

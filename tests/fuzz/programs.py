@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from fuzz.graphs import graphs
+from fuzz.nodes import BUILD, Graph
 from hypothesis import strategies as st
 
 import outergrad as og
-from fuzz.graphs import graphs
-from fuzz.nodes import BUILD, Graph
 
 FULL = 1000
 """A rank that every matrix of a graph is below."""

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fuzz.nodes import Net
+from fuzz.plays import Expected, Gradients, Real, Refused
+from fuzz.programs import EXACT, LOW_RANK, Program, programs
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from torch import Tensor
 
 import outergrad as og
-from fuzz.nodes import Net
-from fuzz.plays import Expected, Gradients, Real, Refused
-from fuzz.programs import EXACT, LOW_RANK, Program, programs
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.types import Link

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from outergrad.tools.doctor.findings import Level
@@ -13,8 +11,9 @@ from outergrad.tools.doctor.software import (
     check_gpus,
     check_version,
 )
+from places import REPOSITORY
 
-PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+PYPROJECT = (REPOSITORY / "pyproject.toml").read_text()
 
 
 def test_the_oldest_versions_are_those_of_the_package():

@@ -21,8 +21,8 @@ from outergrad_lab.commands import data
 from outergrad_lab.data import SOURCES, folder_of
 from outergrad_lab.models import MODELS
 from outergrad_lab.training.split import SPLITS
+from places import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "outergrad"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 QUICK = ["--epochs", "2", "--widths", "64", "--lr", "0.003", "--split", "class"]

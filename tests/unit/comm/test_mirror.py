@@ -17,7 +17,7 @@ from outergrad.messages.header import Header, Use
 from outergrad.messages.wire import Preamble, State, as_from
 from outergrad.session.attach import attach
 from outergrad.tools.plan.measure import is_exact
-from plan.cases import METHODS, MODELS, square
+from planned_cases import METHODS, MODELS, square
 from ranks import run_on_lasting_groups
 
 STEPS = 5

@@ -10,7 +10,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from places import REPOSITORY
+
+EXAMPLES = REPOSITORY / "examples"
 NOTEBOOK = EXAMPLES / "introspection.ipynb"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+from places import REPOSITORY
 
 
 def test_the_wheel_has_the_experiments_and_not_their_results(tmp_path):

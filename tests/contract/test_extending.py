@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 import outergrad as og
 from cases import relative_error
+from places import REPOSITORY
 from ranks import run_on_lasting_groups
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+PAGE = REPOSITORY / "docs" / "extending.md"
 
 
 def squared(model, x):

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from places import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
 KERNELS = ["kernels", "--device", "cpu", "--sizes", "8", "--rows", "1", "--repeats", "2"]
 STEP = ["step", "--device", "cpu", "--vocab", "31", "--width", "16", "--depth", "1", "--heads", "2"]
 STEP += ["--positions", "8", "--batch", "2", "--rounds", "2", "--steps", "2"]

@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import outergrad as og
 from cases import Events, mlp
+from places import REPOSITORY
 from spawned import run_two
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+PAGE = REPOSITORY / "docs" / "integrations.md"
 STEPS, SAVED = 6, 3
 METHODS: dict[str, Any] = {
     "dense": og.Dense(),

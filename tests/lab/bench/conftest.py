@@ -1,0 +1,15 @@
+"""What the tests of the bench share."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from outergrad_lab.bench import meeting
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch):
+    """Lets a site that waits in vain fail its test."""
+    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=20))
