@@ -9,8 +9,8 @@ import typer
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import number_of_sites, under_torchrun
-from outergrad.tools.doctor.bounded import leaving_at_once
-from outergrad.tools.doctor.rendezvous import PORT, meeting_at, meeting_from
+from outergrad.tools.doctor.board import leaving_at_once
+from outergrad.tools.doctor.meeting import PORT, meeting_at, meeting_from
 from outergrad.tools.doctor.start import check_alone, check_at_site, check_rehearsal
 
 Sites = Annotated[
@@ -46,7 +46,7 @@ def _check(sites: int | None, rank: int | None, master: str, timeout_s: float) -
     if rank is not None or master:
         if sites is None or rank is None or not master:
             raise RecipeError("--rank, --master and --sites go together: give all three")
-        return check_at_site(meeting_at(master, rank, sites), timeout_s, {**os.environ})
+        return check_at_site(meeting_at(master, rank, sites), timeout_s)
     if under_torchrun() and number_of_sites(sites) > 1:
-        return check_at_site(meeting_from(os.environ), timeout_s, os.environ)
+        return check_at_site(meeting_from(os.environ), timeout_s)
     return check_alone() if (sites or 1) == 1 else check_rehearsal(sites or 1, timeout_s)

@@ -3,35 +3,69 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from outergrad.tools.doctor.bounded import bounded
+from outergrad.launch.console import leave_at_once
+from outergrad.tools.doctor.findings import named
 
 T = TypeVar("T")
+Tell = Callable[[str], None]
+"""Hears what a site does or waits for."""
 
 _ANSWER_S = 10.0
 """Longest time for the store itself to answer."""
+
+_BOUNDED = "bounded"
+"""The name of a thread that may hang."""
 
 
 class LostError(RuntimeError):
     """The store does not answer any more."""
 
 
-class SilentError(RuntimeError):
-    """Some sites did not do what the others waited for.
+def bounded(work: Callable[[], T], limit_s: float) -> T:
+    """Does some work in a thread of its own, and waits no longer than a limit.
 
-    Attributes:
-        ranks: Of these sites.
+    PyTorch's stores and gloo can hang beyond their own timeouts where a peer is stopped, and
+    Ctrl-C would not end them.
+
+    Raises:
+        TimeoutError: It is not done; the thread is left to itself, and ends with the process.
     """
+    outcome: Future[T] = Future()
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"no word of {list(ranks)}")
-        self.ranks = list(ranks)
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=_BOUNDED).start()
+    if not wait([outcome], limit_s).done:
+        raise TimeoutError(f"no answer within {limit_s:.0f} s")
+    return outcome.result()
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Lets a program end though some work still hangs.
+
+    Python's own shutdown would abort the process if a thread were inside PyTorch then.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        if any(thread.name == _BOUNDED for thread in threading.enumerate()):
+            leave_at_once(int(leaving.code or 0))
+        raise
 
 
 class Board:
@@ -56,47 +90,34 @@ class Board:
         return self._asked(lambda: self.store.check([key]))
 
     def read(self, key: str) -> Any:
-        """A note; waits some seconds for it.
-
-        Raises:
-            TimeoutError: It did not come.
-        """
+        """A note; a TimeoutError if it does not come within some seconds."""
         return json.loads(self._asked(lambda: self.store.get(key)))
 
     def await_note(self, key: str) -> None:
-        """Waits some seconds for a note, and reacts at once.
-
-        Raises:
-            TimeoutError: It did not come.
-        """
+        """Waits some seconds for a note, and reacts at once; a TimeoutError if it does not come."""
         self._asked(lambda: self.store.wait([key], timedelta(seconds=_ANSWER_S)))
 
+    def read_all(self, prefix: str, ranks: Sequence[int]) -> dict[int, Any]:
+        """The notes that are there already, as ``prefix/2`` of site 2, by rank."""
+        return {r: self.read(key) for r in ranks if self.has(key := f"{prefix}/{r}")}
+
     def wait(
-        self,
-        prefix: str,
-        ranks: Sequence[int],
-        limit_s: float,
-        tell: Callable[[list[int]], None] = lambda _: None,
-    ) -> None:
+        self, prefix: str, ranks: Sequence[int], limit_s: float, tell: Tell = lambda _: None
+    ) -> list[int]:
         """Waits for a note of every site, as ``prefix/2`` of site 2.
 
-        Args:
-            prefix: What the notes' names begin with.
-            ranks: Sites whose notes are waited for.
-            limit_s: How long.
-            tell: Hears now and then who has not written yet.
-
-        Raises:
-            SilentError: Some did not write.
+        Returns:
+            The sites that have not written.
         """
         until_s = time.monotonic() + limit_s
         missing = list(ranks)
         while missing := [rank for rank in missing if not self.has(f"{prefix}/{rank}")]:
-            tell(missing)
+            tell(f"waiting for {named(missing)}")
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                raise SilentError(missing)
+                break
             time.sleep(min(left_s, 0.02 + 0.02 * (limit_s - left_s), 0.2))
+        return missing
 
     def _asked(self, ask: Callable[[], T]) -> T:
         if self._lost:

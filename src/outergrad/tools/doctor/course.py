@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from outergrad.launch.errors import SiteError
-from outergrad.tools.doctor.board import Board, LostError, SilentError
-from outergrad.tools.doctor.clocks import Clock, Offset, check_clocks, measure_offset
-from outergrad.tools.doctor.findings import Finding, Level, merged, named, ok, problem, worst
-from outergrad.tools.doctor.group import LIMIT_S, check_group, exchange
+from outergrad.tools.doctor.board import Board, LostError, Tell, bounded
+from outergrad.tools.doctor.findings import Finding, Level, merged, named, ok, problem
 from outergrad.tools.doctor.interface import check_addresses
-from outergrad.tools.doctor.links import check_links
-from outergrad.tools.doctor.pairs import ROUND_S, Measured, measure_pairs, measured
-from outergrad.tools.doctor.roll import Roll, Tell, UnmetError, check_roll, meet
-from outergrad.tools.doctor.sites import Site, check_sharing, check_sizes, check_versions
+from outergrad.tools.doctor.links import ROUND_S, Measured, check_links, measure_pairs, measured
+from outergrad.tools.doctor.meeting import Roll, UnmetError, meet, not_come
+from outergrad.tools.doctor.sites import Clock, Offset, Site, check_sizes, compare, measure_offset
 
-_VERDICT_S = 2 * ROUND_S + 3 * LIMIT_S
+_GLOO_S = 10.0
+_SUMS = 5
+_VERDICT_S = 2 * ROUND_S + 3 * _GLOO_S
 _GOODBYE_S = 5.0
+
+_STOPPED = "stopped answering during the checks"
+_LOOK = "look at the terminal there: a stopped process, a lost network, or a late start"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to be told to the user.
-
-    Attributes:
-        sections: Findings under their titles.
-        sites: That came.
-        offsets: Of their clocks from site 0's.
-        links: Between them.
-        missing: Ranks of sites that did not come.
-    """
+    """What there is to be told to the user: findings under their titles, and what was measured."""
 
     sections: dict[str, list[Finding]]
-    sites: list[Site] = field(default_factory=list)
+    roll: Roll = field(default_factory=Roll)
     offsets: dict[int, Offset | None] = field(default_factory=dict)
     links: list[Measured] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
 
     @property
     def findings(self) -> list[Finding]:
@@ -49,7 +47,7 @@ class Report:
     @property
     def exit_code(self) -> int:
         """1 where a problem keeps sites from training."""
-        return int(worst(self.findings) == Level.PROBLEM)
+        return int(any(finding.level == Level.PROBLEM for finding in self.findings))
 
 
 def examine(
@@ -62,31 +60,29 @@ def examine(
 ) -> Report:
     """Meets the other sites and checks what is between them. All sites must call it.
 
-    Args:
-        board: Where the sites meet.
-        me: This site.
-        listener: Where this site listens for the others.
-        timeout_s: How long to wait for the others to come.
-        tell: Hears what is being done.
-        clock: Seconds since 1970.
+    The timeout is for the others to come. Progress goes to `tell`.
 
     Returns:
         Everything at site 0; at the others only what their user must hear from them.
     """
     try:
         roll = meet(board, me, timeout_s, tell)
-        silent = _measure(board, me, listener, roll, tell, clock)
+        unmet = [problem("meeting", *not_come(roll.missing, timeout_s))] if roll.missing else []
+        silent = _measure(board, listener, roll, tell, clock)
         if board.rank == 0:
-            return _report(board, roll, silent, timeout_s)
-    except UnmetError as unmet:
-        return Report({"Meeting": [unmet.finding]})
+            unmet += check_sizes(roll.sites)
+            if silent:
+                unmet.append(problem("meeting", f"{named(silent)} {_STOPPED}", _LOOK))
+            return _report(board, roll, unmet)
+    except UnmetError as alone:
+        return Report({"Meeting": [alone.finding]})
     except (LostError, TimeoutError) as lost:
-        return Report({"Meeting": [_lost(str(lost))]})
-    return Report({"Meeting": check_roll(roll.missing, timeout_s)} if roll.missing else {})
+        return Report({"Meeting": [problem("meeting", _lost(lost), "start all sites again")]})
+    return Report({"Meeting": unmet})
 
 
 def _measure(
-    board: Board, me: Site, listener: socket.socket, roll: Roll, tell: Tell, clock: Clock
+    board: Board, listener: socket.socket, roll: Roll, tell: Tell, clock: Clock
 ) -> list[int]:
     """Measures clocks and links, and tries gloo; the ranks of sites that fell silent."""
     if check_sizes(roll.sites):
@@ -94,109 +90,90 @@ def _measure(
     tell("comparing the clocks")
     offset = measure_offset(board, roll.ranks, clock)
     board.post(f"offset/{board.rank}", vars(offset) if offset else None)
+    if silent := measure_pairs(board, listener, roll, tell):
+        return silent
+    if roll.missing:
+        return []
+    tell("summing a number over all sites with gloo")
+    board.post(f"gloo/{board.rank}", _try_gloo(board))
+    return board.wait("gloo", roll.ranks, 3 * _GLOO_S)
+
+
+def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Report:
+    told = board.read_all("offset", roll.ranks)
+    offsets = {r: Offset(**o) if (o := told.get(r)) else None for r in roll.ranks[1:]}
+    links, alone = measured(board, roll), len(roll.machines) == 1
+    gloo = board.read_all("gloo", roll.ranks)
+    between = [
+        *(unmet or [ok("meeting", f"all {len(roll.sites)} sites came")]),
+        *compare(roll.sites, offsets),
+        *([] if alone else check_addresses({site.rank: site.address for site in roll.sites})),
+        *([check_group(gloo, roll.ranks)] if 0 in gloo else []),
+    ]
+    judged = check_links(links, len(roll.sites), rehearsal=alone)
+    sections = {"The machines": _machines(roll), "Between the sites": between, "Links": judged}
+    return Report(sections, roll, offsets, links)
+
+
+def _machines(roll: Roll) -> list[Finding]:
+    """What the sites found of their machines; all that is well, in one line."""
+    findings_S = [site.findings for site in roll.sites]
+    well = sum(finding.level == Level.OK for findings in findings_S for finding in findings)
+    summary = ok("machines", f"{well} checks at {named(roll.ranks)} are well")
+    return [summary, *(f for f in merged(findings_S, roll.ranks) if f.level != Level.OK)]
+
+
+def _lost(why: Exception) -> str:
+    return f"site 0 has stopped answering ({why}): look at the terminal there"
+
+
+def _try_gloo(board: Board) -> tuple[float | None, str | None]:
+    """Seconds of the quickest sum of a number over all sites, or why there is none."""
     try:
-        measure_pairs(board, listener, roll, tell)
-        if not roll.missing:
-            tell("summing a number over all sites with gloo")
-            board.post(f"gloo/{board.rank}", exchange(board))
-            board.wait("gloo", roll.ranks, 3 * LIMIT_S)
-    except SilentError as silent:
-        return silent.ranks
-    return []
+        return bounded(lambda: _quickest_sum_s(board), 2 * _GLOO_S), None
+    except (RuntimeError, TimeoutError) as error:
+        return None, str(error).splitlines()[0]
 
 
-def _report(board: Board, roll: Roll, silent: Sequence[int], timeout_s: float) -> Report:
-    offsets = _offsets(board, roll)
-    links = measured(board, roll)
-    return Report(
-        {
-            "The machines": _machines(roll.sites),
-            "Between the sites": [
-                *_meeting(roll, silent, timeout_s),
-                *check_versions(roll.sites),
-                *check_clocks(offsets),
-                *check_sharing(roll.sites),
-                *_addresses(roll.sites),
-                *_group(board, roll),
-            ],
-            "Links": check_links(links, len(roll.sites), rehearsal=_one_machine(roll.sites)),
-        },
-        roll.sites,
-        offsets,
-        links,
-        roll.missing,
-    )
+def _quickest_sum_s(board: Board) -> float:
+    store, limit = PrefixStore("gloo", board.store), timedelta(seconds=_GLOO_S)
+    group = dist.ProcessGroupGloo(store, board.rank, board.sites, limit)
+    took_s = []
+    for _ in range(_SUMS):
+        began_s = time.perf_counter()
+        group.allreduce([torch.ones(1)]).wait()  # pyright: ignore[reportAttributeAccessIssue]
+        took_s.append(time.perf_counter() - began_s)
+    return min(took_s)
 
 
-def _offsets(board: Board, roll: Roll) -> dict[int, Offset | None]:
-    ranks = [rank for rank in roll.ranks[1:] if board.has(f"offset/{rank}")]
-    told = {rank: board.read(f"offset/{rank}") for rank in ranks}
-    return {rank: Offset(**t) if (t := told.get(rank)) else None for rank in roll.ranks[1:]}
-
-
-def _machines(sites: Sequence[Site]) -> list[Finding]:
-    """What the sites found of their machines; what is well everywhere, in one line."""
-    findings = merged([site.findings for site in sites], [site.rank for site in sites])
-    bad = [finding for finding in findings if finding.level != Level.OK]
-    well = sum(finding.level == Level.OK for site in sites for finding in site.findings)
-    return [ok("machines", f"{well} checks at {named([s.rank for s in sites])} are well"), *bad]
-
-
-def _one_machine(sites: Sequence[Site]) -> bool:
-    return len({site.machine for site in sites}) == 1
-
-
-def _addresses(sites: Sequence[Site]) -> list[Finding]:
-    if _one_machine(sites):
-        return []
-    return check_addresses({site.rank: site.address for site in sites})
-
-
-def _meeting(roll: Roll, silent: Sequence[int], timeout_s: float) -> list[Finding]:
-    findings = [*check_roll(roll.missing, timeout_s), *check_sizes(roll.sites)]
-    if silent:
-        said = f"{named(silent)} stopped answering during the checks"
-        remedy = "look at the terminal there: a stopped process, a lost network, or a late start"
-        findings.append(problem("meeting", said, remedy))
-    return findings or [ok("meeting", f"all {len(roll.sites)} sites came")]
-
-
-def _group(board: Board, roll: Roll) -> list[Finding]:
-    if roll.missing or not board.has("gloo/0"):
-        return []
-    told = {r: board.read(f"gloo/{r}") for r in roll.ranks if board.has(f"gloo/{r}")}
-    return [check_group(told, roll.ranks)]
-
-
-def _lost(why: str) -> Finding:
-    said = f"site 0 has stopped answering ({why}): look at the terminal there"
-    return problem("meeting", said, "start all sites again")
+def check_group(told: Mapping[int, Sequence[float | str | None]], ranks: Sequence[int]) -> Finding:
+    """Whether gloo has joined all sites, as each of them tells by rank."""
+    failed = [rank for rank in ranks if rank not in told or told[rank][1]]
+    if not failed:
+        slowest_s = max(float(told[rank][0] or 0.0) for rank in ranks)
+        return ok("gloo", f"joins all sites; a sum over them takes {1e3 * slowest_s:.1f} ms")
+    why = next((told[rank][1] for rank in failed if rank in told), "no answer")
+    remedy = "name the interface that leads to the other sites in GLOO_SOCKET_IFNAME, at every site"
+    return problem("gloo", f"does not join {named(failed)} with the others: {why}", remedy)
 
 
 def agree_on_verdict(board: Board, report: Report) -> int:
     """The exit code of all sites, which is site 0's; site 0 waits for the others to hear it.
-
-    Args:
-        board: Where the sites meet.
-        report: This site's own.
 
     Raises:
         SiteError: Site 0 does not tell.
     """
     try:
         if board.rank:
-            return report.exit_code or _hear_verdict(board)
+            if not report.exit_code and board.wait("verdict", [0], _VERDICT_S):
+                raise TimeoutError("no word of [0]")
+            return report.exit_code or board.read("verdict/0")
         board.post("verdict/0", report.exit_code)
-        board.wait("bye", [site.rank for site in report.sites[1:]], _GOODBYE_S)
-    except (LostError, SilentError, TimeoutError) as error:
+        board.wait("bye", report.roll.ranks[1:], _GOODBYE_S)
+    except (LostError, TimeoutError) as error:
         if board.rank:
-            raise SiteError(f"site {board.rank}: {_lost(str(error)).said}") from error
+            raise SiteError(f"site {board.rank}: {_lost(error)}") from error
     finally:
         with suppress(LostError):
             board.post(f"bye/{board.rank}", "bye")
     return report.exit_code
-
-
-def _hear_verdict(board: Board) -> int:
-    board.wait("verdict", [0], _VERDICT_S)
-    return board.read("verdict/0")

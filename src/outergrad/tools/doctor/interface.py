@@ -1,4 +1,4 @@
-"""Checks of the network interface that gloo takes, and of the sites' addresses."""
+"""Which network interface gloo takes, and whether the other sites can reach it."""
 
 from __future__ import annotations
 
@@ -18,32 +18,20 @@ Interfaces = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Taken:
-    """The address at which gloo will listen.
+    """The address at which gloo will listen, and the interface that has it, where known."""
 
-    Attributes:
-        address: None if gloo will not start.
-        interface: That has it, where known.
-        why: `variable`, `hostname`, or `fallback` where the name of the machine is no use.
-    """
-
-    address: str | None
+    address: str | None  # None if gloo will not start
     interface: str | None
-    why: str
-
-    @property
-    def local(self) -> bool:
-        """Whether other machines cannot reach it."""
-        return self.address is None or ipaddress.ip_address(self.address).is_loopback
+    why: str  # variable, hostname, or fallback where the name of the machine is no use
 
 
 def interfaces() -> dict[str, list[str]]:
     """The addresses of every network interface that is up."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    kinds = (socket.AF_INET, socket.AF_INET6)
+    state, kinds = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
     return {
         name: [a.address.partition("%")[0] for a in addresses if a.family in kinds]
         for name, addresses in psutil.net_if_addrs().items()
-        if name in up
+        if name in state and state[name].isup
     }
 
 
@@ -56,32 +44,28 @@ def resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
 
 
+def taken_here(environment: Mapping[str, str]) -> Taken:
+    """The address that gloo will take on this machine."""
+    return taken_by_gloo(environment, socket.gethostname(), interfaces())
+
+
 def taken_by_gloo(
     environment: Mapping[str, str],
     host: str,
     present: Interfaces,
     lookup: Callable[[str], list[str]] = resolve,
 ) -> Taken:
-    """Which address gloo will take, by its own rules.
-
-    Args:
-        environment: Of this process.
-        host: The name of this machine.
-        present: Addresses of the interfaces.
-        lookup: Resolves a name.
-    """
-    wanted = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if wanted:
+    """Which address gloo will take, by its own rules, on a machine of this name."""
+    if wanted := environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return Taken(next(iter(present.get(wanted, ())), None), wanted, "variable")
     for address in lookup(host):
-        holder = holder_of(address, present)
+        holder = _holder(address, present)
         if holder or ipaddress.ip_address(address).is_loopback:
             return Taken(address, holder, "hostname")
-    return Taken("127.0.0.1", holder_of("127.0.0.1", present), "fallback")
+    return Taken("127.0.0.1", _holder("127.0.0.1", present), "fallback")
 
 
-def holder_of(address: str, present: Interfaces) -> str | None:
-    """The interface that has an address."""
+def _holder(address: str, present: Interfaces) -> str | None:
     return next((name for name, addresses in present.items() if address in addresses), None)
 
 
@@ -96,68 +80,40 @@ def _reachable(address: str) -> bool:
     return not (ip.is_loopback or ip.is_link_local)
 
 
-def choose_another(present: Interfaces) -> str:
-    """What to do where gloo takes an interface that leads nowhere."""
-    best = best_interface(present)
-    if best is None:
-        return "connect this machine to a network first"
-    return f"export GLOO_SOCKET_IFNAME={best}  ({next(filter(_reachable, present[best]))})"
-
-
 def check_interface(taken: Taken, host: str, present: Interfaces) -> Finding:
-    """Whether gloo starts, and whether other machines can reach it.
-
-    Args:
-        taken: What gloo will take.
-        host: The name of this machine.
-        present: Addresses of the interfaces.
-    """
+    """Whether gloo starts on the machine of this name, and other machines can reach it."""
     if taken.address is None:
         said = f"GLOO_SOCKET_IFNAME names {taken.interface}, which is not there or has no address"
         remedy = f"choose one of {', '.join(sorted(present))}, or unset it"
         return problem("interface", f"{said}: gloo will not start", remedy)
-    said = f"gloo will use {taken.address} ({taken.interface or '?'}), {_because(taken, host)}"
-    if not taken.local:
-        return ok("interface", said)
-    level = note if taken.why == "variable" else warning
-    return level(
-        "interface",
-        f"{said}; that does for sites on this machine, but no other machine can reach it",
-        choose_another(present),
-    )
-
-
-def _because(taken: Taken, host: str) -> str:
-    return {
+    because = {
         "variable": "as GLOO_SOCKET_IFNAME says",
         "hostname": f"the address of this machine's name, {host}",
         "fallback": f"since this machine's name, {host}, is not known as an address of it",
     }[taken.why]
+    said = f"gloo will use {taken.address} ({taken.interface or '?'}), {because}"
+    if not ipaddress.ip_address(taken.address).is_loopback:
+        return ok("interface", said)
+    said += "; that does for sites on this machine, but no other machine can reach it"
+    remedy = "connect this machine to a network first"
+    if best := best_interface(present):
+        address = next(filter(_reachable, present[best]))
+        remedy = f"export GLOO_SOCKET_IFNAME={best}  ({address})"
+    level = note if taken.why == "variable" else warning
+    return level("interface", said, remedy)
 
 
 def check_addresses(addresses: Mapping[int, str]) -> list[Finding]:
-    """Whether the sites on several machines listen where they should.
-
-    Args:
-        addresses: At which each site listens.
-    """
+    """Whether the sites on several machines listen where they should, at addresses by rank."""
     ips = {rank: ipaddress.ip_address(address) for rank, address in addresses.items()}
     if local := [rank for rank, ip in ips.items() if ip.is_loopback]:
-        return [
-            problem(
-                "addresses",
-                f"{named(local)} listens at {addresses[local[0]]}, where no other machine "
-                "can reach it",
-                "name the interface that leads to the others there, as GLOO_SOCKET_IFNAME=eth0",
-            )
-        ]
+        said = f"{named(local)} listens at {addresses[local[0]]}, where no other machine "
+        said += "can reach it"
+        remedy = "name the interface that leads to the others there, as GLOO_SOCKET_IFNAME=eth0"
+        return [problem("addresses", said, remedy)]
     if public := [rank for rank, ip in ips.items() if ip.is_global]:
-        return [
-            warning(
-                "addresses",
-                f"{named(public)} uses a public address: PyTorch neither encrypts nor asks who "
-                "is calling",
-                "use a private network or a VPN, and name its interface in GLOO_SOCKET_IFNAME",
-            )
-        ]
+        said = f"{named(public)} uses a public address: PyTorch neither encrypts nor asks who "
+        said += "is calling"
+        remedy = "use a private network or a VPN, and name its interface in GLOO_SOCKET_IFNAME"
+        return [warning("addresses", said, remedy)]
     return [ok("addresses", "all private: none is of the open internet")]

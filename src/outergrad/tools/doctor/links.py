@@ -1,12 +1,21 @@
-"""What the measured links mean."""
+"""The links between the sites: every pair measured in its turn, and what the figures mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
 
-from outergrad.tools.doctor.bursts import Rates
+from outergrad.tools.doctor.board import Board, Tell
 from outergrad.tools.doctor.findings import Finding, note, ok, problem
-from outergrad.tools.doctor.pairs import Measured
+from outergrad.tools.doctor.line import Rates, connect, measure
+from outergrad.tools.doctor.meeting import Roll
+from outergrad.tools.doctor.sites import Site
+
+ROUND_S = 30.0
+"""Longest time that a site waits for the others' pairs to be done."""
 
 _ASYMMETRIC = 2.0
 _SHARED = 0.7
@@ -16,95 +25,162 @@ _FAST_BIT_PER_S = 2e9
 _LONG_RTT_S = 0.2
 _PARAMETERS = 10_000_000
 
+_BLOCKED = "let TCP connections between the sites pass, on all ports from 1024, both ways"
+_STOPPED = "look at that site's terminal: a process that was stopped, or a lost network"
+
+_Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of the link between the sites of two ranks."""
+
+    lower: int
+    higher: int
+    rtt_s: float = 0.0  # there and back
+    rates: Rates | None = None  # None if nothing was measured
+    failures: tuple[str, ...] = ()  # in words, why not, or what did not work besides
+
+    def __str__(self) -> str:
+        return f"sites {self.lower} and {self.higher}"
+
+
+def rounds(ranks: Sequence[int], *, together: bool) -> list[list[_Pair]]:
+    """All pairs, in rounds in which no site appears twice, or one pair at a time.
+
+    Pairs of sites that share a machine would disturb each other.
+    """
+    if not together:
+        return [[pair] for pair in combinations(ranks, 2)]
+    seats: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    half, found = len(seats) // 2, []
+    for _ in seats[1:]:
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        seats.insert(1, seats.pop())
+    return found
+
+
+def measure_pairs(board: Board, listener: socket.socket, roll: Roll, tell: Tell) -> list[int]:
+    """Measures this site's pairs when it is their turn, and posts the results.
+
+    Returns:
+        Sites that did not come to the next round.
+    """
+    sites = {site.rank: site for site in roll.sites}
+    course = rounds(roll.ranks, together=len(roll.machines) == len(sites))
+    for number, pairs in enumerate(course):
+        board.post(f"round-{number}/{board.rank}", "here")
+        if silent := board.wait(f"round-{number}", roll.ranks, ROUND_S, tell):
+            return silent
+        shown = ", ".join(f"{a} and {b}" for a, b in pairs)
+        tell(f"measuring the link of sites {shown} ({number + 1} of {len(course)})")
+        for a, b in pairs:
+            if board.rank in (a, b):
+                other = sites[a + b - board.rank]
+                found = _measure(listener, sites[board.rank], other, roll.token)
+                board.post(f"pair/{a}-{b}/{board.rank}", found)
+    board.post(f"measured/{board.rank}", "done")
+    return board.wait("measured", roll.ranks, ROUND_S, tell)
+
+
+def _measure(listener: socket.socket, me: Site, other: Site, token: str) -> dict[str, Any]:
+    """What this site can tell of a pair, as JSON can hold it."""
+    line, why = connect(listener, me, other, token)
+    if line is None:
+        return {"outgoing": why}
+    with line:
+        try:
+            rtt_s, rates = measure(line, lower=me.rank < other.rank)
+        except (OSError, ValueError) as error:
+            return {"outgoing": why, "stopped": str(error)}
+    return {"outgoing": why, "rtt_s": rtt_s, "rates": asdict(rates)}
+
+
+def measured(board: Board, roll: Roll) -> list[Measured]:
+    """What both sites of every pair have posted, put together."""
+    addresses = {site.rank: f"{site.address}:{site.port}" for site in roll.sites}
+    return [
+        combine(pair, board.read_all(f"pair/{pair[0]}-{pair[1]}", pair), addresses)
+        for pair in combinations(roll.ranks, 2)
+    ]
+
+
+def combine(
+    pair: _Pair, told: Mapping[int, dict[str, Any]], addresses: Mapping[int, str]
+) -> Measured:
+    """The link of a pair, by the notes that its sites have posted; addresses are by rank."""
+    failures = []
+    for rank, other in (pair, pair[::-1]):
+        found = told.get(rank, {})
+        if why := found.get("outgoing"):
+            failures.append(
+                f"site {rank} cannot connect to site {other} at {addresses[other]}: {why}"
+            )
+        if "stopped" in found:
+            failures.append(f"site {other} stopped answering site {rank} while they measured")
+    figures = next((found for found in told.values() if "rates" in found), None)
+    if figures is None:
+        return Measured(*pair, failures=tuple(failures))
+    return Measured(*pair, figures["rtt_s"], Rates(**figures["rates"]), tuple(failures))
+
 
 def check_links(links: Sequence[Measured], sites: int, *, rehearsal: bool) -> list[Finding]:
     """What is wrong with the links, and what they are good for.
 
-    Args:
-        links: Of every pair.
-        sites: How many sites there are.
-        rehearsal: Whether all sites are on one machine.
+    A rehearsal, of sites on one machine, says nothing of a network.
     """
-    findings = [_failed(link, failure) for link in links for failure in link.failures]
-    timed = [link for link in links if link.rates]
-    findings += _unmeasured([link for link in links if not (link.rates or link.failures)])
-    if not timed:
-        return findings
-    if rehearsal:
+    findings = []
+    for failure in (failure for link in links for failure in link.failures):
+        stopped = "stopped" in failure
+        findings.append(problem("links", failure, _STOPPED if stopped else _BLOCKED))
+    if unmeasured := [link for link in links if not (link.rates or link.failures)]:
+        pairs = ", ".join(f"{link.lower} and {link.higher}" for link in unmeasured)
+        findings.append(note("links", f"not measured: sites {pairs}"))
+    timed = [(link, link.rates) for link in links if link.rates]
+    if timed and rehearsal:
         said = "between processes of one machine: no link of a network was measured"
-        return [*findings, note("links", said)]
-    for link in timed:
-        findings += _peculiar(link)
-    return findings + _summed_up(timed, sites)
+        findings.append(note("links", said))
+    elif timed:
+        findings += [finding for link, rates in timed for finding in _peculiar(link, rates)]
+        findings += _summed_up(timed, sites)
+    return findings
 
 
-def _unmeasured(links: Sequence[Measured]) -> list[Finding]:
-    if not links:
-        return []
-    pairs = ", ".join(f"{link.lower} and {link.higher}" for link in links)
-    return [note("links", f"not measured: sites {pairs}")]
-
-
-def _failed(link: Measured, failure: str) -> Finding:
-    remedy = "let TCP connections between the sites pass, on all ports from 1024, both ways"
-    if "stopped" in failure:
-        remedy = "look at that site's terminal: a process that was stopped, or a lost network"
-    return problem("links", failure, remedy)
-
-
-def _peculiar(link: Measured) -> list[Finding]:
-    assert link.rates
-    assert link.rtt_s is not None
-    rates, pair = link.rates, f"sites {link.lower} and {link.higher}"
+def _peculiar(link: Measured, rates: Rates) -> list[Finding]:
     findings = []
     slow, fast = sorted((rates.alone, rates.alone_back))
     if fast > _ASYMMETRIC * slow and slow < _FAST_BIT_PER_S:
-        sender = link.lower if rates.alone == slow else link.higher
+        forth = rates.alone == slow
+        sender, other = (link.lower, link.higher) if forth else (link.higher, link.lower)
         said = f"site {sender} sends {fast / slow:.1f} times slower than it receives, to and from "
-        said += f"site {link.higher if sender == link.lower else link.lower}"
+        said += f"site {other}"
         findings.append(note("links", said, "every step waits for the slower way: count on that"))
-    if _shared(rates):
-        said = f"{pair}: both ways at once carry {rate(rates.both + rates.both_back)} in all, one "
-        said += f"at a time {rate(slow)}: they share one channel, as Wi-Fi and some VPNs do"
+    alone, both = slow + fast, rates.both + rates.both_back
+    if alone < _FAST_BIT_PER_S and both < _SHARED * alone:
+        said = f"{link}: both ways at once carry {rate(both)} in all, one at a time {rate(slow)}: "
+        said += "they share one channel, as Wi-Fi and some VPNs do"
         findings.append(note("links", said, "a cable instead of Wi-Fi may double the rate"))
     if link.rtt_s > _LONG_RTT_S:
-        said = f"{pair}: {1e3 * link.rtt_s:.0f} ms there and back, in every step at least once"
+        said = f"{link}: {1e3 * link.rtt_s:.0f} ms there and back, in every step at least once"
         findings.append(note("links", said, "og.LocalSteps(k) exchanges every k steps alone"))
     return findings
 
 
-def _shared(rates: Rates) -> bool:
-    alone, both = rates.alone + rates.alone_back, rates.both + rates.both_back
-    return alone < _FAST_BIT_PER_S and both < _SHARED * alone
-
-
-def _summed_up(links: Sequence[Measured], sites: int) -> list[Finding]:
-    slowest = min(links, key=_slowest)
-    rtt_s = max(link.rtt_s or 0.0 for link in links)
-    least = _slowest(slowest)
-    pair = f"sites {slowest.lower} and {slowest.higher}"
-    step_s = ddp_step_s(_PARAMETERS, sites, least, rtt_s)
-    hint = f"outergrad plan --link {_option(least)} --latency {_latency(rtt_s)}"
-    said = f"{rate(least)} between {pair}"
-    said += ", the slowest" if len(links) > 1 else ""
+def _summed_up(timed: Sequence[tuple[Measured, Rates]], sites: int) -> list[Finding]:
+    slowest, rates = min(timed, key=lambda pair: pair[1].slowest)
+    rtt_s = max(link.rtt_s for link, _ in timed)
+    said = f"{rate(rates.slowest)} between {slowest}" + (", the slowest" if len(timed) > 1 else "")
+    step_s = ddp_step_s(_PARAMETERS, sites, rates.slowest, rtt_s)
     step = f"a step of DDP with 10 million parameters spends {seconds(step_s)} there"
-    return [ok("links", said), note("meaning", step, f"`{hint}` shows what pays")]
-
-
-def _slowest(link: Measured) -> float:
-    assert link.rates
-    return link.rates.slowest
+    option = rate(rates.slowest).replace(" ", "").removesuffix("/s").lower().replace(",", "")
+    latency = f"{1e3 * rtt_s:.{1 if rtt_s < 0.01 else 0}f}ms"
+    hint = f"`outergrad plan --link {option} --latency {latency}` shows what pays"
+    return [ok("links", said), note("meaning", step, hint)]
 
 
 def ddp_step_s(parameters: int, sites: int, rate_bit_per_s: float, rtt_s: float) -> float:
-    """Seconds that DDP's ring takes for one gradient of 32-bit floats.
-
-    Args:
-        parameters: Of the model.
-        sites: In the ring.
-        rate_bit_per_s: Of the slowest link.
-        rtt_s: There and back, the longest.
-    """
+    """Seconds of a ring all-reduce of a float32 gradient, as DDP's, at these rates and delays."""
     hops = 2 * (sites - 1)
     return hops * (32 * parameters / sites / rate_bit_per_s + rtt_s / 2)
 
@@ -112,22 +188,9 @@ def ddp_step_s(parameters: int, sites: int, rate_bit_per_s: float, rtt_s: float)
 def rate(bit_per_s: float) -> str:
     """Writes a rate for a reader, as ``9.6 Mbit/s``."""
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bit_per_s >= scale:
-            return f"{_digits(bit_per_s / scale)} {unit}"
+        if (value := bit_per_s / scale) >= 1:
+            return f"{value:,.{0 if value >= 9.95 else 1}f} {unit}"
     return f"{bit_per_s:.0f} bit/s"
-
-
-def _option(bit_per_s: float) -> str:
-    """Writes a rate as an option takes it, as ``9.6mbit``."""
-    return rate(bit_per_s).replace(" ", "").removesuffix("/s").lower().replace(",", "")
-
-
-def _latency(duration_s: float) -> str:
-    return f"{1e3 * duration_s:.{1 if duration_s < 0.01 else 0}f}ms"
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.{0 if value >= 9.95 else 1}f}"
 
 
 def seconds(duration_s: float) -> str:

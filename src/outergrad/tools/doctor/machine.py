@@ -1,67 +1,91 @@
-"""What this machine is like: gathers the facts and has them checked."""
+"""Checks of one machine: what is installed, its variables, threads, files and tools."""
 
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
 import outergrad
+from outergrad.launch.console import amount
 from outergrad.launch.links import Link, what_is_missing
 from outergrad.launch.machine import cores
-from outergrad.tools.doctor.environment import (
-    check_disk,
-    check_open_files,
-    check_shaping,
-    check_threads,
-    check_variables,
-)
-from outergrad.tools.doctor.findings import Finding
-from outergrad.tools.doctor.interface import Taken, check_interface, interfaces, taken_by_gloo
-from outergrad.tools.doctor.rendezvous import Meeting
-from outergrad.tools.doctor.sites import Site
-from outergrad.tools.doctor.software import check_extras, check_gloo, check_gpus, check_version
+from outergrad.tools.doctor.findings import Finding, many, note, ok, problem, warning
+from outergrad.tools.doctor.interface import check_interface, interfaces, taken_here
+
+LEAST = {"python": "3.10", "torch": "2.11", "numpy": "1.26"}
+"""Oldest versions that will do, as in pyproject.toml."""
+
+EXTRAS = {
+    "cli": (("typer", "rich", "sklearn", "psutil"), "the command line"),
+    "bench": (("matplotlib",), "plots of `outergrad bench`"),
+    "report": (("pandas", "plotly"), "reports of a run"),
+    "tensorboard": (("tensorboard",), "runs in TensorBoard"),
+}
+"""Modules that each extra brings, and what they are for."""
+
+_SET = r"(?!0?$).*"
+_BROKEN = "unset {name}, unless that is broken here"
+VARIABLES: dict[str, tuple[str, Callable[..., Finding], str, str]] = {
+    "TORCH_DISTRIBUTED_DEBUG": (
+        "DETAIL",
+        warning,
+        "{name}=DETAIL makes every exchange some 8 ms slower",
+        "unset {name}, unless you are looking for a hang",
+    ),
+    "CUDA_LAUNCH_BLOCKING": (
+        _SET,
+        warning,
+        "{name} makes the processor wait for every kernel: training is much slower",
+        "unset {name}, unless you are looking for an error in a kernel",
+    ),
+    "GLOO_DEVICE_TRANSPORT": ("TCP_TLS", note, "{name}=TCP_TLS: every site must have it", ""),
+    "CUDA_VISIBLE_DEVICES": ("|-1", note, "{name} hides every GPU", "unset it to train on one"),
+    "NCCL_DEBUG": (
+        "INFO|TRACE",
+        note,
+        "{name}={value} writes a lot to the terminal",
+        "unset {name}",
+    ),
+    "NCCL_SOCKET_IFNAME": (
+        ".*",
+        note,
+        "{name}={value} is not for gloo, which heeds GLOO_SOCKET_IFNAME alone",
+        "set both, where both are used",
+    ),
+    "NCCL_P2P_DISABLE": (_SET, note, "{name} forbids NCCL to copy straight between GPUs", _BROKEN),
+    "NCCL_IB_DISABLE": (_SET, note, "{name} forbids NCCL InfiniBand", _BROKEN),
+}
+"""Variables that surprise: with which values, how much it matters, what to say and to do."""
+
+_LEAST_FILES = 256
+_LEAST_DISK_BYTES = 1_000_000_000
 
 
 def look_at_machine(environment: Mapping[str, str], *, sites_here: int = 1) -> list[Finding]:
-    """Checks this machine.
-
-    Args:
-        environment: Of this process.
-        sites_here: How many sites share the machine.
-    """
+    """Checks this machine, which so many sites share, in the environment of this process."""
+    folder = tempfile.gettempdir()
+    found = versions()
     return [
-        *look_at_software(),
+        *(check_version(name, found[name]) for name in LEAST),
+        check_gloo(dist.is_available() and dist.is_gloo_available()),
+        check_gpus(*_gpus()),
+        *check_extras(lambda module: find_spec(module) is not None),
         check_interface(taken_here(environment), socket.gethostname(), interfaces()),
         check_threads(environment, torch.get_num_threads(), cores(), sites_here),
         *check_variables(environment),
         check_open_files(_most_open_files()),
-        check_disk(tempfile.gettempdir(), shutil.disk_usage(tempfile.gettempdir()).free),
+        check_disk(folder, shutil.disk_usage(folder).free),
         check_shaping(what_is_missing(Link(rate_bit_per_s=1e8), 2)),
     ]
-
-
-def look_at_software() -> list[Finding]:
-    """Checks what is installed."""
-    found = versions()
-    return [
-        *(check_version(name, found[name]) for name in ("python", "torch", "numpy")),
-        check_gloo(dist.is_available() and dist.is_gloo_available()),
-        check_gpus(_gpus(), torch.version.cuda, _nccl()),
-        *check_extras(lambda module: find_spec(module) is not None),
-    ]
-
-
-def taken_here(environment: Mapping[str, str]) -> Taken:
-    """The address that gloo will take on this machine."""
-    return taken_by_gloo(environment, socket.gethostname(), interfaces())
 
 
 def versions() -> dict[str, str | None]:
@@ -70,27 +94,18 @@ def versions() -> dict[str, str | None]:
         "outergrad": outergrad.__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "numpy": _installed("numpy"),
+        "numpy": next((found.version for found in distributions(name="numpy")), None),
     }
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _gpus() -> list[str]:
+def _gpus() -> tuple[list[str], str | None, str | None]:
+    """Names of the devices, the version of CUDA that torch is built for, and NCCL's."""
+    cuda, nccl = torch.version.cuda, None
     if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def _nccl() -> str | None:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore[reportAttributeAccessIssue]
+        return [], cuda, nccl
+    if dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore[reportAttributeAccessIssue]
+    return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())], cuda, nccl
 
 
 def _most_open_files() -> int | None:
@@ -102,22 +117,98 @@ def _most_open_files() -> int | None:
     return None if most == resource.RLIM_INFINITY else most
 
 
-def describe(meeting: Meeting, taken: Taken, port: int, findings: list[Finding]) -> Site:
-    """This site, as the others will know it.
+def check_version(name: str, version: str | None) -> Finding:
+    """Whether a version is new enough; None where nothing is installed."""
+    least, remedy = LEAST[name], f"pip install --upgrade '{name}>={LEAST[name]}'"
+    if name == "python":
+        remedy = f"install Python {least} or later"
+    if version is None:
+        return problem(name, "is not installed", remedy)
+    if _numbers(version) < _numbers(least):
+        return problem(name, f"{version} is too old: {least} or later is needed", remedy)
+    return ok(name, version)
 
-    Args:
-        meeting: Where it stands among them.
-        taken: The address that gloo takes.
-        port: On which this site listens.
-        findings: What it found about its machine.
-    """
-    return Site(
-        rank=meeting.rank,
-        sites=meeting.sites,
-        host=socket.gethostname(),
-        interface=taken.interface or "?",
-        address=taken.address or "127.0.0.1",
-        port=port,
-        versions={name: version or "none" for name, version in versions().items()},
-        findings=findings,
-    )
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def check_gloo(available: bool) -> Finding:
+    """Whether this build of torch can exchange anything between processors."""
+    if available:
+        return ok("gloo", "available: this is what carries the exchange between sites")
+    said = "this build of torch has no gloo, which carries the exchange between sites"
+    return problem("gloo", said, "install torch from pytorch.org or with pip")
+
+
+def check_gpus(names: Sequence[str], cuda: str | None, nccl: str | None) -> Finding:
+    """What graphics processors torch sees, with which versions; none are needed."""
+    if names:
+        counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        carried = f"NCCL {nccl}" if nccl else "without NCCL"
+        return ok("GPU", f"{counted}, CUDA {cuda}; {carried}")
+    if cuda:
+        said = f"torch is built for CUDA {cuda} but sees no GPU: training runs on the processor"
+        return note("GPU", said, "if this machine has one, see whether `nvidia-smi` finds it")
+    return ok("GPU", "none, and none needed: training runs on the processor")
+
+
+def check_extras(has: Callable[[str], bool]) -> list[Finding]:
+    """Which extras are installed, and what for; `has` tells whether a module can be imported."""
+    there = [name for name, (modules, _) in EXTRAS.items() if all(map(has, modules))]
+    findings = [ok("extras", f"installed: {', '.join(there)}")] if there else []
+    return findings + [
+        note("extras", f"{name} is not installed: {use}", f"pip install 'outergrad[{name}]'")
+        for name, (_, use) in EXTRAS.items()
+        if name not in there
+    ]
+
+
+def check_variables(environment: Mapping[str, str]) -> list[Finding]:
+    """Which environment variables will surprise the user."""
+    found = [
+        level("variables", said.format(name=name, value=value), remedy.format(name=name))
+        for name, (surprising, level, said, remedy) in VARIABLES.items()
+        if (value := environment.get(name)) is not None
+        and re.fullmatch(surprising, value, re.IGNORECASE | re.DOTALL)
+    ]
+    return found or [ok("variables", "no environment variable that is known to hurt")]
+
+
+def check_threads(
+    environment: Mapping[str, str], threads: int, cores: int, processes: int
+) -> Finding:
+    """Whether PyTorch's threads fit the cores that the sites of this machine share."""
+    wanted = max(1, cores // processes)
+    said = f"{threads} for {many(cores, 'core')}"
+    said += f" and {processes} sites on this machine" if processes > 1 else ""
+    remedy = f"export OMP_NUM_THREADS={wanted}"
+    if threads > wanted:
+        return warning("threads", f"{said}: they will fight for them", remedy)
+    if threads < wanted:
+        why = " (torchrun sets OMP_NUM_THREADS=1)" if "TORCHELASTIC_RUN_ID" in environment else ""
+        return note("threads", f"{said}: some stay idle{why}", remedy)
+    return ok("threads", said)
+
+
+def check_open_files(most: int | None) -> Finding:
+    """Whether a process may open enough sockets; None where there is no limit."""
+    if most is not None and most < _LEAST_FILES:
+        said = f"a process may open only {most}, sockets included"
+        return warning("open files", said, "ulimit -n 1024")
+    return ok("open files", "no limit" if most is None else f"up to {most:,}")
+
+
+def check_disk(folder: str, free_bytes: int) -> Finding:
+    """Whether there is room for temporary files."""
+    said = f"{amount(free_bytes)} free in {folder}"
+    if free_bytes < _LEAST_DISK_BYTES:
+        return warning("disk", said, "make room, or let TMPDIR name another folder")
+    return ok("disk", said)
+
+
+def check_shaping(missing: str | None) -> Finding:
+    """Whether `outergrad bench` can make slow links here; it says itself what is missing."""
+    if missing is None:
+        return ok("slow links", "`outergrad bench --link` can make them on this machine")
+    return note("slow links", f"for `outergrad bench` alone: {missing}")

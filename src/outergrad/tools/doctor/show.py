@@ -10,108 +10,80 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from outergrad.tools.doctor.clocks import Offset
 from outergrad.tools.doctor.course import Report
-from outergrad.tools.doctor.findings import Finding, Level, of_level
-from outergrad.tools.doctor.links import rate, seconds
-from outergrad.tools.doctor.pairs import Measured
-from outergrad.tools.doctor.sites import Site
+from outergrad.tools.doctor.findings import Finding, Level, many
+from outergrad.tools.doctor.links import Measured, rate, seconds
 
-_SHOWN = {
-    Level.OK: ("✓", "+", "ok", "green"),
-    Level.NOTE: ("•", "-", "note", "cyan"),
-    Level.WARNING: ("!", "!", "warning", "yellow"),
-    Level.PROBLEM: ("✗", "x", "problem", "bold red"),
+_MARKS = {
+    Level.OK: ("✓", "+", "green"),
+    Level.NOTE: ("•", "-", "cyan"),
+    Level.WARNING: ("!", "!", "yellow"),
+    Level.PROBLEM: ("✗", "x", "bold red"),
 }
-"""Symbol, the same in ASCII, word and style."""
-
-_LARGEST_COLUMN = 12
+"""Symbol, the same in ASCII, and style."""
 
 
 def show(console: Console, report: Report, closing: str = "") -> None:
-    """Prints a report: sections, tables, and the verdict.
-
-    Args:
-        console: Where.
-        report: What.
-        closing: What the user may do next, where there is no problem.
-    """
+    """Prints a report: sections, tables, the verdict, and what comes next without a problem."""
+    plain = not console.encoding.lower().startswith("utf")
     for title, findings in report.sections.items():
         console.print(Text(title, style="bold"))
+        parts = [_lines(findings, plain)]
         if title == "Between the sites":
-            console.print(Padding(sites_table(report), (0, 0, 1, 2)))
+            parts.insert(0, _sites(report))
         if title == "Links" and any(link.rates for link in report.links):
-            console.print(Padding(links_table(report.links), (0, 0, 1, 2)))
-        console.print(Padding(lines(findings, _plain(console)), (0, 0, 1, 2)))
-    console.print(verdict(report.findings))
+            parts.insert(0, _links(report.links))
+        for part in parts:
+            console.print(Padding(part, (0, 0, 1, 2)))
+    console.print(_verdict(report.findings))
     if closing and not report.exit_code:
         console.print(closing, highlight=False, markup=False)
 
 
-def lines(findings: Sequence[Finding], plain: bool = False) -> Table:
+def _lines(findings: Sequence[Finding], plain: bool) -> Table:
     """One line per finding, and what to do below it."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, min_width=9)
-    grid.add_column(no_wrap=True, min_width=_LARGEST_COLUMN)
+    grid.add_column(no_wrap=True, min_width=12)
     grid.add_column()
     for finding in findings:
-        symbol, ascii_symbol, word, style = _SHOWN[finding.level]
+        symbol, ascii_symbol, style = _MARKS[finding.level]
         text = Text(finding.said)
         if finding.remedy:
-            text.append(
-                f"\n{'->' if plain else '→'} {finding.remedy}", style=_remedy_style(finding)
-            )
-        mark = Text(f"{ascii_symbol if plain else symbol} {word}", style=style)
-        grid.add_row(mark, finding.what, text)
+            urgent = finding.level >= Level.WARNING
+            remedy = f"\n{'->' if plain else '→'} {finding.remedy}"
+            text.append(remedy, style="bold" if urgent else "dim")
+        mark = f"{ascii_symbol if plain else symbol} {finding.level.name.lower()}"
+        grid.add_row(Text(mark, style=style), finding.what, text)
     return grid
 
 
-def _remedy_style(finding: Finding) -> str:
-    return "bold" if finding.level >= Level.WARNING else "dim"
-
-
-def _plain(console: Console) -> bool:
-    return not console.encoding.lower().startswith("utf")
-
-
-def sites_table(report: Report) -> Table:
+def _sites(report: Report) -> Table:
     """Where each site is."""
+    rows = {rank: (str(rank), "did not come", "", "") for rank in report.roll.missing}
+    for site in report.roll.sites:
+        clock = str(report.offsets.get(site.rank) or "not measured") if site.rank else "reference"
+        listens = f"{site.address} ({site.interface})"
+        rows[site.rank] = (str(site.rank), site.host, listens, clock)
     table = _table("site", "machine", "gloo listens at", "clock ahead by")
-    rows = {site.rank: _site_row(site, report) for site in report.sites}
-    rows |= {rank: (str(rank), "did not come", "", "") for rank in report.missing}
     for rank in sorted(rows):
         table.add_row(*rows[rank])
     return table
 
 
-def _site_row(site: Site, report: Report) -> tuple[str, ...]:
-    clock = "reference" if site.rank == 0 else _clock(report.offsets.get(site.rank))
-    return str(site.rank), site.host, f"{site.address} ({site.interface})", clock
-
-
-def _clock(offset: Offset | None) -> str:
-    return str(offset) if offset else "not measured"
-
-
-def links_table(links: Sequence[Measured]) -> Table:
+def _links(links: Sequence[Measured]) -> Table:
     """Delay and rates of each pair, a row for each way."""
     table = _table("from", "to", "there and back", "one way at a time", "both ways at once")
     for column in table.columns[2:]:
         column.justify = "right"
     for link in links:
-        for row in _rows(link):
-            table.add_row(*row)
+        pair, rates = (f"site {link.lower}", f"site {link.higher}"), link.rates
+        if rates:
+            table.add_row(*pair, seconds(link.rtt_s), rate(rates.alone), rate(rates.both))
+            table.add_row(*pair[::-1], "", rate(rates.alone_back), rate(rates.both_back))
+        else:
+            table.add_row(*pair, "-", "not measured", "-")
     return table
-
-
-def _rows(link: Measured) -> list[tuple[str, ...]]:
-    lower, higher, rates = f"site {link.lower}", f"site {link.higher}", link.rates
-    if rates is None or link.rtt_s is None:
-        return [(lower, higher, "-", "not measured", "-")]
-    return [
-        (lower, higher, seconds(link.rtt_s), rate(rates.alone), rate(rates.both)),
-        (higher, lower, "", rate(rates.alone_back), rate(rates.both_back)),
-    ]
 
 
 def _table(*headings: str) -> Table:
@@ -121,21 +93,18 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def verdict(findings: Sequence[Finding]) -> Text:
+def _verdict(findings: Sequence[Finding]) -> Text:
     """The last word, in one line."""
-    problems = of_level(findings, Level.PROBLEM)
-    warnings = of_level(findings, Level.WARNING)
-    beside = f" and {_many(len(warnings), 'warning')}" if warnings else ""
+    problems = [finding.what for finding in findings if finding.level == Level.PROBLEM]
+    warnings = sum(finding.level == Level.WARNING for finding in findings)
     if problems:
-        names = ", ".join(dict.fromkeys(finding.what for finding in problems))
-        count = f"{_many(len(problems), 'problem')}{beside}"
-        said = f"{count}: mend {names} as said above, then look again."
-        return Text(f"VERDICT: {said}", style="bold red")
-    if warnings:
-        said = f"no problem, {_many(len(warnings), 'warning')}: training will run; read the above."
-        return Text(f"VERDICT: {said}", style="bold yellow")
-    return Text("VERDICT: all is well.", style="bold green")
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+        count = many(len(problems), "problem")
+        count += f" and {many(warnings, 'warning')}" if warnings else ""
+        names = ", ".join(dict.fromkeys(problems))
+        said, style = f"{count}: mend {names} as said above, then look again.", "bold red"
+    elif warnings:
+        said = f"no problem, {many(warnings, 'warning')}: training will run; read the above."
+        style = "bold yellow"
+    else:
+        said, style = "all is well.", "bold green"
+    return Text(f"VERDICT: {said}", style=style)

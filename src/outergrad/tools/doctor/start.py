@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import TextIO
 
 import torch
 from rich.console import Console
@@ -13,14 +17,15 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from outergrad.launch.processes import run_processes
 from outergrad.launch.start import stay_on_loopback
-from outergrad.tools.doctor.board import Board
-from outergrad.tools.doctor.connect import listen
+from outergrad.tools.doctor.board import Board, Tell
 from outergrad.tools.doctor.course import Report, agree_on_verdict, examine
 from outergrad.tools.doctor.findings import Finding, problem
-from outergrad.tools.doctor.machine import describe, look_at_machine, taken_here
-from outergrad.tools.doctor.quiet import quiet_libraries
-from outergrad.tools.doctor.rendezvous import Meeting, UnreachableError, open_store
+from outergrad.tools.doctor.interface import taken_here
+from outergrad.tools.doctor.line import listen
+from outergrad.tools.doctor.machine import look_at_machine, versions
+from outergrad.tools.doctor.meeting import Meeting, UnmetError, open_store
 from outergrad.tools.doctor.show import show
+from outergrad.tools.doctor.sites import Site
 
 _NEXT = """
 Next, between two machines, with the address of the first one:
@@ -38,9 +43,8 @@ def check_alone() -> int:
 
 def check_rehearsal(sites: int, timeout_s: float) -> int:
     """Checks this machine and local processes that stand for sites."""
-    store = TCPStore(
-        "127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    limit = timedelta(seconds=timeout_s)
+    store = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
     meetings = [
         Meeting(rank=rank, sites=sites, host="127.0.0.1", port=store.port, hosted=True)
         for rank in range(sites)
@@ -52,70 +56,79 @@ def _rehearse(meeting: Meeting, timeout_s: float) -> int:
     torch.set_num_threads(max(1, torch.get_num_threads() // meeting.sites))
     findings = look_at_machine(os.environ, sites_here=meeting.sites)
     stay_on_loopback()
-    return check_together(meeting, timeout_s, findings)
+    return _check_together(meeting, timeout_s, findings)
 
 
-def check_at_site(meeting: Meeting, timeout_s: float, environment: Mapping[str, str]) -> int:
+def check_at_site(meeting: Meeting, timeout_s: float) -> int:
     """Checks this machine, and with the other sites what is between them."""
-    here = int(environment.get("LOCAL_WORLD_SIZE", 1))
-    findings = look_at_machine(environment, sites_here=here)
-    return check_together(meeting, timeout_s, findings)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return _check_together(meeting, timeout_s, look_at_machine(os.environ, sites_here=here))
 
 
-def check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) -> int:
-    """Goes through the checks as one of several sites, and returns the exit code.
-
-    Args:
-        meeting: Where.
-        timeout_s: How long to wait for the others.
-        findings: Of this machine.
-    """
+def _check_together(meeting: Meeting, timeout_s: float, findings: list[Finding]) -> int:
+    """Goes through the checks as one of several sites, and returns the exit code."""
     with (
         quiet_libraries() as terminal,
         Console(file=terminal).status(f"site {meeting.rank} starts") as status,
     ):
-        report, board = _examined(meeting, timeout_s, findings, _telling(status.update))
+
+        def tell(text: str) -> None:
+            status.update(f"{text} (Ctrl-C ends)")
+
+        report, board = _examined(meeting, timeout_s, findings, tell)
+    if meeting.rank == 0 or board is None:
+        show(Console(), report)
+    else:
+        for finding in report.findings:
+            said = f"outergrad: site {meeting.rank}: {finding.said}; {finding.remedy}"
+            Console(stderr=True).print(said, highlight=False, markup=False)
     if board is None:
-        show(Console(), report)
         return report.exit_code
-    if meeting.rank == 0:
-        show(Console(), report)
-    elif report.findings:
-        _tell_apart(meeting, report)
     with quiet_libraries():
         return agree_on_verdict(board, report)
 
 
-def _telling(update: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda text: update(f"{text} (Ctrl-C ends)")
-
-
 def _examined(
-    meeting: Meeting, timeout_s: float, findings: list[Finding], tell: Callable[[str], None]
+    meeting: Meeting, timeout_s: float, findings: list[Finding], tell: Tell
 ) -> tuple[Report, Board | None]:
     taken = taken_here(os.environ)
+    address = taken.address or "127.0.0.1"
     try:
-        listener = listen(taken.address or "127.0.0.1")
+        listener = listen(address)
     except OSError as error:
-        said = f"cannot listen at {taken.address}: {error.strerror}"
+        said = f"cannot listen at {taken.address}: {os.strerror(error.errno or 0)}"
         unheard = problem("interface", said, "choose another interface with GLOO_SOCKET_IFNAME")
         return Report({"This machine": [*findings, unheard]}), None
     with listener:
         try:
             store = open_store(meeting, timeout_s, tell)
-        except UnreachableError as error:
-            return Report({"This machine": findings, "Meeting": [error.finding]}), None
+        except UnmetError as unmet:
+            return Report({"This machine": findings, "Meeting": [unmet.finding]}), None
         board = Board(store, meeting.rank, meeting.sites)
-        me = describe(meeting, taken, listener.getsockname()[1], findings)
+        me = Site(
+            rank=meeting.rank,
+            sites=meeting.sites,
+            host=socket.gethostname(),
+            interface=taken.interface or "?",
+            address=address,
+            port=listener.getsockname()[1],
+            versions={name: version or "none" for name, version in versions().items()},
+            findings=findings,
+        )
         return examine(board, me, listener, timeout_s, tell), board
 
 
-def _tell_apart(meeting: Meeting, report: Report) -> None:
-    """Says at another site what its user must hear there."""
-    console = Console(stderr=True)
-    for finding in report.findings:
-        console.print(
-            f"outergrad: site {meeting.rank}: {finding.said}; {finding.remedy}",
-            highlight=False,
-            markup=False,
-        )
+@contextmanager
+def quiet_libraries() -> Iterator[TextIO]:
+    """Yields the error stream, on which only this program writes then.
+
+    Where a connection fails, PyTorch's libraries write a page of their stack to it; the report
+    says the same in a sentence.
+    """
+    sys.stderr.flush()
+    with os.fdopen(os.dup(2), "w") as terminal, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield terminal
+        finally:
+            os.dup2(terminal.fileno(), 2)

@@ -10,9 +10,9 @@ from typing import TypeVar
 from torch.distributed import HashStore
 
 from outergrad.tools.doctor.board import Board
-from outergrad.tools.doctor.connect import listen
 from outergrad.tools.doctor.course import Report, agree_on_verdict, examine
 from outergrad.tools.doctor.findings import ok
+from outergrad.tools.doctor.line import listen
 from outergrad.tools.doctor.sites import Site
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from made_up_sites import VERSIONS, examined, said_at
 
 from outergrad.tools.doctor import board as board_module
 from outergrad.tools.doctor.findings import Level, problem, warning
-from outergrad.tools.doctor.roll import meet
+from outergrad.tools.doctor.meeting import meet
 
 
 @pytest.mark.parametrize("sites", [2, 3])

@@ -4,10 +4,15 @@ import json
 
 from made_up_sites import VERSIONS, site
 
-from outergrad.tools.doctor.clocks import Offset, check_clocks
+from outergrad.tools.doctor.course import check_group
 from outergrad.tools.doctor.findings import Level, merged, note, ok, problem
-from outergrad.tools.doctor.group import check_group
-from outergrad.tools.doctor.sites import check_sharing, check_versions, site_heard
+from outergrad.tools.doctor.sites import (
+    Offset,
+    check_clocks,
+    check_sharing,
+    check_versions,
+    site_heard,
+)
 
 
 def test_a_description_survives_json():

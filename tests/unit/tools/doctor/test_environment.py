@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.tools.doctor.environment import (
+from outergrad.tools.doctor.findings import Level
+from outergrad.tools.doctor.machine import (
     VARIABLES,
     check_disk,
     check_open_files,
@@ -10,7 +11,6 @@ from outergrad.tools.doctor.environment import (
     check_threads,
     check_variables,
 )
-from outergrad.tools.doctor.findings import Level
 
 BITES = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "OFF"),

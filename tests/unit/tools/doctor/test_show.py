@@ -6,12 +6,13 @@ import pytest
 from made_up_sites import site
 from rich.console import Console
 
-from outergrad.tools.doctor.bursts import Rates
-from outergrad.tools.doctor.clocks import Offset
 from outergrad.tools.doctor.course import Report
 from outergrad.tools.doctor.findings import note, ok, problem, warning
-from outergrad.tools.doctor.pairs import Measured
+from outergrad.tools.doctor.line import Rates
+from outergrad.tools.doctor.links import Measured
+from outergrad.tools.doctor.meeting import Roll
 from outergrad.tools.doctor.show import show
+from outergrad.tools.doctor.sites import Offset
 
 
 def shown(report: Report, width: int = 80, encoding: str = "utf-8") -> str:
@@ -58,10 +59,9 @@ def test_the_tables_fit(width):
     rates = Rates(96e6, 955e3, 9.6e6, 1.2e9)
     report = Report(
         {"Between the sites": ALL[:1], "Links": ALL[:1]},
-        [site(0, 3), site(2, 3)],
+        Roll([site(0, 3), site(2, 3)], missing=[1]),
         {2: Offset(-0.0012, 0.0203)},
         [Measured(0, 2, 0.04, rates), Measured(0, 1)],
-        missing=[1],
     )
     text = shown(report, width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width

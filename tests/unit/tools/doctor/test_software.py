@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from outergrad.tools.doctor.findings import Level
-from outergrad.tools.doctor.software import (
+from outergrad.tools.doctor.machine import (
     EXTRAS,
     LEAST,
     check_extras,

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.doctor.rendezvous import (
+from outergrad.tools.doctor.meeting import (
     Meeting,
-    UnreachableError,
+    UnmetError,
     meeting_at,
     meeting_from,
     open_store,
@@ -72,32 +72,32 @@ def test_master_that_cannot_be_read(master):
 def test_nobody_listens(free_port):
     began_s = time.monotonic()
     said = rf"site 1 cannot reach site 0 at 127\.0\.0\.1:{free_port} .*nothing listens"
-    with pytest.raises(UnreachableError, match=said):
+    with pytest.raises(UnmetError, match=said):
         open_store(meeting_at(f"127.0.0.1:{free_port}", 1, 2), 0.5)
     assert time.monotonic() - began_s < 2
 
 
 def test_an_unknown_name():
-    with pytest.raises(UnreachableError, match=r"the name no-such-machine\.invalid is unknown"):
+    with pytest.raises(UnmetError, match=r"the name no-such-machine\.invalid is unknown"):
         open_store(meeting_at("no-such-machine.invalid:1", 1, 2), 0.2)
 
 
 def test_the_port_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UnreachableError, match=f"cannot listen on port {port}"):
+        with pytest.raises(UnmetError, match=f"cannot listen on port {port}"):
             open_store(meeting_at(f"127.0.0.1:{port}", 0, 2), 1)
 
 
 def test_site_0_with_another_machines_address():
-    finding = why_unreachable(meeting_at("10.0.0.9", 0, 2), TimeoutError(), 5)
-    assert "site 0 cannot reach itself at 10.0.0.9:29500" in finding.said
+    said, _ = why_unreachable(meeting_at("10.0.0.9", 0, 2), TimeoutError(), 5)
+    assert "site 0 cannot reach itself at 10.0.0.9:29500" in said
 
 
 def test_a_silent_address_means_a_firewall():
-    finding = why_unreachable(meeting_at("10.0.0.9", 1, 2), TimeoutError("timed out"), 30)
-    assert "site 1 cannot reach site 0 at 10.0.0.9:29500 within 30 s: no answer" in finding.said
-    assert "firewall" in finding.remedy
+    said, remedy = why_unreachable(meeting_at("10.0.0.9", 1, 2), TimeoutError("timed out"), 30)
+    assert "site 1 cannot reach site 0 at 10.0.0.9:29500 within 30 s: no answer" in said
+    assert "firewall" in remedy
 
 
 def test_two_sites_share_a_store(free_port):

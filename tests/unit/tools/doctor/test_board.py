@@ -7,16 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+from made_up_sites import boards
 
 import outergrad
-from outergrad.tools.doctor.bounded import bounded
+from outergrad.tools.doctor.board import bounded
 
 HANGS = """
 import sys, time, types
 sys.modules["outergrad"] = package = types.ModuleType("outergrad")
-package.__path__ = sys.argv[1:]  # without torch, which takes seconds to import
+package.__path__ = sys.argv[1:]  # without the library itself
 
-from outergrad.tools.doctor.bounded import bounded, leaving_at_once
+from outergrad.tools.doctor.board import bounded, leaving_at_once
 with leaving_at_once():
     try:
         bounded(lambda: time.sleep(100), 0.05)
@@ -50,3 +51,14 @@ def test_a_process_ends_though_work_hangs():
     command = [sys.executable, "-c", HANGS, str(Path(outergrad.__file__).parent)]
     done = subprocess.run(command, timeout=60, capture_output=True)
     assert (done.returncode, done.stderr) == (3, b"")
+
+
+def test_who_is_silent_is_told_after_the_limit_and_what_is_there_is_read():
+    first, second = boards(2)
+    second.post("note/1", "here")
+    heard = []
+    assert first.wait("note", [0, 1], 0.05, heard.append) == [0]
+    assert heard[0] == "waiting for site 0"
+    assert first.read_all("note", [0, 1]) == {1: "here"}
+    first.post("note/0", "too")
+    assert first.wait("note", [0, 1], 0.05) == []
