@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import IO
 
+from outergrad._event_lines import line_of
 from outergrad.events import Event
-from outergrad.record.lines import line_of
 from outergrad.record.pace import checked
 
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outergrad._event_lines import Entry
 from outergrad.events import Layer, Mishap, Run, Step
-from outergrad.report._going_on import of_last_run
-from outergrad.report._lines import Entry, File, thin
+from outergrad.report.files import File, thin
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -123,16 +123,16 @@ def _by_site(
     found: dict[int, tuple[str, list[Entry]]] = {}
     problems: list[str] = []
     for file in files:
-        events, doubts = of_last_run(file.path.name, file.entries(layers_of))
-        problems += file.problems + doubts
+        events = file.entries(layers_of)
+        problems += file.problems
         if not events:
-            problems += [] if file.problems else [f"{file.path.name}: empty"]
+            problems += [] if file.problems else [f"{file.name}: empty"]
             continue
         site = events[-1]["rank"]
         if site in found:
-            problems.append(f"{file.path.name}: left out: of site {site}, as {found[site][0]} is")
+            problems.append(f"{file.name}: left out: of site {site}, as {found[site][0]} is")
             continue
-        found[site] = file.path.name, [event for event in events if event["rank"] == site]
+        found[site] = file.name, [event for event in events if event["rank"] == site]
     return found, problems
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from outergrad.report._lines import thin
 from outergrad.report._load import Recording
+from outergrad.report.files import thin
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series

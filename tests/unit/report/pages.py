@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from made_up_run import events, write_run
+from outergrad._event_lines import line_of
 from outergrad.events import Scalars
-from outergrad.record.jsonl import line_of
 from outergrad.report import write_page
 
 LONG = "transformer.encoder.blocks.{}.attention.output_projection.weight"

@@ -13,8 +13,8 @@ import pytest
 
 import outergrad as og
 from made_up_run import TRAVELS, events, write_run
+from outergrad._event_lines import line_of
 from outergrad.events import Layer, Run, Scalars, Step
-from outergrad.record.jsonl import line_of
 
 LAYERS = len(TRAVELS)
 

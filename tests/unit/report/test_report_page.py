@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from full_disk import longest_file
 from made_up_run import DENSE_BYTES, TRAVELS, write_run
 from outergrad.report import load
-from outergrad.report._lines import thin
 from outergrad.report._page import names
 from outergrad.report._series import series, time_split
 from outergrad.report._summary import amount, duration, summary
+from outergrad.report.files import thin
 from outergrad.tools.commands import app
 
 

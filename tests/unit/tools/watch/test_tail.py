@@ -8,9 +8,9 @@ import os
 import pytest
 
 from made_up_run import write_run
+from outergrad._event_lines import GrowingFile, line_of
 from outergrad.events import Run, Scalars
-from outergrad.record.lines import line_of
-from outergrad.tools.watch.tail import Folder, Tail
+from outergrad.tools.watch.tail import Folder
 
 
 def line(step: int) -> str:
@@ -29,9 +29,10 @@ WRITTEN = {
     "half, then more": ([HALF[:20], HALF[20:40], HALF[40:] + line(8)], [[], [], [7, 8]]),
     "no end yet": ([HALF[:-1], "\n"], [[], [7]]),
     "foreign lines": (["Traceback\n" + line(1) + "{}\n3\n", line(2)], [[1], [2]]),
+    "behind half a line": ([HALF[:20] + line(8), line(9)], [[8], [9]]),
     "empty lines": (["\n\n" + line(1) + "\n"], [[1]]),
 }
-FOREIGN = {"foreign lines": 3}
+FOREIGN = {"foreign lines": 3, "behind half a line": 1}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -108,8 +109,8 @@ def test_of_a_large_file_the_beginnings_of_runs_and_the_end_are_read(tmp_path):
     write_run(tmp_path, sites=1, steps=300)
     write_run(tmp_path, sites=1, steps=300)
     file = tmp_path / "site-0.jsonl"
-    everything = file.read_bytes().splitlines()
-    read, _ = Tail(file, recent_bytes=10_000).lines()
+    everything = file.read_text().splitlines()
+    read, _ = GrowingFile(file, recent_bytes=10_000).lines()
     runs = [text for text in read if json.loads(text)["event"] == Run.__name__.lower()]
     assert len(runs) == 2
     end = read[2:]

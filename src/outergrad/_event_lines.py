@@ -1,0 +1,207 @@
+"""Events as lines of JSON: written, checked, and read from files that may still grow."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
+
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
+
+Entry = dict[str, Any]
+"""A line as JSON has it: the fields of an event, and its kind under "event"."""
+
+START = '{"event"'
+_RUN = b'{"event": "run"'
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, End)
+}
+_JSON: dict[Any, set[type]] = {
+    int: {int},
+    float: {int, float},
+    str: {str},
+    NoneType: {NoneType},
+    tuple: {list, tuple},
+    Mapping: {dict},
+}
+_INT64 = 2**63
+
+
+def line_of(event: Event) -> dict[str, object]:
+    """The fields of an event behind its kind: "run", "layer", "step" and so on."""
+    return {"event": type(event).__name__.lower(), **vars(event)}
+
+
+def event_of(entry: object) -> Event:
+    """The event of an entry: the inverse of `line_of`.
+
+    Fields that are not known here, of a later version, are passed over.
+
+    Raises:
+        ValueError: it is no event; says why.
+    """
+    if not isinstance(entry, Mapping):
+        raise ValueError("not an event")
+    if why := objection(entry):
+        raise ValueError(why)
+    kind = _KINDS[entry["event"]]
+    return kind(**{f.name: _frozen(entry[f.name]) for f in fields(kind) if f.name in entry})
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _frozen(inner) for name, inner in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def objection(entry: Mapping[str, Any]) -> str | None:
+    """Why an entry is not an event; None where it is one.
+
+    What this version does not know besides is no reason: a later one may have written it.
+    """
+    kind = entry.get("event")
+    checks = _CHECKS.get(kind) if isinstance(kind, str) else None
+    if checks is None:
+        return f"an unknown event, {kind!r}" if "event" in entry else "not an event"
+    for check in checks:
+        if check.name not in entry:
+            if check.required:
+                return f"a {kind} without {check.name!r}"
+        elif not check.fits(entry[check.name]):
+            return f"a {kind} whose {check.name!r} cannot be read"
+    return None
+
+
+@dataclass(frozen=True)
+class _Check:
+    name: str
+    required: bool
+    fits: Callable[[Any], bool]
+
+
+def _checks(kind: type[Event]) -> Iterator[_Check]:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        yield _Check(field.name, field.default is MISSING, _fits(hints[field.name]))
+
+
+def _fits(hint: Any) -> Callable[[Any], bool]:
+    """A check of a value; a file has millions of them."""
+    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    types = frozenset().union(*(_JSON[get_origin(part) or part] for part in parts))
+    items = [item for part in parts if (item := _items(part))]
+    if items:
+        return lambda value: type(value) in types and (not value or items[0](value))
+    if int in types:
+        return lambda value: (
+            type(value) in types and (type(value) is not int or -_INT64 <= value < _INT64)
+        )
+    return lambda value: type(value) in types
+
+
+def _items(hint: Any) -> Callable[[Any], bool] | None:
+    """A check of what a list or a dict holds."""
+    if get_origin(hint) is tuple:
+        return _all(get_args(hint)[0])
+    if get_origin(hint) is Mapping:
+        fits = _all(get_args(hint)[1])
+        return lambda value: fits(value.values())
+    return None
+
+
+def _all(hint: Any) -> Callable[[Any], bool]:
+    types = _JSON.get(hint)
+    if types is not None:
+        return lambda values: types.issuperset(map(type, values))
+    fits = _fits(hint)
+    return lambda values: all(map(fits, values))
+
+
+_CHECKS = {name: tuple(_checks(kind)) for name, kind in _KINDS.items()}
+
+
+def parsed(line: str) -> Entry | None:
+    """The object of JSON in a line; None where there is no whole one."""
+    if not line.lstrip().startswith("{"):
+        return None
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read(line: str) -> tuple[Entry | None, list[str]]:
+    """The event in a line, and what is wrong with the line.
+
+    A run that goes on after it died may have written its first event behind half a line: that one
+    is found, too. An empty line is no event, and nothing is wrong with it.
+    """
+    entry, problems = parsed(line), []
+    if entry is None and line.strip():
+        problems.append("not a whole line of JSON")
+        entry = parsed(line[max(0, line.rfind(START)) :])
+    if entry is not None and (why := objection(entry)):
+        return None, [*problems, why]
+    return entry, problems
+
+
+class GrowingFile:
+    """The lines of a file that may still be written.
+
+    Args:
+        path: the file.
+        recent_bytes: of a larger file the end is read, and before it the lines that begin a run;
+            None: all of it.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path, recent_bytes: int | None = None) -> None:
+        self.path, self._recent = path, recent_bytes
+        self._inode, self._offset, self._rest = 0, 0, b""
+
+    @property
+    def rest(self) -> str:
+        """The part of a line that the file ends with so far."""
+        return _text(self._rest)
+
+    def lines(self) -> tuple[list[str], float]:
+        """Whole lines that are new, and when the file was written to, in seconds since 1970.
+
+        The half of a line at the end waits for the other half. A file that was replaced or cut is
+        read from its beginning.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        with self.path.open("rb") as file:
+            now = os.stat(file.fileno())
+            if now.st_ino != self._inode or now.st_size < self._offset:
+                self._inode, self._offset, self._rest = now.st_ino, 0, b""
+            if now.st_size == self._offset:
+                return [], now.st_mtime
+            older = self._skip(file, now.st_size) if self._offset == 0 else []
+            file.seek(self._offset)
+            new = file.read()
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        return [_text(line) for line in older + lines], now.st_mtime
+
+    def _skip(self, file: BinaryIO, size: int) -> list[bytes]:
+        """Goes to the recent part and returns what runs there were before."""
+        runs = []
+        end = size - self._recent if self._recent is not None else 0
+        while self._offset < end and (line := file.readline()).endswith(b"\n"):
+            self._offset += len(line)
+            if line.startswith(_RUN):
+                runs.append(line)
+        return runs
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", errors="replace")
