@@ -143,8 +143,8 @@ def test_dad_follows_pooled(tmp_path):
         assert result.returncode == 0, result.stderr
         shown[method], found[method] = result.stdout, losses(log)
     assert found["dad"] == pytest.approx(found["pooled"], abs=1e-4)
-    assert "0 bytes per step and site" in shown["pooled"]
-    assert "0 bytes per step and site" not in shown["dad"]
+    assert "0 B per step and site" in shown["pooled"]
+    assert "0 B per step and site" not in shown["dad"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from outergrad._amounts import amount as amount
 from outergrad.launch.errors import CheckError, RecipeError, SiteError
 
 T = TypeVar("T")
@@ -126,8 +126,3 @@ def printable(text: str, keep: str = "") -> str:
 
 def _is_shown(character: str) -> bool:
     return unicodedata.category(character) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
-
-
-def amount(size_bytes: float) -> str:
-    """Writes a number of bytes for a reader, as ``1.2 MB``."""
-    return decimal(round(size_bytes))

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from outergrad.report._load import Recording
 from outergrad.report._series import dense_bytes
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 _SCALARS_SHOWN = 4
-_NOTHING, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,37 +61,3 @@ def columns_of(summaries: list[Summary]) -> list[str]:
 def _place(name: str) -> tuple[int, str]:
     lower = name.lower()
     return (0 if "loss" in lower else 1 if "acc" in lower else 2), name
-
-
-def amount(size: float | None) -> str:
-    """Bytes for a reader, as ``1.2 MB``."""
-    if size is None:
-        return _NOTHING
-    unit = 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{_digits(size)} {_UNITS[unit]}"
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds for a reader, as ``12 ms``."""
-    if seconds is None:
-        return _NOTHING
-    return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(seconds * 1e3)} ms"
-
-
-def saving(found: Summary) -> str:
-    """How many times fewer bytes than DDP's, as ``19×``."""
-    if not found.sent_bytes or not found.dense_bytes:
-        return _NOTHING
-    ratio = found.dense_bytes / found.sent_bytes
-    return f"{_digits(ratio)}{_TIMES}" if ratio >= 0.995 else f"{_digits(1 / ratio)}{_TIMES} more"
-
-
-def number(value: float | None) -> str:
-    """A scalar for a reader: four digits."""
-    return _NOTHING if value is None else f"{value:.4g}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2g}"

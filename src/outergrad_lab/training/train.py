@@ -11,7 +11,8 @@ from typing import IO, NamedTuple
 import torch
 from rich.progress import Progress
 
-from outergrad.launch.console import amount, count, step_bars
+from outergrad._amounts import amount
+from outergrad.launch.console import count, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop
 from outergrad.record.jsonl import JSONL

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from outergrad.launch.console import amount, errors_in_one_line, say
+from outergrad._amounts import amount
+from outergrad.launch.console import errors_in_one_line, say
 from outergrad.launch.errors import RecipeError
 from outergrad.report import UnreadableRunError, write_page
 

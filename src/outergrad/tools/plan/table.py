@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from outergrad._amounts import milliseconds
 from outergrad.tools.plan.forecast import Forecast
 from outergrad.tools.plan.layers import LayerPlan, Sent
 from outergrad.tools.plan.measure import Planned
@@ -122,4 +123,4 @@ def _totals(plan: Forecast, methods: Sequence[Planned]) -> Iterator[tuple[str, l
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 1}f} "
+    return f"{milliseconds(seconds)} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from outergrad._amounts import milliseconds, times
 from outergrad.launch.links import Link
 from outergrad.tools.plan.forecast import HIGHEST_BIT_PER_S, Forecast
 from outergrad.tools.plan.measure import Planned
@@ -28,15 +29,15 @@ def sentences(plan: Forecast) -> Iterator[str]:
 
 
 def _verdict(plan: Forecast, best: Planned) -> str:
-    times = plan.seconds(plan.dense) / plan.seconds(best)
-    bytes_ = plan.dense.sent_bytes / max(best.sent_bytes, 1)
-    if times < 1 - _EVEN:
-        speed = f"but {1 / times:.2g} x as slow as dense: none pays on this link"
-    elif times < 1 + _EVEN:
+    faster = plan.seconds(plan.dense) / plan.seconds(best)
+    fewer = plan.dense.sent_bytes / max(best.sent_bytes, 1)
+    if faster < 1 - _EVEN:
+        speed = f"but {times(1 / faster)} x as slow as dense: none pays on this link"
+    elif faster < 1 + _EVEN:
         speed = "as fast as dense: none pays on this link"
     else:
-        speed = f"{_times(times)} x as fast as dense"
-    sent = "as many bytes" if bytes_ < 1.05 else f"{_times(bytes_)} x fewer bytes"
+        speed = f"{times(faster)} x as fast as dense"
+    sent = "as many bytes" if fewer < 1.05 else f"{times(fewer)} x fewer bytes"
     return f"{best.method} is the fastest, {_ms(plan.seconds(best))}: {speed}, with {sent}"
 
 
@@ -65,9 +66,5 @@ def _rounded(rate_bit_per_s: float) -> float:
     return float(f"{rate_bit_per_s:.2g}")
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:,.1f}" if ratio < 100 else f"{ratio:,.0f}"
-
-
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 1}f} ms"
+    return f"{milliseconds(seconds)} ms"

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
+from outergrad._amounts import plain
+from outergrad.tools.watch.chart import chart
 from outergrad.tools.watch.view import LABEL, View
-from outergrad.tools.watch.words import chart, plain
 
 _HIGHEST = 8
 _TALL = 30

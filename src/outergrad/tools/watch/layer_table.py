@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from outergrad._amounts import amount, seconds, short
+from outergrad.tools.watch.chart import chart
 from outergrad.tools.watch.summary import LayerLine
 from outergrad.tools.watch.view import DIM
-from outergrad.tools.watch.words import amount, chart, seconds, short
 
 TRAVELS = {"factors": "cyan", "low rank": "magenta", "replayed": "blue", "dense": "bright_black"}
 NOTHING = Text("-", DIM)

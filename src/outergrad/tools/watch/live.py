@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from outergrad._amounts import amount, plain, short, times
 from outergrad.launch.console import printable
 from outergrad.tools.watch.overview import silence
 from outergrad.tools.watch.picture import picture, waiting
@@ -16,7 +17,6 @@ from outergrad.tools.watch.state import Watched
 from outergrad.tools.watch.summary import scalars, speed
 from outergrad.tools.watch.tail import Folder
 from outergrad.tools.watch.view import View
-from outergrad.tools.watch.words import amount, plain, short
 
 LOOK_EVERY_S = 0.25
 DRAW_EVERY_S = 1.0
@@ -102,7 +102,7 @@ def summary_line(watched: Watched, view: View) -> str:
     if told.sent_bytes:
         parts += [f"{amount(told.sent_bytes)}/step"]
     if told.fewer:
-        parts += [f"{short(told.fewer, 2)}x fewer than DDP"]
+        parts += [f"{times(told.fewer)}x fewer than DDP"]
     if all(site.ended for site in watched.sites):
         parts += ["ended"]
     quiet = silence(watched, view.now)

@@ -7,11 +7,12 @@ from collections import Counter
 
 from rich.text import Text
 
+from outergrad._amounts import amount, duration, seconds, short, times
+from outergrad.tools.watch.chart import chart
 from outergrad.tools.watch.layer_table import agreeing
 from outergrad.tools.watch.state import Site, Watched
 from outergrad.tools.watch.summary import Speed, agreement, speed
 from outergrad.tools.watch.view import DIM, LABEL, View, dot, labelled, rule, sides
-from outergrad.tools.watch.words import amount, chart, duration, seconds, short
 
 _BAR = 24
 _DOTS = 16
@@ -74,7 +75,7 @@ def _sent(told: Speed) -> Text:
         parts += [dot(), f"{amount(told.bytes_per_s)}/s"]
     parts += [dot(), f"{amount(told.total_sent_bytes)} in all"]
     if told.fewer:
-        parts += [dot(), (f"{short(told.fewer, 2)}\u00d7 fewer than DDP", "bold green")]
+        parts += [dot(), (f"{times(told.fewer)}\u00d7 fewer than DDP", "bold green")]
     return Text.assemble(*parts)
 
 

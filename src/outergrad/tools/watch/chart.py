@@ -1,4 +1,4 @@
-"""Numbers as a reader likes them, in few columns."""
+"""Curves of blocks."""
 
 from __future__ import annotations
 
@@ -7,50 +7,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def short(value: float, digits: int = 3) -> str:
-    """With so many digits: 0.0412, 4.12, 412, 41,200, 4.1e-05."""
-    if not math.isfinite(value):
-        return str(value)
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.{digits - 2}e}"
-    exponent = math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
-
-
-def plain(value: float) -> str:
-    """With up to four digits: 0.4312, 0.001, 41,200."""
-    return short(value, 4) if abs(value) >= 1e4 else f"{value:.4g}"
-
-
-def amount(number: float, unit: str = "B") -> str:
-    """With a prefix: 512 B, 1.20 kB, 12.3 MB."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(number) < 999.5 or prefix == "T":
-            break
-        number /= 1000
-    return f"{number:.0f} {unit}" if not prefix else f"{number:.3g} {prefix}{unit}"
-
-
-def duration(seconds: float) -> str:
-    """In its two largest units: 40 s, 2m 06s, 1h 02m, 3d 04h."""
-    s = max(0, int(seconds))
-    if s < 60:
-        return f"{s} s"
-    if s < 3600:
-        return f"{s // 60}m {s % 60:02}s"
-    if s < 86400:
-        return f"{s // 3600}h {s // 60 % 60:02}m"
-    return f"{s // 86400}d {s // 3600 % 24:02}h"
-
-
-def seconds(value: float) -> str:
-    """Of a step: 850 µs, 12.3 ms, 1.25 s."""
-    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if value * factor < 999.5:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s"
 
 
 def chart(
