@@ -255,7 +255,7 @@ def test_nothing_to_show_is_an_error_that_names_the_run(tmp_path, make, said):
 
 
 def test_without_pandas_load_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("outergrad.report._load.find_spec", lambda name: None)
+    monkeypatch.setattr("outergrad.report.recording.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pandas not found: pip install 'outergrad\[report\]'"):
         og.report.load(tmp_path)
 

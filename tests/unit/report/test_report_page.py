@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from full_disk import longest_file
 from made_up_run import DENSE_BYTES, TRAVELS, write_run
 from outergrad.report import load
-from outergrad.report._page import names
-from outergrad.report._series import series, time_split
-from outergrad.report._summary import summary
 from outergrad.report.files import thin
+from outergrad.report.page import names
+from outergrad.report.series import series, time_split
+from outergrad.report.summary import summary
 from outergrad.tools.commands import app
 
 
@@ -199,7 +199,7 @@ def test_a_page_that_does_not_fit_leaves_the_one_before(tmp_path):
 
 
 def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("outergrad.report._load.find_spec", lambda name: None)
+    monkeypatch.setattr("outergrad.report.recording.find_spec", lambda name: None)
     result = report(write_run(tmp_path / "a"))
     assert result.exit_code == 2
     told = "pandas, plotly not found: pip install 'outergrad[report]'"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outergrad.report._load import Recording
-from outergrad.report._series import dense_bytes
+from outergrad.report.recording import Recording
+from outergrad.report.series import dense_bytes
 
 _SCALARS_SHOWN = 4
 
@@ -52,7 +53,7 @@ def summary(recording: Recording) -> Summary:
     )
 
 
-def columns_of(summaries: list[Summary]) -> list[str]:
+def columns_of(summaries: Iterable[Summary]) -> list[str]:
     """The scalars that the table shows: losses first, then accuracies, then others."""
     names = {name for found in summaries for name in found.finals}
     return sorted(names, key=_place)[:_SCALARS_SHOWN]

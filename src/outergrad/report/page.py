@@ -1,22 +1,20 @@
-"""The page: its text, data, style and scripts in one file."""
+"""The page about some runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 from outergrad._amounts import amount, plain, seconds, times
-from outergrad._version import __version__
 from outergrad._whole_files import write_whole
-from outergrad.report._load import Recording, UnreadableRunError, load_thinned, require
-from outergrad.report._series import POINTS, series
-from outergrad.report._summary import Summary, columns_of, summary
+from outergrad.report.recording import Recording, UnreadableRunError, load_thinned, require
+from outergrad.report.series import POINTS, series
+from outergrad.report.skeleton import asset, whole_page
+from outergrad.report.summary import Summary, columns_of, summary
 
 _SCRIPTS = ("theme.js", "parts.js", "figures.js", "layers.js", "page.js")
 _NOTHING, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
@@ -74,7 +72,8 @@ def _load_all(runs: Sequence[Path]) -> tuple[dict[str, Recording], list[str]]:
 
 def names(runs: Sequence[Path]) -> list[str]:
     """Names of runs: the last parts of their paths, as many as tell them apart."""
-    parts = [_without_ending(path.resolve()).parts for path in runs]
+    paths = [path.resolve() for path in runs]
+    parts = [(p.with_suffix("") if p.suffix == ".jsonl" else p).parts for p in paths]
     for depth in range(1, max(map(len, parts))):
         found = ["/".join(part[-depth:]) for part in parts]
         if len(set(found)) == len(found):
@@ -82,67 +81,54 @@ def names(runs: Sequence[Path]) -> list[str]:
     return list(map(str, runs))
 
 
-def _without_ending(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix == ".jsonl" else path
-
-
 def _page(recordings: dict[str, Recording], problems: Sequence[str]) -> str:
     from plotly.offline import get_plotlyjs
 
+    found = [{"name": name, **series(recording)} for name, recording in recordings.items()]
+    data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     summaries = {name: summary(recording) for name, recording in recordings.items()}
-    data = [{"name": name, **series(recording)} for name, recording in recordings.items()]
-    return Template(_text("page.html")).substitute(
-        title=escape(_title(list(recordings))),
-        lead=escape(_lead(recordings)),
-        summary=_table(summaries),
-        problems=_problems(problems),
-        version=escape(__version__),
-        style=_text("style.css"),
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        plotly=get_plotlyjs(),
-        script="\n".join(map(_text, _SCRIPTS)),
+    return whole_page(
+        command="outergrad report",
+        title=next(iter(recordings)) if len(recordings) == 1 else f"{len(recordings)} runs",
+        lead=f"{_days(recordings)}.",
+        head=f'<table class="summary">{_table(summaries)}</table>\n{_problems(problems)}',
+        body=asset("page.html"),
+        scripts=(
+            f'<script type="application/json" id="data">{data}</script>',
+            f"<script>{get_plotlyjs()}</script>",
+            "\n".join(["<script>", *map(asset, _SCRIPTS), "</script>"]),
+        ),
     )
 
 
-def _text(name: str) -> str:
-    return files("outergrad.report").joinpath(name).read_text("utf-8")
-
-
-def _title(found: Sequence[str]) -> str:
-    return found[0] if len(found) == 1 else f"{len(found)} runs"
-
-
-def _lead(recordings: dict[str, Recording]) -> str:
+def _days(recordings: dict[str, Recording]) -> str:
     """When it was recorded."""
-    times = [time for recording in recordings.values() for time in recording.runs["time"]]
-    days = sorted(datetime.fromtimestamp(t).date().isoformat() for t in times if 0 <= t < 1e11)
+    begun = [time for recording in recordings.values() for time in recording.runs["time"]]
+    days = sorted(datetime.fromtimestamp(t).date().isoformat() for t in begun if 0 <= t < 1e11)
     if not days:
         return "Recorded by outergrad"
     return f"Recorded on {days[0]}" if days[0] == days[-1] else f"Recorded {days[0]} to {days[-1]}"
 
 
 def _table(summaries: dict[str, Summary]) -> str:
-    scalars = columns_of(list(summaries.values()))
-    fewer = "Fewer bytes than DDP"
-    heads = ["Sites", "Steps", "Sent per step", fewer, "Time per step", *map(_final, scalars)]
-    head = "".join(f"<th scope=col>{escape(text)}</th>" for text in ["Run", *heads])
-    rows = [_row(name, found, heads, _cells(found, scalars)) for name, found in summaries.items()]
+    scalars = columns_of(summaries.values())
+    cells = {name: _cells(found, scalars) for name, found in summaries.items()}
+    heads = ["Run", *next(iter(cells.values()))]
+    head = "".join(f"<th scope=col>{escape(text)}</th>" for text in heads)
+    rows = [_row(name, found.method, cells[name]) for name, found in summaries.items()]
     return f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
 
 
-def _final(name: str) -> str:
-    return f"Final {name}"
-
-
-def _cells(found: Summary, scalars: Sequence[str]) -> list[str]:
-    return [
-        str(found.sites),
-        str(found.steps),
-        _told(found.sent_bytes, amount),
-        _saving(found),
-        _told(found.step_s, seconds),
-        *(_told(found.finals.get(name), plain) for name in scalars),
-    ]
+def _cells(found: Summary, scalars: Sequence[str]) -> dict[str, str]:
+    """A run's figures below their headings."""
+    return {
+        "Sites": str(found.sites),
+        "Steps": str(found.steps),
+        "Sent per step": _told(found.sent_bytes, amount),
+        "Fewer bytes than DDP": _saving(found),
+        "Time per step": _told(found.step_s, seconds),
+        **{f"Final {name}": _told(found.finals.get(name), plain) for name in scalars},
+    }
 
 
 def _told(value: float | None, form: Callable[[float], str]) -> str:
@@ -157,15 +143,11 @@ def _saving(found: Summary) -> str:
     return f"{times(ratio)}{_TIMES}" if ratio >= 0.995 else f"{times(1 / ratio)}{_TIMES} more"
 
 
-def _row(name: str, found: Summary, heads: Sequence[str], cells: Sequence[str]) -> str:
+def _row(name: str, method: str, cells: Mapping[str, str]) -> str:
     """Every cell says its column, which a phone shows beside it."""
-    method = escape(found.method or "method not known")
-    others = [
-        f'<td data-head="{escape(head)}">{escape(cell)}</td>'
-        for head, cell in zip(heads, cells, strict=True)
-    ]
-    first = f"<th scope=row>{escape(name)}<span class=method>{method}</span></th>"
-    return f"<tr>{first}{''.join(others)}</tr>"
+    others = [f'<td data-head="{escape(h)}">{escape(text)}</td>' for h, text in cells.items()]
+    method = f"<span class=method>{escape(method or 'method not known')}</span>"
+    return f"<tr><th scope=row>{escape(name)}{method}</th>{''.join(others)}</tr>"
 
 
 def _problems(problems: Sequence[str]) -> str:

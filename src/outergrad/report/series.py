@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from outergrad.report._load import Recording
 from outergrad.report.files import thin
+from outergrad.report.recording import Recording
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -41,21 +41,17 @@ def _numbers(values: Iterable[float]) -> list[float | None]:
     return [float(f"{v:.{_DIGITS}g}") if math.isfinite(v) else None for v in values]
 
 
-def _integers(values: Iterable[int]) -> list[int]:
-    return [int(value) for value in values]
-
-
-def _bucketed(table: DataFrame, most: int = POINTS) -> DataFrame:
-    """Means of neighbouring rows, at most so many, by the last step of each; ordered by step."""
-    groups = [i * most // max(len(table), most) for i in range(len(table))]
+def _drawn(table: DataFrame, **how: str) -> DataFrame:
+    """Means of neighbouring rows, or `how` else; as many as are drawn, by the last step of each."""
+    groups = [i * POINTS // max(len(table), POINTS) for i in range(len(table))]
     table = table.reset_index()
-    return table.groupby(groups).agg(dict.fromkeys(table, "mean") | {"step": "last"})
+    return table.groupby(groups).agg({**dict.fromkeys(table, "mean"), "step": "last", **how})
 
 
 def _steps(steps: DataFrame, names: Iterable[str]) -> dict[str, Any]:
     """Columns of the steps, as means over sites."""
-    table = _bucketed(steps.groupby("step")[[*names]].mean())
-    return {"step": _integers(table["step"]), **{name: _numbers(table[name]) for name in names}}
+    table = _drawn(steps.groupby("step")[[*names]].mean())
+    return {"step": [*map(int, table["step"])], **{name: _numbers(table[name]) for name in names}}
 
 
 def _times(steps: DataFrame) -> dict[str, Any]:
@@ -88,15 +84,12 @@ def _curve(rows: DataFrame, clock: _Clock) -> dict[str, Any]:
     table = rows.groupby("step").agg(
         mean=("value", "mean"), low=("value", "min"), high=("value", "max"), time=("time", "max")
     )
-    groups = [i * POINTS // max(len(table), POINTS) for i in range(len(table))]
-    how = {"step": "last", "mean": "mean", "low": "min", "high": "max", "time": "last"}
-    table = table.reset_index().groupby(groups).agg(how)
-    curve = {name: _numbers(table[name]) for name in ("mean", "low", "high")}
-    seconds, sent = clock.seconds(table["time"]), clock.sent_bytes(table["step"])
-    return curve | {
-        "step": _integers(table["step"]),
-        "seconds": _numbers(seconds),
-        "bytes": _numbers(sent),
+    table = _drawn(table, low="min", high="max", time="last")
+    return {
+        **{name: _numbers(table[name]) for name in ("mean", "low", "high")},
+        "step": [*map(int, table["step"])],
+        "seconds": _numbers(clock.seconds(table["time"])),
+        "bytes": _numbers(clock.sent_bytes(table["step"])),
     }
 
 
@@ -128,14 +121,15 @@ def _layers(recording: Recording) -> dict[str, Any]:
     names = [str(name) for name in table["layer"].unique()]
     steps = thin(sorted({int(step) for step in table["step"]}), POINTS)
     table = table[table["step"].isin(steps)]
+    usual = table.groupby(["layer", "travels"]).size().unstack().idxmax(axis="columns")
     at = (names, steps)
     by_site = {str(site): _grid(rows, "cosine", *at) for site, rows in table.groupby("site")}
     return {
         "names": names,
         "step": steps,
-        "sent_bytes": _numbers(_means(table, "sent_bytes", names)),
+        "sent_bytes": _numbers(table.groupby("layer")["sent_bytes"].mean().reindex(names)),
         "dense_bytes": _numbers(_dense(recording, names)),
-        "travels": [str(how) for how in _usual(table, "travels", names)],
+        "travels": [str(how) for how in usual.reindex(names)],
         **{measure: _grid(table, measure, *at) for measure in _MEASURES},
         "cosine_by_site": {site: grid for site, grid in by_site.items() if grid},
     }
@@ -156,14 +150,6 @@ def _grid(
     return [_numbers(row) for row in grid.to_numpy()]
 
 
-def _means(table: DataFrame, column: str, names: list[str]) -> Series:
-    return table.groupby("layer")[column].mean().reindex(names)
-
-
-def _usual(table: DataFrame, column: str, names: list[str]) -> Series:
-    return table.groupby(["layer", column]).size().unstack().idxmax(axis="columns").reindex(names)
-
-
 def _dense(recording: Recording, names: list[str]) -> list[float]:
     """DDP's bytes for each layer: its share of the parameters."""
     total = dense_bytes(recording)
@@ -174,33 +160,20 @@ def _dense(recording: Recording, names: list[str]) -> list[float]:
     return [total * share / sum(numel.values()) if share else math.nan for share in shares]
 
 
-def _parameters(layer: str, names: list[str], numel: Mapping[str, int]) -> set[str]:
-    """Those of a layer: its weight and the bias that travels with it, or all below a block."""
-    return {layer, *_beside(layer, names)} if layer in numel else _below(layer, numel)
-
-
-def _beside(layer: str, layers: Collection[str]) -> set[str]:
-    """The bias of a weight, unless it travels by itself."""
+def _parameters(layer: str, layers: Collection[str], numel: Collection[str]) -> set[str]:
+    """Those of a layer: all below a block; a weight, and its bias unless that travels by itself."""
+    if layer not in numel:
+        return {name for name in numel if name.startswith(f"{layer}.")}
     head, weight, tail = layer.rpartition("weight")
-    return {f"{head}bias{tail}"} - set(layers) if weight else set()
-
-
-def _below(block: str, numel: Mapping[str, int]) -> set[str]:
-    return {name for name in numel if name.startswith(f"{block}.")}
+    return {layer} | ({f"{head}bias{tail}"} - set(layers) if weight else set())
 
 
 def _spectra(layers: DataFrame) -> dict[str, Any]:
     """Singular values per layer and step: those of the first site that has them."""
     table = layers[layers["singular_values"].notna()].drop_duplicates(["layer", "step"])
     steps = thin(sorted({int(step) for step in table["step"]}), _SPECTRA)
-    chosen = set(steps)
-    found = {
-        (layer, step): _numbers(values)
-        for layer, step, values in zip(
-            table["layer"], table["step"], table["singular_values"], strict=True
-        )
-        if step in chosen
-    }
+    table = table[table["step"].isin(steps)].set_index(["layer", "step"])["singular_values"]
+    found = {at: _numbers(values) for at, values in table.items()}
     names = [str(name) for name in layers["layer"].unique()]
     values = [_held([found.get((name, step)) for step in steps]) for name in names]
     return {"step": steps, "values": values}

@@ -1,0 +1,194 @@
+"""Runs as pandas tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outergrad._event_lines import Entry
+from outergrad.events import Layer, Mishap, Run, Step
+from outergrad.report.files import File, thin
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_SITE = re.compile(r"site-(\d+)\.jsonl")
+_SCALARS = ("site", "step", "time", "name", "value")
+
+
+class UnreadableRunError(ValueError):
+    """There is nothing to show of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What a run recorded, one row per event; what was not measured is None or NaN.
+
+    The columns are the fields of the events in `outergrad.events`, with `site` for the rank.
+
+    Attributes:
+        runs: one row for each time that a site began or went on, with the `file`.
+        steps: one row per recorded step and site; bytes and seconds.
+        layers: one row per recorded step, layer and site; `singular_values` as lists, and
+            `discarded_energy`, the share of the squared Frobenius norm that was not sent.
+        scalars: what the training loop logged, one row per name: site, step, time, name, value.
+        mishaps: steps that came to nothing, one row per site that told of it.
+        problems: what could not be read or looks wrong, a line of text each.
+    """
+
+    runs: DataFrame
+    steps: DataFrame
+    layers: DataFrame
+    scalars: DataFrame
+    mishaps: DataFrame
+    problems: tuple[str, ...]
+
+
+def load(run: str | Path) -> Recording:
+    """Reads a run that `og.JSONL` wrote, or is still writing.
+
+    Args:
+        run: its folder, or one of its files.
+
+    Raises:
+        ImportError: pandas is missing.
+        UnreadableRunError: there is no such run, or nothing in it can be read.
+    """
+    require("pandas")
+    return load_thinned(run, None)
+
+
+def require(*packages: str, extras: str = "report") -> None:
+    """Checks that packages are there.
+
+    Args:
+        packages: names that can be imported.
+        extras: of outergrad, that bring them.
+
+    Raises:
+        ImportError: some are not; says how to get them.
+    """
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"{', '.join(missing)} not found: pip install 'outergrad[{extras}]'")
+
+
+def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
+    """As `load`, with the layers of at most so many steps: the others are not even parsed."""
+    files = [File(path) for path in _files(Path(run))]
+    chosen: Container[int] | None = None
+    if most_steps is not None:
+        chosen = set(thin(sorted(set().union(*(f.layer_steps() for f in files))), most_steps))
+    by_site, problems = _by_site(files, chosen)
+    if not by_site:
+        raise UnreadableRunError(f"{run}: {problems[0] if problems else 'its files are empty'}")
+    tables = _tables(by_site)
+    problems += [*_doubts(tables["runs"], tables["steps"]), *_mishaps(tables["mishaps"])]
+    return Recording(**tables, problems=tuple(problems))
+
+
+def _files(run: Path) -> list[Path]:
+    if run.is_file():
+        return [run]
+    try:
+        sites = {int(found[1]): p for p in run.iterdir() if (found := _SITE.fullmatch(p.name))}
+    except OSError as error:
+        raise UnreadableRunError(f"{run}: {error.strerror}") from None
+    if not sites:
+        raise UnreadableRunError(f"{run}: there is no site-0.jsonl or other file of a site in it")
+    return [sites[site] for site in sorted(sites)]
+
+
+def _by_site(
+    files: Iterable[File], layers_of: Container[int] | None
+) -> tuple[dict[int, tuple[str, list[Entry]]], list[str]]:
+    """Per site its file's name and events, and the problems of all."""
+    found: dict[int, tuple[str, list[Entry]]] = {}
+    problems: list[str] = []
+    for file in files:
+        events = file.entries(layers_of)
+        problems += file.problems
+        if not events:
+            problems += [] if file.problems else [f"{file.name}: empty"]
+            continue
+        site = events[-1]["rank"]
+        if site in found:
+            problems.append(f"{file.name}: left out: of site {site}, as {found[site][0]} is")
+            continue
+        found[site] = file.name, [event for event in events if event["rank"] == site]
+    return found, problems
+
+
+def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]:
+    events = [event for _, found in by_site.values() for event in found]
+    tables = {f"{kind.__name__.lower()}s": _table(kind, events) for kind in (Run, Step, Mishap)}
+    layers = _table(Layer, events)
+    layers["discarded_energy"] = layers["relative_error"] ** 2
+    files = {site: name for site, (name, _) in by_site.items()}
+    tables["runs"]["file"] = tables["runs"]["site"].map(files)
+    return {**tables, "layers": layers, "scalars": _scalars(events)}
+
+
+def _table(kind: type[Run | Layer | Step | Mishap], events: Iterable[Entry]) -> DataFrame:
+    from pandas import DataFrame
+
+    chosen = [event for event in events if event["event"] == kind.__name__.lower()]
+    columns = {field.name: _column(chosen, field.name, field.type) for field in fields(kind)}
+    return DataFrame(columns).rename(columns={"rank": "site"})
+
+
+def _column(events: Sequence[Entry], name: str, hint: Any) -> Any:
+    from pandas import Series
+
+    values = [event.get(name) for event in events]
+    if hint in ("float", "float | None"):
+        return Series(values, dtype=float)
+    return Series(values, dtype="int64" if hint == "int" else object)
+
+
+def _scalars(events: Iterable[Entry]) -> DataFrame:
+    from pandas import DataFrame
+
+    rows = [
+        (event["rank"], event["step"], event["time"], name, value)
+        for event in events
+        if event["event"] == "scalars"
+        for name, value in event["values"].items()
+    ]
+    table = DataFrame(rows, columns=_SCALARS).astype({"time": float, "value": float})
+    return table.drop_duplicates(["site", "step", "name"], keep="last", ignore_index=True)
+
+
+def _doubts(runs: DataFrame, steps: DataFrame) -> list[str]:
+    """What the files of a run say of each other."""
+    if runs.empty:
+        return []
+    here, named = set(runs["site"]), int(runs["sites"].max())
+    doubts = []
+    if missing := sorted(set(range(named)) - here):
+        there = ", ".join(map(str, missing))
+        doubts.append(f"{len(missing)} of {named} sites are missing: {there}")
+    for column in ("sites", "method", "dense_bytes"):
+        values = runs.groupby("site")[column].last().unique()
+        if len(values) > 1:
+            doubts.append(f"the sites differ in {column}: {', '.join(map(str, values))}")
+    ends = steps.groupby("site")["step"].max()
+    if ends.nunique() > 1:
+        told = ", ".join(f"site {site} at step {step}" for site, step in ends.items())
+        doubts.append(f"the sites' records do not end at the same step: {told}")
+    return doubts
+
+
+def _mishaps(mishaps: DataFrame) -> list[str]:
+    """Of each kind how often, and the last, as the first site told it."""
+    found = []
+    for what, rows in mishaps[mishaps["site"] == mishaps["site"].min()].groupby("what", sort=False):
+        last = rows.iloc[-1]
+        who = ", ".join(map(str, last["sites"])) or "unknown"
+        layer = f", {last['layer']}" * bool(last["layer"])
+        found.append(f"{len(rows)} x {what}, last in step {last['step']}: site {who}{layer}")
+    return found
