@@ -11,8 +11,7 @@ from rich.console import Console
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.processes import exit_on_signals
-from outergrad.tools.watch.live import Watch
-from outergrad.tools.watch.tail import PATTERN
+from outergrad.tools.watch.live import PATTERN, Watch
 
 Run = Annotated[
     Path, typer.Argument(help="Folder that og.JSONL writes to, as runs/mlp; may come later.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.text import Text
@@ -17,6 +17,8 @@ NOTHING = Text("-", DIM)
 _NAME = 18
 _WIDE = 100
 _WIDER = 128
+
+Cell = Callable[[LayerLine, int], Text]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Column:
 
     title: str
     width: int
-    cell: Callable[[LayerLine, int], Text]
+    cell: Cell
     from_width: int = 0
     left: bool = False
     grows: bool = False
@@ -44,9 +46,11 @@ def table(lines: Sequence[LayerLine], width: int) -> list[Text]:
     """The heading and a line for each layer."""
     columns = _grown([c for c in COLUMNS if width >= c.from_width], lines, width)
     names = width - sum(c.width + 2 for c in columns)
-    heading = _row([Text("layer".ljust(names)), *(_padded(Text(c.title), c) for c in columns)])
+    heading = _row("layer".ljust(names), (Text(c.title) for c in columns), columns)
     heading.stylize(DIM)
-    return [heading, *(_layer(line, columns, names) for line in lines)]
+    shown = [_shortened(_name(line), names).ljust(names) for line in lines]
+    cells = [[c.cell(line, c.width) for c in columns] for line in lines]
+    return [heading, *(_row(*row, columns) for row in zip(shown, cells, strict=True))]
 
 
 def _grown(columns: list[Column], lines: Sequence[LayerLine], width: int) -> list[Column]:
@@ -57,9 +61,9 @@ def _grown(columns: list[Column], lines: Sequence[LayerLine], width: int) -> lis
     return [replace(c, width=min(3 * c.width, c.width + each)) if c.grows else c for c in columns]
 
 
-def _layer(line: LayerLine, columns: Sequence[Column], names: int) -> Text:
-    cells = (_padded(c.cell(line, c.width), c) for c in columns)
-    return _row([Text(_shortened(_name(line), names).ljust(names)), *cells])
+def _row(first: str, cells: Iterable[Text], columns: Sequence[Column]) -> Text:
+    padded = (_padded(cell, c) for cell, c in zip(cells, columns, strict=True))
+    return Text("  ").join([Text(first), *padded])
 
 
 def _shortened(name: str, width: int) -> str:
@@ -75,10 +79,6 @@ def _name(line: LayerLine) -> str:
     return line.last.layer.removesuffix(".weight")
 
 
-def _row(cells: Sequence[Text]) -> Text:
-    return Text("  ").join(cells)
-
-
 def _padded(cell: Text, column: Column) -> Text:
     cell = cell.copy()
     cell.truncate(column.width)
@@ -91,9 +91,9 @@ def _travels(line: LayerLine, width: int) -> Text:
 
 
 def _rows(line: LayerLine, width: int) -> Text:
-    if not line.last.rows:
-        return NOTHING
     rows, kept = line.last.rows, line.last.kept_rows
+    if not rows:
+        return NOTHING
     shown = amount(rows, "").replace(" ", "") if rows >= 10_000 else str(rows)
     return Text.assemble((f"{shown}→", DIM), str(kept))
 
@@ -101,14 +101,6 @@ def _rows(line: LayerLine, width: int) -> Text:
 def _rank(line: LayerLine, width: int) -> Text:
     rank = line.last.effective_rank
     return NOTHING if rank is None else Text(short(rank))
-
-
-def _rank_curve(line: LayerLine, width: int) -> Text:
-    return Text(chart(line.effective_rank, width, least_span=0.25)[0], "cyan")
-
-
-def _spectrum(line: LayerLine, width: int) -> Text:
-    return Text(chart(line.last.singular_values or (), width, low=0.0)[0], "blue")
 
 
 def _cosine(line: LayerLine, width: int) -> Text:
@@ -122,25 +114,37 @@ def agreeing(cosine: float) -> str:
 
 def _error(line: LayerLine, width: int) -> Text:
     error = line.relative_error
-    return (
-        NOTHING if error is None else Text(f"{error:.2f}" if error else "0", "" if error else DIM)
-    )
+    if error is None:
+        return NOTHING
+    return Text(f"{error:.2f}") if error else Text("0", DIM)
+
+
+def _bytes(figure: str) -> Cell:
+    return lambda line, _: Text(amount(line.mean(figure)))
+
+
+def _time(figure: str) -> Cell:
+    return lambda line, _: Text(seconds(s)) if (s := line.mean(figure)) else NOTHING
+
+
+def _ranks(line: LayerLine, width: int) -> Text:
+    return Text(chart(line.effective_rank, width, least_span=0.25)[0], "cyan")
+
+
+def _spectrum(line: LayerLine, width: int) -> Text:
+    return Text(chart(line.last.singular_values or (), width, low=0.0)[0], "blue")
 
 
 COLUMNS = (
     Column("travels", 8, _travels, left=True),
     Column("rows→kept", 9, _rows, from_width=72),
-    Column("sent", 7, lambda line, _: Text(amount(line.sent_bytes))),
-    Column("received", 8, lambda line, _: Text(amount(line.received_bytes)), from_width=_WIDER),
-    Column("compress", 8, lambda line, _: _time(line.compress_s), from_width=_WIDER),
-    Column("wait", 7, lambda line, _: _time(line.wait_s), from_width=_WIDE),
+    Column("sent", 7, _bytes("sent_bytes")),
+    Column("received", 8, _bytes("received_bytes"), from_width=_WIDER),
+    Column("compress", 8, _time("compress_s"), from_width=_WIDER),
+    Column("wait", 7, _time("wait_s"), from_width=_WIDE),
     Column("rank", 4, _rank),
-    Column("", 7, _rank_curve, from_width=64, left=True, grows=True),
+    Column("", 7, _ranks, from_width=64, left=True, grows=True),
     Column("spectrum", 12, _spectrum, from_width=_WIDE, left=True, grows=True),
     Column("cosine", 6, _cosine, from_width=56),
     Column("error", 5, _error),
 )
-
-
-def _time(value: float) -> Text:
-    return Text(seconds(value)) if value else NOTHING

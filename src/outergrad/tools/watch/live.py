@@ -4,23 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
 from outergrad._amounts import amount, plain, short, times
+from outergrad._event_lines import GrowingFile, event_of, read
+from outergrad.events import Event
 from outergrad.launch.console import printable
 from outergrad.tools.watch.overview import silence
 from outergrad.tools.watch.picture import picture, waiting
 from outergrad.tools.watch.state import Watched
 from outergrad.tools.watch.summary import scalars, speed
-from outergrad.tools.watch.tail import Folder
 from outergrad.tools.watch.view import View
 
+PATTERN = "site-*.jsonl"
+RECENT_BYTES = 4 << 20
 LOOK_EVERY_S = 0.25
 DRAW_EVERY_S = 1.0
 LINE_EVERY_S = 10.0
+
+
+class Folder:
+    """The files of a run, also those that come later.
+
+    Attributes:
+        path: where they are.
+        foreign: whole lines so far that were no events.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.foreign = path, 0
+        self._files: dict[Path, GrowingFile] = {}
+
+    def news(self) -> Iterator[tuple[Event, float]]:
+        """New events, site after site, and when their file was last written to."""
+        for path in sorted(self.path.glob(PATTERN)):
+            file = self._files.setdefault(path, GrowingFile(path, RECENT_BYTES))
+            try:
+                lines, written = file.lines()
+            except FileNotFoundError:  # taken away since
+                continue
+            for line in lines:
+                entry, problems = read(line)
+                self.foreign += bool(problems)
+                if entry is not None:
+                    yield event_of(entry), written
 
 
 class Watch:

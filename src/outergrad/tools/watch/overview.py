@@ -12,7 +12,7 @@ from outergrad.tools.watch.chart import chart
 from outergrad.tools.watch.layer_table import agreeing
 from outergrad.tools.watch.state import Site, Watched
 from outergrad.tools.watch.summary import Speed, agreement, speed
-from outergrad.tools.watch.view import DIM, LABEL, View, dot, labelled, rule, sides
+from outergrad.tools.watch.view import DIM, LABEL, View, dotted, labelled, rule, sides
 
 _BAR = 24
 _DOTS = 16
@@ -39,17 +39,15 @@ def _state(watched: Watched, now: float) -> tuple[str, str]:
 
 
 def _progress(watched: Watched) -> Text:
-    run, told = watched.run, speed(watched)
-    step = max(site.step for site in watched.sites)
-    parts = [(f"{step:,}", "bold")]
-    if told.step_s:
-        parts += [dot(), f"{short(1 / told.step_s)} per second", dot(), seconds(told.step_s)]
+    run, step_s = watched.run, speed(watched).step_s
+    figures = [f"{short(1 / step_s)} per second", seconds(step_s)] if step_s else []
     if run:
         since = f" since step {run.step:,}" if run.step else ""
-        parts += [dot(), duration(max(s.time for s in watched.sites) - run.time) + since]
-        parts += [dot(), amount(sum(map(math.prod, run.shapes.values())), "").strip()]
-        parts += [" parameters shared"]
-    return labelled("step", Text.assemble(*parts))
+        figures.append(duration(max(s.time for s in watched.sites) - run.time) + since)
+        shared = amount(sum(map(math.prod, run.shapes.values())), "").strip()
+        figures.append(f"{shared} parameters shared")
+    step = max(site.step for site in watched.sites)
+    return labelled("step", dotted((f"{step:,}", "bold"), *figures))
 
 
 def silence(watched: Watched, now: float) -> float | None:
@@ -62,21 +60,24 @@ def silence(watched: Watched, now: float) -> float | None:
 def traffic(watched: Watched, view: View) -> list[Text]:
     """Bytes, seconds and sites."""
     told = speed(watched)
-    lines = [labelled("sent", _sent(told)), labelled("time", _times(told, view.width))]
-    lines.append(labelled("sites", _sites(watched, view)))
-    return [*lines, *_silent_ones(watched, view), *_mishaps(watched)]
+    return [
+        labelled("sent", _sent(told)),
+        labelled("time", _times(told, view.width)),
+        labelled("sites", _sites(watched, view)),
+        *_silent_ones(watched, view),
+        *_mishaps(watched),
+    ]
 
 
 def _sent(told: Speed) -> Text:
     if told.sent_bytes is None or told.total_sent_bytes is None:
         return Text("nothing recorded yet", DIM)
-    parts = [(amount(told.sent_bytes), "bold"), " per step"]
-    if told.bytes_per_s:
-        parts += [dot(), f"{amount(told.bytes_per_s)}/s"]
-    parts += [dot(), f"{amount(told.total_sent_bytes)} in all"]
-    if told.fewer:
-        parts += [dot(), (f"{times(told.fewer)}\u00d7 fewer than DDP", "bold green")]
-    return Text.assemble(*parts)
+    return dotted(
+        Text.assemble((amount(told.sent_bytes), "bold"), " per step"),
+        f"{amount(told.bytes_per_s)}/s" if told.bytes_per_s else None,
+        f"{amount(told.total_sent_bytes)} in all",
+        (f"{times(told.fewer)}\u00d7 fewer than DDP", "bold green") if told.fewer else None,
+    )
 
 
 def _times(told: Speed, width: int) -> Text:

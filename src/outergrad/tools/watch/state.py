@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
-from outergrad.tools.watch.series import RECENT, Series
 
+RECENT = 1024
 PATIENCE_S = 10.0
 UNUSUAL = 3
 _SMOOTHED_STEPS = 8
 _MISHAPS = 100
+
+
+class Series(dict[int, float]):
+    """The last values by their steps, oldest first."""
+
+    def add(self, step: int, value: float) -> None:
+        """Takes the value of a step; of one that came before, the later value counts."""
+        self[step] = value
+        if len(self) > RECENT:
+            del self[next(iter(self))]
+
+    def forget_from(self, step: int) -> None:
+        """Forgets what is of this step or a later one."""
+        for late in [at for at in self if at >= step]:
+            del self[late]
 
 
 @dataclass
@@ -72,43 +88,39 @@ class Site:
         """Takes the next event of its file."""
         self.heard = heard
         if isinstance(event, Run):
-            self._begin(event)
-        elif isinstance(event, Layer):
-            self.layers.setdefault(event.layer, SiteLayer(event)).take(event)
-        else:
-            self._go_on(event)
+            return self._begin(event)
+        if isinstance(event, Layer):
+            return self.layers.setdefault(event.layer, SiteLayer(event)).take(event)
+        if self.time and event.time > self.time:
+            self._gaps_s.append(event.time - self.time)
+        self.step, self.time = max(self.step, event.step), max(self.time, event.time)
+        match event:
+            case Scalars():
+                for name, value in event.values.items():
+                    self.scalars[name].add(event.step, value)
+            case Mishap():
+                self.mishaps.append(event)
+            case End():
+                self.ended = event
+            case Step():
+                self._take_step(event)
 
     def _begin(self, run: Run) -> None:
         if run.step == 0:
             self._start_afresh(run)
-        for layer in self.layers.values():
-            layer.effective_rank.forget_from(run.step)
         for series in self.scalars.values():
             series.forget_from(run.step + 1)
-        self.agreement.forget_from(run.step)
+        for series in (self.agreement, *(at.effective_rank for at in self.layers.values())):
+            series.forget_from(run.step)
         self.steps.clear()
         self._gaps_s.clear()
-        self.ended = None
-        self.run, self.step, self.time = run, run.step, run.time
+        self.ended, self.run, self.step, self.time = None, run, run.step, run.time
 
-    def _go_on(self, event: Step | Scalars | Mishap | End) -> None:
-        if self.time and event.time > self.time:
-            self._gaps_s.append(event.time - self.time)
-        self.step, self.time = max(self.step, event.step), max(self.time, event.time)
-        if isinstance(event, Scalars):
-            for name, value in event.values.items():
-                self.scalars[name].add(event.step, value)
-            return
-        if isinstance(event, Mishap):
-            self.mishaps.append(event)
-            return
-        if isinstance(event, End):
-            self.ended = event
-            return
-        self.steps.append(event)
-        layers = [layer.last for layer in self.layers.values() if layer.last.step == event.step]
+    def _take_step(self, step: Step) -> None:
+        self.steps.append(step)
+        layers = [layer.last for layer in self.layers.values() if layer.last.step == step.step]
         if (cosine := whole_cosine(layers)) is not None:
-            self.agreement.add(event.step, cosine)
+            self.agreement.add(step.step, cosine)
 
     def silence_s(self, now: float) -> float | None:
         """Seconds without news, if they are many more than usual and it has not ended."""
@@ -143,15 +155,23 @@ class Watched:
         return [site for rank, site in sorted(self._sites.items()) if rank < most]
 
 
-def whole_cosine(layers: list[Layer]) -> float | None:
+def whole_cosine(layers: Iterable[Layer]) -> float | None:
     """Cosine between a site's whole gradient and the mean one, from those of its layers."""
     told = [
-        (layer.cosine, layer.gradient_norm, layer.mean_norm)
-        for layer in layers
-        if layer.cosine is not None
-        and layer.gradient_norm is not None
-        and layer.mean_norm is not None
+        (e.cosine, e.gradient_norm, e.mean_norm)
+        for e in layers
+        if e.cosine is not None and e.gradient_norm is not None and e.mean_norm is not None
     ]
-    dot = sum(cosine * own * mean for cosine, own, mean in told)
-    norms = math.hypot(*(own for _, own, _ in told)) * math.hypot(*(mean for _, _, mean in told))
+    dot = sum(map(math.prod, told))
+    norms = math.hypot(*(own for _, own, _ in told)) * math.hypot(*(mean for *_, mean in told))
     return dot / norms if norms > 0 else None
+
+
+def mean_over(series: Sequence[Series]) -> list[float]:
+    """The means of the steps that all of them have, oldest first; else the first's values."""
+    if not series:
+        return []
+    common = [step for step in series[0] if all(step in s for s in series)]
+    if not common:
+        return [*series[0].values()]
+    return [sum(s[step] for s in series) / len(series) for step in common]

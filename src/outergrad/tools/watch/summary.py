@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from outergrad.events import Layer
-from outergrad.tools.watch.series import Series, mean_over
-from outergrad.tools.watch.state import Site, SiteLayer, Watched
+from outergrad.tools.watch.state import Site, SiteLayer, Watched, mean_over
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,10 @@ def scalars(watched: Watched) -> dict[str, list[float]]:
     """Recent values by name, means over the sites: first what is called a loss."""
     names = dict.fromkeys(name for site in watched.sites for name in site.scalars)
     ordered = sorted(names, key=lambda name: "loss" not in name.lower())
-    return {name: mean_over(_having(watched.sites, name)) for name in ordered}
-
-
-def _having(sites: Iterable[Site], name: str) -> list[Series]:
-    return [site.scalars[name] for site in sites if name in site.scalars]
+    return {
+        name: mean_over([site.scalars[name] for site in watched.sites if name in site.scalars])
+        for name in ordered
+    }
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,12 @@ class Agreement:
 
 def agreement(watched: Watched) -> Agreement | None:
     """Of the last recorded steps; None if it was not measured."""
-    told = [site for site in watched.sites if any(True for _ in site.agreement)]
+    told = {site.rank: site.agreement for site in watched.sites if site.agreement}
     if not told:
         return None
-    last = {site.rank: list(site.agreement)[-1] for site in told}
+    last = {rank: [*series.values()][-1] for rank, series in told.items()}
     least = min(last, key=last.__getitem__)
-    history = mean_over([site.agreement for site in told])
-    return Agreement(last[least], least, max(last.values()), history)
+    return Agreement(last[least], least, max(last.values()), mean_over([*told.values()]))
 
 
 @dataclass(frozen=True)
@@ -109,24 +106,32 @@ class LayerLine:
     """One layer at all sites.
 
     Attributes:
-        last: what the first site told last.
-        sent_bytes: mean of the sites.
-        received_bytes: likewise.
-        compress_s: likewise.
-        wait_s: likewise.
-        cosine: the smallest of the sites.
-        relative_error: the largest.
-        effective_rank: recent ones.
+        told: what each site told last.
+        effective_rank: recent ones of the first site.
     """
 
-    last: Layer
-    sent_bytes: float
-    received_bytes: float
-    compress_s: float
-    wait_s: float
-    cosine: float | None
-    relative_error: float | None
+    told: Sequence[Layer]
     effective_rank: Sequence[float]
+
+    @property
+    def last(self) -> Layer:
+        """What the first site told last."""
+        return self.told[0]
+
+    @property
+    def cosine(self) -> float | None:
+        """The smallest of the sites."""
+        return min((e.cosine for e in self.told if e.cosine is not None), default=None)
+
+    @property
+    def relative_error(self) -> float | None:
+        """The largest of the sites."""
+        errors = (e.relative_error for e in self.told if e.relative_error is not None)
+        return max(errors, default=None)
+
+    def mean(self, figure: str) -> float:
+        """The mean over the sites of a field of `Layer`."""
+        return fmean(getattr(event, figure) for event in self.told)
 
 
 def layer_lines(watched: Watched) -> list[LayerLine]:
@@ -136,23 +141,10 @@ def layer_lines(watched: Watched) -> list[LayerLine]:
         for name, layer in site.layers.items():
             by_name.setdefault(name, []).append(layer)
     ordered = sorted(by_name.values(), key=lambda layers: -layers[0].sent_bytes)
-    return [_layer_line(layers) for layers in ordered]
-
-
-def _layer_line(layers: list[SiteLayer]) -> LayerLine:
-    last = [layer.last for layer in layers]
-    cosines = [event.cosine for event in last if event.cosine is not None]
-    errors = [event.relative_error for event in last if event.relative_error is not None]
-    return LayerLine(
-        last=last[0],
-        sent_bytes=fmean(event.sent_bytes for event in last),
-        received_bytes=fmean(event.received_bytes for event in last),
-        compress_s=fmean(event.compress_s for event in last),
-        wait_s=fmean(event.wait_s for event in last),
-        cosine=min(cosines, default=None),
-        relative_error=max(errors, default=None),
-        effective_rank=list(layers[0].effective_rank),
-    )
+    return [
+        LayerLine([layer.last for layer in layers], [*layers[0].effective_rank.values()])
+        for layers in ordered
+    ]
 
 
 def _mean(values: Iterable[float]) -> float | None:

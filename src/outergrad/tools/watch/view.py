@@ -37,9 +37,10 @@ def labelled(label: str, text: Text) -> Text:
     return Text.assemble((label.ljust(LABEL), "dim"), text)
 
 
-def dot() -> tuple[str, str]:
-    """Between two figures of a line."""
-    return (" · ", DIM)
+def dotted(*figures: str | tuple[str, str] | Text | None) -> Text:
+    """Figures of a line, of those that there are."""
+    dot = Text.assemble((" · ", DIM))
+    return dot.join(Text.assemble(figure) for figure in figures if figure)
 
 
 def rule(view: View) -> Text:

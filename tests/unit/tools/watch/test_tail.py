@@ -10,7 +10,7 @@ import pytest
 from made_up_run import write_run
 from outergrad._event_lines import GrowingFile, line_of
 from outergrad.events import Run, Scalars
-from outergrad.tools.watch.tail import Folder
+from outergrad.tools.watch.live import Folder
 
 
 def line(step: int) -> str:

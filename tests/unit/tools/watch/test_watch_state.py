@@ -10,8 +10,7 @@ from made_up_watch import START, watched
 
 from made_up_run import DENSE_BYTES, events, layer
 from outergrad.events import Layer, Run, Scalars, Step
-from outergrad.tools.watch.series import Series, mean_over
-from outergrad.tools.watch.state import Site, Watched, whole_cosine
+from outergrad.tools.watch.state import Series, Site, Watched, mean_over, whole_cosine
 from outergrad.tools.watch.summary import agreement, layer_lines, scalars, speed
 
 
@@ -60,7 +59,7 @@ def test_of_a_layer_the_worst_site_counts():
 
 
 def test_layers_that_send_most_are_first():
-    sent = [line.sent_bytes for line in layer_lines(watched())]
+    sent = [line.mean("sent_bytes") for line in layer_lines(watched())]
     assert sent == sorted(sent, reverse=True)
 
 
@@ -98,9 +97,9 @@ def test_a_run_that_goes_on_forgets_what_it_does_again():
     site = watched().sites[0]
     site.take(replace(run_of(site), step=100, time=START + 60), heard=START + 60)
     assert site.step == 100
-    assert max(site.scalars["loss"].by_step()) == 100
+    assert max(site.scalars["loss"]) == 100
     ranks = next(iter(site.layers.values())).effective_rank
-    assert max(ranks.by_step()) == 90
+    assert max(ranks) == 90
 
 
 def run_of(site: Site) -> Run:
