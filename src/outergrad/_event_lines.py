@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO
 
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 
 Entry = dict[str, Any]
 """A line as JSON has it: the fields of an event, and its kind under "event"."""
+Check = Callable[[Any], bool]
 
 START = '{"event"'
 _RUN = b'{"event": "run"'
 _KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, End)
 }
-_JSON: dict[Any, set[type]] = {
-    int: {int},
-    float: {int, float},
-    str: {str},
-    NoneType: {NoneType},
-    tuple: {list, tuple},
-    Mapping: {dict},
-}
-_INT64 = 2**63
 
 
 def line_of(event: Event) -> dict[str, object]:
@@ -67,61 +58,46 @@ def objection(entry: Mapping[str, Any]) -> str | None:
     checks = _CHECKS.get(kind) if isinstance(kind, str) else None
     if checks is None:
         return f"an unknown event, {kind!r}" if "event" in entry else "not an event"
-    for check in checks:
-        if check.name not in entry:
-            if check.required:
-                return f"a {kind} without {check.name!r}"
-        elif not check.fits(entry[check.name]):
-            return f"a {kind} whose {check.name!r} cannot be read"
+    for name, required, fits in checks:
+        if name not in entry:
+            if required:
+                return f"a {kind} without {name!r}"
+        elif not fits(entry[name]):
+            return f"a {kind} whose {name!r} cannot be read"
     return None
 
 
-@dataclass(frozen=True)
-class _Check:
-    name: str
-    required: bool
-    fits: Callable[[Any], bool]
+# A file has millions of values: these checks do as little as can be.
 
 
-def _checks(kind: type[Event]) -> Iterator[_Check]:
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        yield _Check(field.name, field.default is MISSING, _fits(hints[field.name]))
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
-def _fits(hint: Any) -> Callable[[Any], bool]:
-    """A check of a value; a file has millions of them."""
-    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    types = frozenset().union(*(_JSON[get_origin(part) or part] for part in parts))
-    items = [item for part in parts if (item := _items(part))]
-    if items:
-        return lambda value: type(value) in types and (not value or items[0](value))
-    if int in types:
-        return lambda value: (
-            type(value) in types and (type(value) is not int or -_INT64 <= value < _INT64)
-        )
-    return lambda value: type(value) in types
+def _list_of(*types: type) -> Check:
+    known = frozenset(types)
+    return lambda value: type(value) in (list, tuple) and known.issuperset(map(type, value))
 
 
-def _items(hint: Any) -> Callable[[Any], bool] | None:
-    """A check of what a list or a dict holds."""
-    if get_origin(hint) is tuple:
-        return _all(get_args(hint)[0])
-    if get_origin(hint) is Mapping:
-        fits = _all(get_args(hint)[1])
-        return lambda value: fits(value.values())
-    return None
+def _values(fit: Check) -> Check:
+    return lambda value: type(value) is dict and fit([*value.values()])
 
 
-def _all(hint: Any) -> Callable[[Any], bool]:
-    types = _JSON.get(hint)
-    if types is not None:
-        return lambda values: types.issuperset(map(type, values))
-    fits = _fits(hint)
-    return lambda values: all(map(fits, values))
-
-
-_CHECKS = {name: tuple(_checks(kind)) for name, kind in _KINDS.items()}
+_INTS, _FLOATS = _list_of(int), _list_of(int, float)
+_FITS: dict[str, Check] = {
+    "int": _is_int,
+    "float": lambda value: type(value) is float or _is_int(value),
+    "float | None": lambda value: type(value) is float or value is None or _is_int(value),
+    "str": lambda value: type(value) is str,
+    "tuple[int, ...]": _INTS,
+    "tuple[float, ...] | None": lambda value: value is None or _FLOATS(value),
+    "Mapping[str, float]": _values(_FLOATS),
+    "Mapping[str, tuple[int, ...]]": _values(lambda lists: all(map(_INTS, lists))),
+}
+_CHECKS = {
+    name: [(f.name, f.default is MISSING, _FITS[str(f.type)]) for f in fields(kind)]
+    for name, kind in _KINDS.items()
+}
 
 
 def parsed(line: str) -> Entry | None:

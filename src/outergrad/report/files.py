@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from outergrad._event_lines import START, Entry, GrowingFile, parsed, read
@@ -54,15 +54,35 @@ class File:
         if cut:
             self._bad[_CUT] = [last]
         self.problems += [_told(self.name, why, at) for why, at in self._bad.items()]
-        kept, doubts = of_last_run(self.name, found)
-        self.problems += doubts
-        return kept
+        return self._last_run(found)
 
     def _event(self, number: int, line: str) -> Entry | None:
         entry, problems = read(line)
         for why in problems:
             self._bad.setdefault(why, []).append(number)
         return entry
+
+    def _last_run(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
+        """The events of the last run, of all with the numbers of their lines.
+
+        A `Run` at step 0 starts anew. One at a later step goes on with what was before that step:
+        what an earlier process recorded beyond it has been trained again.
+        """
+        kept: list[Entry] = []
+        begun = 1
+        for number, entry in entries:
+            if entry["event"] == "run" and entry["step"] > 0:
+                kept = [earlier for earlier in kept if _before(earlier, entry["step"])]
+            elif entry["event"] == "run" and kept:
+                kept, begun = [], number
+            kept.append(entry)
+        if begun > 1:
+            told = f"the run from line {begun} on is shown, not those before it"
+            self.problems.append(f"{self.name}: {told}")
+        if kept and kept[0]["event"] != "run":
+            told = "does not begin with a run, so its method is not known"
+            self.problems.append(f"{self.name}: {told}")
+        return kept
 
 
 def _left_out(line: str, layers_of: Container[int] | None) -> bool:
@@ -79,31 +99,6 @@ def _told(name: str, why: str, numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:_NAMED]))
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
     return f"{name}, lines {shown}{more}: {why}"
-
-
-def of_last_run(name: str, entries: Sequence[tuple[int, Entry]]) -> tuple[list[Entry], list[str]]:
-    """The events of the last run in a file, and what there is to say of the others.
-
-    A `Run` at step 0 starts anew. One at a later step goes on with what was before that step:
-    what an earlier process recorded beyond it has been trained again.
-
-    Args:
-        name: of the file.
-        entries: its events, with the numbers of their lines.
-    """
-    kept: list[Entry] = []
-    begun, problems = 1, []
-    for number, entry in entries:
-        if entry["event"] == "run" and entry["step"] > 0:
-            kept = [earlier for earlier in kept if _before(earlier, entry["step"])]
-        elif entry["event"] == "run" and kept:
-            kept, begun = [], number
-        kept.append(entry)
-    if begun > 1:
-        problems.append(f"{name}: the run from line {begun} on is shown, not those before it")
-    if kept and kept[0]["event"] != "run":
-        problems.append(f"{name}: does not begin with a run, so its method is not known")
-    return kept, problems
 
 
 def _before(entry: Entry, step: int) -> bool:
