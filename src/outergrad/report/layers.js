@@ -78,18 +78,10 @@ function oneLayer(layer, measure) {
 
 function allLayers(figure, measure) {
   const { names, step, [measure]: grid } = detail().layers;
-  return grid
-    ? colouredLines(
-        figure,
-        names,
-        range(names.length).map(() => step),
-        grid,
-        "step %{x}: %{y:.4g}",
-      )
-    : null;
+  return grid && colouredLines(figure, names, () => step, grid, "step %{x}: %{y:.4g}");
 }
 
-/** A line per name, coloured in their order, of which a legend hides some. */
+/** A line per name, coloured in their order, of which a legend hides some; `xs` is of each. */
 function colouredLines(figure, names, xs, ys, template, mode = "lines") {
   const hidden = (state.hidden[figure] ??= new Set());
   const kept = range(names.length).filter((k) => ys[k] && present(ys[k]).length);
@@ -97,9 +89,9 @@ function colouredLines(figure, names, xs, ys, template, mode = "lines") {
   const data = kept
     .filter((k) => !hidden.has(names[k]))
     .map((k) => ({
-      x: xs[k],
+      x: xs(k),
       y: ys[k],
-      mode: xs[k].length > 1 ? mode : "markers",
+      mode: xs(k).length > 1 ? mode : "markers",
       line: { color: colour(k), width: 1.6 },
       marker: { color: colour(k), size: 4.5 },
       hovertemplate: `${template}<extra>${plain(names[k])}</extra>`,
@@ -154,14 +146,7 @@ function allSpectra(figure, at) {
   const { names } = detail().layers;
   const k = detail().spectra.step.indexOf(at);
   const ys = detail().spectra.values.map((row) => (row[k] ? drawable(row[k]) : null));
-  return colouredLines(
-    figure,
-    names,
-    ys.map((y) => places(y ?? [])),
-    ys,
-    SPECTRUM,
-    "lines+markers",
-  );
+  return colouredLines(figure, names, (k) => places(ys[k]), ys, SPECTRUM, "lines+markers");
 }
 
 function oneSpectrum(layer, at) {
@@ -187,13 +172,7 @@ function cosineLines(figure) {
   const row = names.indexOf(state.layer[figure]);
   const ys = sites.map((site) => (row < 0 ? columnMeans(grids[site]) : grids[site][row]));
   const entries = sites.map((site) => `site ${site}`);
-  const drawn = colouredLines(
-    figure,
-    entries,
-    sites.map(() => step),
-    ys,
-    "step %{x}: %{y:.3f}",
-  );
+  const drawn = colouredLines(figure, entries, () => step, ys, "step %{x}: %{y:.3f}");
   if (!drawn) return null;
   return { ...drawn, layout: { xaxis: stepAxis(), yaxis: axis("Cosine") }, height: 300 };
 }

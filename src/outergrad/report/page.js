@@ -8,20 +8,18 @@ const FIGURES = {
   "time-runs": { draw: timeRuns },
   "time-steps": { draw: timeSteps, oneRun: true },
   "rank-map": { draw: rankMap, oneRun: true },
-  "rank-lines": { draw: layerLines, controls: layerMenu("effective_rank") },
+  "rank-lines": { draw: layerLines, controls: layerMenu },
   spectra: { draw: spectra, controls: spectrumControls },
   "cosine-lines": { draw: cosineLines, oneRun: true, controls: cosineMenu },
   "cosine-map": { draw: cosineMap, oneRun: true, controls: siteMenu },
-  "error-lines": { draw: layerLines, controls: layerMenu("relative_error") },
-  "residual-lines": { draw: layerLines, controls: layerMenu("residual_norm") },
+  "error-lines": { draw: layerLines, controls: layerMenu },
+  "residual-lines": { draw: layerLines, controls: layerMenu },
 };
 const SCALARS = [...new Set(RUNS.flatMap((run) => Object.keys(run.scalars)))];
 
-function layerMenu(measure) {
-  return (figure) => {
-    const names = layersWith((run) => run.layers[measure]);
-    return [layerSelect(figure, names, `Every layer${ofDetail()}`)];
-  };
+function layerMenu(figure) {
+  const names = layersWith((run) => run.layers[MEASURES[figure][0]]);
+  return [layerSelect(figure, names, `Every layer${ofDetail()}`)];
 }
 
 const ofDetail = () => (RUNS.length > 1 ? ` of ${detail().name}` : "");

@@ -76,11 +76,17 @@ def time_split(steps: DataFrame) -> DataFrame:
 
 def _scalars(recording: Recording) -> dict[str, Any]:
     """Per name: mean, least and most over sites and neighbouring steps, and what it took."""
-    clock = _Clock(recording)
-    return {str(name): _curve(rows, clock) for name, rows in recording.scalars.groupby("name")}
+    times = [recording.runs["time"], recording.steps["time"], recording.scalars["time"]]
+    start = min((t.min() for t in times if len(t)), default=math.nan)
+    totals = recording.steps.groupby("step")["total_sent_bytes"].mean()
+    # A process that goes on counts from 0 again.
+    totals += totals.shift().where(totals.diff() < 0, 0).cumsum()
+    return {
+        str(name): _curve(rows, start, totals) for name, rows in recording.scalars.groupby("name")
+    }
 
 
-def _curve(rows: DataFrame, clock: _Clock) -> dict[str, Any]:
+def _curve(rows: DataFrame, start: float, totals: Series) -> dict[str, Any]:
     table = rows.groupby("step").agg(
         mean=("value", "mean"), low=("value", "min"), high=("value", "max"), time=("time", "max")
     )
@@ -88,32 +94,16 @@ def _curve(rows: DataFrame, clock: _Clock) -> dict[str, Any]:
     return {
         **{name: _numbers(table[name]) for name in ("mean", "low", "high")},
         "step": [*map(int, table["step"])],
-        "seconds": _numbers(clock.seconds(table["time"])),
-        "bytes": _numbers(clock.sent_bytes(table["step"])),
+        "seconds": _numbers(table["time"] - start),
+        "bytes": _numbers(_sent_bytes(totals, table["step"])),
     }
 
 
-class _Clock:
-    """What a run had taken when: seconds since its beginning, bytes that a site had sent."""
+def _sent_bytes(totals: Series, steps: Series) -> Iterable[float]:
+    """At steps that were done: of the last recorded one before, and on along a line."""
+    import numpy as np
 
-    def __init__(self, recording: Recording) -> None:
-        times = [recording.runs["time"], recording.steps["time"], recording.scalars["time"]]
-        self._start = min((t.min() for t in times if len(t)), default=math.nan)
-        totals = recording.steps.groupby("step")["total_sent_bytes"].mean()
-        # A process that goes on counts from 0 again.
-        before = totals.shift().where(totals.diff() < 0, 0)
-        self._totals = totals + before.cumsum()
-
-    def seconds(self, times: Series) -> Series:
-        return times - self._start
-
-    def sent_bytes(self, steps: Series) -> list[float]:
-        """At steps that were done: of the last recorded one before, and on along a line."""
-        import numpy as np
-
-        if self._totals.empty:
-            return [math.nan] * len(steps)
-        return list(np.interp(steps - 1, self._totals.index, self._totals))
+    return np.interp(steps - 1, totals.index, totals) if len(totals) else [math.nan] * len(steps)
 
 
 def _layers(recording: Recording) -> dict[str, Any]:

@@ -16,6 +16,12 @@ from outergrad.tools.watch.view import DIM, LABEL, View, dotted, labelled, rule,
 
 _BAR = 24
 _DOTS = 16
+_SIGNS = {
+    "compress": ("█", "magenta"),
+    "replay": ("▓", "blue"),
+    "wait": ("▒", "yellow"),
+    "the rest": ("░", DIM),
+}
 
 
 def head(watched: Watched, view: View) -> list[Text]:
@@ -82,23 +88,16 @@ def _sent(told: Speed) -> Text:
 
 def _times(told: Speed, width: int) -> Text:
     """A bar of a step's seconds, and what its parts are."""
-    parts = {
-        "compress": (told.compress_s, "█", "magenta"),
-        "replay": (told.replay_s, "▓", "blue"),
-        "wait": (told.wait_s, "▒", "yellow"),
-    }
-    known = sum(s for s, _, _ in parts.values())
+    known = sum(told.parts_s.values())
     whole = max(told.step_s or 0.0, known)
-    if told.step_s:
-        parts["the rest"] = (max(0.0, whole - known), "░", DIM)
-    of = whole if told.step_s else None
+    rest = {"the rest": max(0.0, whole - known)} if told.step_s else {}
+    parts = [(name, s, *_SIGNS[name]) for name, s in {**told.parts_s, **rest}.items() if s]
     columns = _BAR if width >= 76 else 0
-    bar = [(sign * round(columns * s / whole), c) for s, sign, c in parts.values()] if whole else []
+    bar = [(sign * round(columns * s / whole), colour) for _, s, sign, colour in parts]
     legend = [
         part
-        for name, (s, sign, colour) in parts.items()
-        if s
-        for part in ("  ", (sign, colour), f" {name} ", (_share(s, of), "bold"))
+        for name, s, sign, colour in parts
+        for part in ("  ", (sign, colour), f" {name} ", (_share(s, told.step_s and whole), "bold"))
     ]
     return Text.assemble(*bar, *legend[0 if bar and columns else 1 :])
 
@@ -118,8 +117,7 @@ def _sites(watched: Watched, view: View) -> Text:
     if told and count > 1:
         parts += ["  agree ", (f"{told.least:.2f}", agreeing(told.least)), f" (site {told.site})"]
         parts += [" to ", (f"{told.most:.2f}", agreeing(told.most)), "  "]
-        used = LABEL + sum(len(p) if isinstance(p, str | Text) else len(p[0]) for p in parts)
-        wide = max(0, min(40, view.width - 2 - used))
+        wide = max(0, min(40, view.width - 2 - LABEL - len(Text.assemble(*parts))))
         parts += [(chart(told.history, wide, least_span=0.05)[0], "green")]
     return Text.assemble(*parts)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from outergrad.events import Layer
 from outergrad.tools.watch.state import Site, SiteLayer, Watched, mean_over
+
+PARTS = ("compress", "replay", "wait")
 
 
 @dataclass(frozen=True)
@@ -19,18 +21,15 @@ class Speed:
         sent_bytes: per step and site.
         total_sent_bytes: per site, in all steps.
         fewer: how many times as many bytes DDP would send.
-        compress_s: of these; of the first steps alone where seconds per step are not known yet.
-        replay_s: likewise.
-        wait_s: likewise.
+        parts_s: seconds of "compress", "replay" and "wait" among these; of the first steps alone
+            where seconds per step are not known yet.
     """
 
     step_s: float | None
     sent_bytes: float | None
     total_sent_bytes: float | None
     fewer: float | None
-    compress_s: float
-    replay_s: float
-    wait_s: float
+    parts_s: Mapping[str, float]
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -50,9 +49,9 @@ def speed(watched: Watched) -> Speed:
         sent_bytes=sent,
         total_sent_bytes=_mean(site.steps[-1].total_sent_bytes for site in sites),
         fewer=dense / sent if sent and dense else None,
-        compress_s=_mean(step.compress_s for step in timed) or 0.0,
-        replay_s=_mean(step.replay_s for step in timed) or 0.0,
-        wait_s=_mean(step.wait_s for step in timed) or 0.0,
+        parts_s={
+            name: _mean(getattr(step, f"{name}_s") for step in timed) or 0.0 for name in PARTS
+        },
     )
 
 

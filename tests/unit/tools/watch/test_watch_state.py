@@ -20,7 +20,7 @@ def test_figures_of_all_sites():
     assert told.sent_bytes == 9_000
     assert told.bytes_per_s == pytest.approx(90_000)
     assert told.fewer == pytest.approx(DENSE_BYTES / 9_000)
-    assert told.wait_s == pytest.approx(9e-3)
+    assert told.parts_s["wait"] == pytest.approx(9e-3)
 
 
 def test_bytes_are_those_of_all_steps_not_of_recorded_ones():
