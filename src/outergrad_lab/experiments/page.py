@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from outergrad._version import __version__
+from outergrad._amounts import duration
 from outergrad._whole_files import write_whole
+from outergrad.report.skeleton import asset, whole_page
 from outergrad_lab.experiments.frames import Result
 from outergrad_lab.experiments.quantities import text, title
 from outergrad_lab.experiments.tables import Cell, Table
@@ -50,24 +49,22 @@ def _page(
     tables: Sequence[Table],
     figures: Sequence[Path],
 ) -> str:
-    return Template(_own("page.html")).substitute(
-        name=escape(experiment.name),
-        size=escape(experiment.size),
-        title=escape(experiment.title),
-        shows=escape(experiment.shows),
-        facts="".join(
-            f"<dt>{head}</dt><dd>{fact}</dd>" for head, fact in _facts(experiment, results)
-        ),
-        tables=_section("Tables", map(_table, tables)),
-        figures=_section("Figures", map(_figure, figures)),
-        runs="".join(_runs(kind, results) for kind in _KINDS),
-        version=escape(__version__),
-        style=files("outergrad.report").joinpath("style.css").read_text("utf-8") + _own("page.css"),
+    facts = "".join(f"<dt>{head}</dt><dd>{fact}</dd>" for head, fact in _facts(experiment, results))
+    runs = "".join(_runs(kind, results) for kind in _KINDS)
+    sections = (
+        _section("Tables", map(_table, tables)),
+        _section("Figures", map(_figure, figures)),
+        f'<section id="runs">\n<h2>Runs</h2>\n{runs}\n</section>',
     )
-
-
-def _own(name: str) -> str:
-    return files("outergrad_lab.experiments").joinpath(name).read_text("utf-8")
+    return whole_page(
+        command="outergrad reproduce",
+        about=f" · {experiment.name}, {experiment.size} size",
+        title=experiment.title,
+        lead=experiment.shows,
+        head=f'<dl class="facts">{facts}</dl>',
+        body="\n".join(["<main>", *sections, "</main>"]),
+        style=asset("page.css", "outergrad_lab.experiments"),
+    )
 
 
 def _facts(experiment: Experiment, results: Sequence[Result]) -> list[tuple[str, str]]:
@@ -85,7 +82,7 @@ def _facts(experiment: Experiment, results: Sequence[Result]) -> list[tuple[str,
 
 def _took(results: Sequence[Result]) -> str:
     seconds = sum(result.get("seconds") or 0 for result in results)
-    return f"{_duration(seconds)} in {len(results)} run{'s' if len(results) > 1 else ''}"
+    return f"{duration(seconds)} in {len(results)} run{'s' if len(results) > 1 else ''}"
 
 
 def _all(name: str, results: Sequence[Result]) -> str:
@@ -101,13 +98,6 @@ def _versions(results: Sequence[Result]) -> str:
 def _days(results: Sequence[Result]) -> str:
     days = sorted({escape(str(r["finished"])[:10]) for r in results if r.get("finished")})
     return " to ".join(dict.fromkeys(days[:1] + days[-1:]))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _section(head: str, parts: Iterable[str]) -> str:
@@ -170,7 +160,10 @@ def _runs(kind: str, results: Sequence[Result]) -> str:
 
 
 def _run_table(runs: Sequence[Result], names: Sequence[str]) -> Table:
-    rows = [(*(_setting(run, name) for name in names), _seconds(run)) for run in runs]
+    rows = [
+        (*(_setting(run, name) for name in names), duration(run.get("seconds") or 0))
+        for run in runs
+    ]
     return Table(
         name="runs",
         title="Runs",
@@ -178,10 +171,6 @@ def _run_table(runs: Sequence[Result], names: Sequence[str]) -> Table:
         keys=len(names),
         rows=tuple(tuple(map(Cell, row)) for row in rows),
     )
-
-
-def _seconds(run: Mapping[str, Any]) -> str:
-    return _duration(run.get("seconds") or 0)
 
 
 def _setting(run: Result, name: str) -> str:
