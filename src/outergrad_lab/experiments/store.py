@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from outergrad._event_lines import GrowingFile, parsed
 from outergrad._version import __version__
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.machine import cores, processor
@@ -82,18 +83,13 @@ class Store:
     def _read(self) -> list[Result]:
         if not self._path.is_file():
             return []
-        lines = self._path.read_text("utf-8", errors="replace").splitlines()
-        return [found for line in lines if (found := _parsed(line))]
+        file = GrowingFile(self._path)
+        found = map(parsed, [*file.lines()[0], file.rest])
+        return [line for line in found if line and _is_whole(line)]
 
 
-def _parsed(line: str) -> Result | None:
-    """None for a line that was cut off."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(found, dict) and isinstance(found.get("key"), str) and "seconds" in found
-    return found if whole else None
+def _is_whole(result: Result) -> bool:
+    return isinstance(result.get("key"), str) and "seconds" in result
 
 
 def _plain(value: Any) -> Any:
