@@ -18,7 +18,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from outergrad._amounts import amount as amount
 from outergrad.launch.errors import CheckError, RecipeError, SiteError
 
 T = TypeVar("T")

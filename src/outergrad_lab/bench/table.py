@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from outergrad.launch.console import amount
+from outergrad._amounts import amount
 from outergrad_lab.bench.results import Arrival, LinkResult, Results, Timing
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
-from outergrad.report._load import require
+from outergrad.report.recording import require
 from outergrad.tools.commands.options import DATA_DIR, DataDir
 from outergrad_lab.experiments.run import Outcome, draw, run
 from outergrad_lab.experiments.spec import experiment, names

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._whole_files import whole_file
-from outergrad.report._load import require
+from outergrad.report.recording import require
 from outergrad_lab.experiments.axes import label, prepare
 from outergrad_lab.experiments.frames import Result
 from outergrad_lab.experiments.lines import Level, Line, Panel, Picture, picture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outergrad._whole_files import write_whole
 from outergrad.launch.errors import RecipeError
-from outergrad.report._load import require
+from outergrad.report.recording import require
 from outergrad_lab.experiments.frames import (
     Result,
     finals,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import outergrad
-from outergrad.launch.console import amount
+from outergrad._amounts import amount
 from outergrad.launch.links import Link, what_is_missing
 from outergrad.launch.machine import cores
 from outergrad.tools.doctor.findings import Finding, many, note, ok, problem, warning

@@ -1,3 +1,0 @@
-"""Where the lab finds `require`."""
-
-from outergrad.report.recording import require as require
