@@ -63,7 +63,7 @@ class File:
         return entry
 
     def _last_run(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
-        """The events of the last run, of all with the numbers of their lines.
+        """The events of the last run, from all events and the numbers of their lines.
 
         A `Run` at step 0 starts anew. One at a later step goes on with what was before that step:
         what an earlier process recorded beyond it has been trained again.

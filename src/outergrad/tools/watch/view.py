@@ -38,7 +38,7 @@ def labelled(label: str, text: Text) -> Text:
 
 
 def dotted(*figures: str | tuple[str, str] | Text | None) -> Text:
-    """Figures of a line, of those that there are."""
+    """Figures with dots between them; None and "" are left out."""
     dot = Text.assemble((" · ", DIM))
     return dot.join(Text.assemble(figure) for figure in figures if figure)
 
