@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad_lab.bench.results import LinkResult, Timing
+from outergrad_lab.bench.results import LinkResult
 
 RELATIVE = 0.03
 MESSAGES_BYTES = 1024
@@ -46,12 +46,13 @@ class Check:
 def check(result: LinkResult, sites: int) -> list[Check]:
     """Compares both accounts of every method that has a session."""
     return [
-        _check(result.link, timing, timing.claimed_bytes, sites)
+        Check(
+            link=result.link,
+            method=timing.method,
+            claimed_bytes=timing.claimed_bytes,
+            counted_bytes=timing.payload_bytes,
+            allowed_bytes=RELATIVE * timing.claimed_bytes + MESSAGES_BYTES * (sites - 1),
+        )
         for timing in result.timings
         if timing.claimed_bytes is not None
     ]
-
-
-def _check(link: str, timing: Timing, claimed_bytes: float, sites: int) -> Check:
-    allowed_bytes = RELATIVE * claimed_bytes + MESSAGES_BYTES * (sites - 1)
-    return Check(link, timing.method, claimed_bytes, timing.payload_bytes, allowed_bytes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import mean, median
 
 import numpy as np
 
@@ -17,27 +17,37 @@ from outergrad_lab.bench.until import Mark
 
 def timings(found: Sequence[Found]) -> list[Timing]:
     """Puts the blocks of all sites together, method by method."""
-    ddp = found[0].blocks.get("ddp")
-    ddp_s = _slowest_s([site.blocks["ddp"] for site in found]) if ddp else None
-    return [_timing(name, [site.blocks[name] for site in found], ddp_s) for name in found[0].blocks]
+    methods = found[0].blocks
+    rounds_s = {name: _slowest_s([site.blocks[name] for site in found]) for name in methods}
+    return [
+        _timing(name, [site.blocks[name] for site in found], rounds_s[name], rounds_s.get("ddp"))
+        for name in methods
+    ]
 
 
-def _timing(method: str, sites: list[list[Block]], ddp_s: list[list[float]] | None) -> Timing:
-    rounds_s = _slowest_s(sites)
-    steps_s = [seconds for block in rounds_s for seconds in block]
-    sent = [sum((b.sent.sent_bytes for b in blocks), 0.0) / len(steps_s) for blocks in sites]
-    low, median, high = np.percentile(steps_s, (25, 50, 75)).tolist()
+def _timing(
+    method: str,
+    sites: list[list[Block]],
+    rounds_s: list[list[float]],
+    ddp_s: list[list[float]] | None,
+) -> Timing:
+    steps_s = np.concatenate(rounds_s)
+    sent = [sum(block.sent.sent_bytes for block in site) / len(steps_s) for site in sites]
+    blocks = [block for site in sites for block in site]
+    steps = len(steps_s) * len(sites)
+    claimed = [block.claimed_bytes for block in blocks if block.claimed_bytes is not None]
+    low, middle, high = np.percentile(steps_s, (25, 50, 75)).tolist()
     return Timing(
         method=method,
         rounds_s=rounds_s,
-        median_s=median,
+        median_s=middle,
         quartiles_s=(low, high),
         ratio_to_ddp=_ratio(rounds_s, ddp_s) if ddp_s else None,
-        sent_bytes=statistics.mean(sent),
-        payload_bytes=_per_step([[b.sent.payload_bytes for b in s] for s in sites], len(steps_s)),
-        packets=_per_step([[b.sent.packets for b in s] for s in sites], len(steps_s)),
+        sent_bytes=mean(sent),
+        payload_bytes=sum(block.sent.payload_bytes for block in blocks) / steps,
+        packets=sum(block.sent.packets for block in blocks) / steps,
         sent_bytes_by_site=sent,
-        claimed_bytes=_claimed(sites, len(steps_s)),
+        claimed_bytes=sum(claimed) / steps if claimed else None,
         phases_s=_phases([phases for block in sites[0] for phases in block.steps]),
     )
 
@@ -45,30 +55,18 @@ def _timing(method: str, sites: list[list[Block]], ddp_s: list[list[float]] | No
 def _slowest_s(sites: list[list[Block]]) -> list[list[float]]:
     """Seconds of each step at the site that took longest, block by block."""
     return [
-        [
-            max(phases.step_s for phases in step)
-            for step in zip(*(b.steps for b in blocks), strict=True)
-        ]
+        np.max([[phases.step_s for phases in block.steps] for block in blocks], axis=0).tolist()
         for blocks in zip(*sites, strict=True)
     ]
 
 
 def _ratio(ours_s: list[list[float]], ddp_s: list[list[float]]) -> float:
     both = zip(ours_s, ddp_s, strict=False)  # a slow method has fewer rounds
-    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in both)
-
-
-def _per_step(counts: list[list[float]], steps: int) -> float:
-    return statistics.mean(sum(site) for site in counts) / steps
-
-
-def _claimed(sites: list[list[Block]], steps: int) -> float | None:
-    claimed = [[b.claimed_bytes for b in blocks if b.claimed_bytes is not None] for blocks in sites]
-    return _per_step([[float(c) for c in site] for site in claimed], steps) if claimed[0] else None
+    return median(median(ours) / median(ddp) for ours, ddp in both)
 
 
 def _phases(steps: list[Phases]) -> dict[str, float]:
-    medians = {name: statistics.median(getattr(s, name) for s in steps) for name in Phases.names()}
+    medians = {name: median(getattr(step, name) for step in steps) for name in Phases.names()}
     return {name: seconds for name, seconds in medians.items() if seconds == seconds}
 
 
@@ -82,7 +80,7 @@ def _arrival(method: str, sites: list[list[Mark]], until_loss: float) -> Arrival
         Mark(
             steps=marks[0].steps,
             seconds=max(mark.seconds for mark in marks),
-            sent_bytes=statistics.mean(mark.sent_bytes for mark in marks),
+            sent_bytes=mean(mark.sent_bytes for mark in marks),
             loss=marks[0].loss,
         )
         for marks in zip(*sites, strict=True)

@@ -7,19 +7,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.links import Link
+from outergrad.report.recording import require
 from outergrad_lab.bench.check import Check, check
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import LinkResult, Results
 from outergrad_lab.bench.table import phases_lines, table
 
-PLOT_NEEDS = "matplotlib"
 WIDTH = 110
 """Columns of a file that the tables are written to."""
 
@@ -74,8 +73,10 @@ class Report:
             raise CheckError(f"--check: {len(wrong)} of {len(self.checks)} counts are wrong")
 
     def _plot(self, results: Results) -> str:
-        if not find_spec(PLOT_NEEDS):
-            return f" (no plot: pip install {PLOT_NEEDS})"
+        try:
+            require("matplotlib", "pandas", "seaborn", extras="bench")
+        except ImportError as error:
+            return f" (no plot: {error})"
         from outergrad_lab.bench.plot import plot
 
         path = self.path.with_suffix(".png")

@@ -128,14 +128,12 @@ def _link(found: dict[str, Any]) -> LinkResult:
     parts: dict[str, Any] = {
         "probe": found["probe"] and Probe(**found["probe"]),
         "timings": [Timing(**timing) for timing in found["timings"]],
-        "arrivals": [_arrival(arrival) for arrival in found["arrivals"]],
+        "arrivals": [
+            Arrival(**one | {"way": [Mark(**mark) for mark in one["way"]]})
+            for one in found["arrivals"]
+        ],
     }
     return LinkResult(**found | parts)
-
-
-def _arrival(found: dict[str, Any]) -> Arrival:
-    way: Any = [Mark(**mark) for mark in found["way"]]
-    return Arrival(**found | {"way": way})
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,9 @@ from rich.table import Table
 from outergrad._amounts import amount
 from outergrad_lab.bench.results import Arrival, LinkResult, Results, Timing
 
+Row = dict[str, str]
+"""Cells by the heading of their column."""
+
 
 def table(results: Results, result: LinkResult) -> Table:
     """Sets the methods side by side on one link."""
@@ -20,12 +23,11 @@ def table(results: Results, result: LinkResult) -> Table:
         box=SIMPLE_HEAD,
         pad_edge=False,  # every figure has its place in 80 columns
     )
-    shown.add_column("method", no_wrap=True)
-    headings, rows = arrival_rows(result) if result.arrivals else timing_rows(result)
-    for heading in headings:
-        shown.add_column(heading, justify="right", no_wrap=True)
+    rows = arrival_rows(result) if result.arrivals else timing_rows(result)
+    for heading in rows[0]:
+        shown.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*row.values())
     return shown
 
 
@@ -39,45 +41,46 @@ def title(results: Results, result: LinkResult) -> str:
     return f"{plan['workload']}, {plan['sites']} sites, data {result.data}, {link}"
 
 
-def timing_rows(result: LinkResult) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Headings and rows of step times."""
+def timing_rows(result: LinkResult) -> list[Row]:
+    """Step times, a row per method."""
     ddp_bytes = next((t.sent_bytes for t in result.timings if t.method == "ddp"), None)
-    headings = ["ms per\nstep", "quartiles", "x DDP", "sent per\nstep", "fewer\nbytes"]
-    return headings, [_timing_row(timing, ddp_bytes) for timing in result.timings]
+    return [_timing_row(timing, ddp_bytes) for timing in result.timings]
 
 
-def _timing_row(timing: Timing, ddp_bytes: float | None) -> tuple[str, ...]:
+def _timing_row(timing: Timing, ddp_bytes: float | None) -> Row:
     low, high = timing.quartiles_s
-    fewer = ddp_bytes / timing.sent_bytes if ddp_bytes and timing.sent_bytes else None
-    return (
-        timing.method,
-        _ms(timing.median_s),
-        f"{_ms(low)} to {_ms(high)}",
-        _times(timing.ratio_to_ddp, "{:.3f}"),
-        amount(timing.sent_bytes),
-        _times(fewer if timing.method != "alone" else None, "{:.1f} x"),
-    )
+    return {
+        "method": timing.method,
+        "ms per\nstep": _ms(timing.median_s),
+        "quartiles": f"{_ms(low)} to {_ms(high)}",
+        "x DDP": "-" if timing.ratio_to_ddp is None else f"{timing.ratio_to_ddp:.3f}",
+        "sent per\nstep": amount(timing.sent_bytes),
+        "fewer\nbytes": _fewer(timing, ddp_bytes),
+    }
 
 
-def arrival_rows(result: LinkResult) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Headings and rows of times to the wanted loss."""
-    ddp = next((arrival for arrival in result.arrivals if arrival.method == "ddp"), None)
-    headings = ["test loss", "steps", "seconds", "x DDP", "sent per\nsite", "fewer\nbytes"]
-    return headings, [_arrival_row(arrival, ddp) for arrival in result.arrivals]
+def arrival_rows(result: LinkResult) -> list[Row]:
+    """Times to the wanted loss, a row per method; only those that got there are compared."""
+    ddp = next((a for a in result.arrivals if a.method == "ddp" and a.reached), None)
+    return [_arrival_row(one, ddp if one.reached else None) for one in result.arrivals]
 
 
-def _arrival_row(arrival: Arrival, ddp: Arrival | None) -> tuple[str, ...]:
-    compared = ddp if ddp and ddp.reached and arrival.reached else None
-    fewer = compared.sent_bytes / arrival.sent_bytes if compared and arrival.sent_bytes else None
-    return (
-        arrival.method,
-        f"{arrival.loss:.3f}" + ("" if arrival.reached else " missed"),
-        f"{arrival.steps:,}",
-        f"{arrival.seconds:,.1f}",
-        _times(arrival.seconds / compared.seconds if compared else None, "{:.3f}"),
-        amount(arrival.sent_bytes),
-        _times(fewer if arrival.method != "alone" else None, "{:.1f} x"),
-    )
+def _arrival_row(arrival: Arrival, ddp: Arrival | None) -> Row:
+    return {
+        "method": arrival.method,
+        "test loss": f"{arrival.loss:.3f}" + ("" if arrival.reached else " missed"),
+        "steps": f"{arrival.steps:,}",
+        "seconds": f"{arrival.seconds:,.1f}",
+        "x DDP": f"{arrival.seconds / ddp.seconds:.3f}" if ddp else "-",
+        "sent per\nsite": amount(arrival.sent_bytes),
+        "fewer\nbytes": _fewer(arrival, ddp.sent_bytes if ddp else None),
+    }
+
+
+def _fewer(one: Timing | Arrival, ddp_bytes: float | None) -> str:
+    if not ddp_bytes or not one.sent_bytes or one.method == "alone":
+        return "-"
+    return f"{ddp_bytes / one.sent_bytes:.1f} x"
 
 
 def _ms(seconds: float) -> str:
@@ -85,16 +88,11 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.{0 if seconds >= 1 else 1}f}"
 
 
-def _times(ratio: float | None, form: str) -> str:
-    return "-" if ratio is None else form.format(ratio)
-
-
 def phases_lines(timings: Sequence[Timing]) -> str:
     """Where the milliseconds of a step go, a line per method."""
-    return "\n".join(
-        f"  {timing.method}: "
-        + ", ".join(
-            f"{name.removesuffix('_s')} {1e3 * s:.1f}" for name, s in timing.phases_s.items()
-        )
-        for timing in timings
-    )
+    return "\n".join(f"  {timing.method}: {_phases(timing)}" for timing in timings)
+
+
+def _phases(timing: Timing) -> str:
+    phases = timing.phases_s.items()
+    return ", ".join(f"{name.removesuffix('_s')} {1e3 * s:.1f}" for name, s in phases)

@@ -44,7 +44,7 @@ def reproduce(
     """
     with errors_in_one_line():
         try:
-            require("yaml", "pandas", "matplotlib", extras="reproduce")
+            require("yaml", "pandas", "seaborn", "jinja2", extras="reproduce")
         except ImportError as error:
             raise RecipeError(str(error)) from error
         if listed or not wanted:

@@ -1,38 +1,69 @@
-"""The figures of an experiment, as pictures."""
+"""The figures of an experiment: lines over panels, drawn by seaborn."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._whole_files import whole_file
 from outergrad.report.recording import require
-from outergrad_lab.experiments.axes import label, prepare
-from outergrad_lab.experiments.frames import Result
-from outergrad_lab.experiments.lines import Level, Line, Panel, Picture, picture
-from outergrad_lab.experiments.wanted import names
+from outergrad_lab.experiments.frames import OF_METHOD, Result, curves, finals, ranks, varied
+from outergrad_lab.experiments.panels import add_legends, label, name_axes, places_of, prepare
+from outergrad_lab.experiments.quantities import QUANTITIES, heading
+from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
+from outergrad_lab.labels import LOOKS, OTHER, USUAL, Method, Style, told_apart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 _WIDTH, _DPI = 8.0, 150
 _HEIGHTS = {1: 4.0, 2: 3.1, 3: 2.5}
 """Inches of a row of panels, by their number."""
-_LEGEND_CHARACTERS = 105
 _OWN_RANGE = {"data", "model", "workload", "layer"}
 """Panels that differ in these need not share an axis."""
-_LOOK: dict[Any, Any] = {
+_COURSE = ("step", "epoch", "seconds")
+_OF_COURSE = ("loss", "test_loss", "accuracy", "auc")
+_WINDOWS = 40
+"""A training has so many windows of the running mean."""
+_MARKERS = "os^vDPXd"
+_THEME: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
     "lines.markersize": 5,
-    "svg.fonttype": "none",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a figure's YAML asks for, and the points that the results have for it.
+
+    Attributes:
+        title: Of the figure.
+        x, y: Names of quantities or settings.
+        lines, panels: What lines and panels differ in.
+        log: Which axes are logarithmic.
+        references: Methods whose outcomes are levels to compare with.
+        course: Whether lines go over steps, rather than through what came out.
+        points: Rows of `curves`, `ranks` or `finals`.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: list[str]
+    panels: list[str]
+    log: list[str]
+    references: list[str]
+    course: bool
+    points: DataFrame
 
 
 def write_figures(
@@ -43,123 +74,146 @@ def write_figures(
     A picture carries its title in its metadata too.
 
     Raises:
-        ImportError: pandas or matplotlib is missing.
+        ImportError: pandas or seaborn is missing.
         RecipeError: One names what no result has.
     """
-    require("pandas", "matplotlib", extras="reproduce")
+    require("pandas", "seaborn", extras="reproduce")
     results = list(results)
-    found = [(figure, picture(figure, results)) for figure in wanted]
-    return [_write(figure, made, folder) for figure, made in found if made.panels]
+    found = [(folder / f"{one['name']}.png", ask(one, results)) for one in wanted]
+    return [_write(asked, results, path) for path, asked in found if len(asked.points)]
 
 
-def _write(wanted: Mapping[str, Any], made: Picture, folder: Path) -> Path:
+def _write(asked: Asked, results: Sequence[Result], path: Path) -> Path:
     from matplotlib import rc_context
 
-    path = folder / f"{wanted['name']}.png"
-    title = wanted.get("title", wanted["name"])
-    with rc_context(_LOOK), whole_file(path) as file:
-        draw(wanted, made).savefig(file, format="png", dpi=_DPI, metadata={"Title": title})
+    with rc_context(_THEME), whole_file(path) as file:
+        about = {"Title": asked.title}
+        draw(asked, results).savefig(file, format="png", dpi=_DPI, metadata=about)
     return path
 
 
-def draw(wanted: Mapping[str, Any], made: Picture) -> Figure:
-    """Draws all panels of a figure, and a legend below or beside them."""
+def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
+    """Finds the points of a figure; none where no result has what it asks for.
+
+    Raises:
+        RecipeError: It names what no result has.
+    """
+    x, y, lines = wanted["x"], wanted["y"], names(wanted["lines"])
+    panels, log, references = (names(wanted.get(n)) for n in ("panels", "log", "references"))
+    # Over bytes a method is a course, a family the line through its methods.
+    spent = x == "sent_bytes" and y in _OF_COURSE and "method" in lines
+    course = x in _COURSE or spent or y == "effective_rank"
+    frame = (ranks if y == "effective_rank" else curves if course else finals)(results)
+    what, columns = f"figure {wanted['name']}", [*lines, *panels]
+    frame = chosen(what, frame, [x, y, *columns], wanted.get("where"))
+    x = "step" if x == "epoch" and frame["epoch"].isna().all() else x
+    frame = frame[~frame["method"].isin(references)].dropna(subset=[x, y, *columns])
+    for axis in log:
+        frame = frame[frame[x if axis == "x" else y] > 0]
+    return Asked(
+        title=wanted.get("title", wanted["name"]),
+        x=x,
+        y=y,
+        lines=lines,
+        panels=panels,
+        log=log,
+        references=references,
+        course=course,
+        points=in_order(frame, columns),
+    )
+
+
+def draw(asked: Asked, results: Sequence[Result]) -> Figure:
+    """Draws all panels, and a legend below or beside them."""
     from matplotlib.figure import Figure
 
-    across = names(wanted.get("panels"))
-    rows, columns = _shape(across, made.panels)
+    panels = groups(asked.points, asked.panels)
+    places, rows, columns = places_of(list(panels))
     height = rows * _HEIGHTS[min(columns, 3)] + 0.5
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    own = bool(_OWN_RANGE.intersection(across))
-    grid = figure.subplots(
-        rows, columns, squeeze=False, sharex="col", sharey="row" if own else "all"
-    )
-    places = _places(across, made.panels, columns)
-    for panel in made.panels:
-        _draw(grid[places[panel.place]], panel, made, names(wanted.get("log")))
-    _close_below(grid, set(places.values()), label("spent_bytes" if made.spent else made.x))
-    for axes in grid[:, 0]:
-        axes.set_ylabel(label(made.y))
-    figure.suptitle(wanted.get("title", wanted["name"]), fontsize=11, fontweight="bold")
-    _add_legends(figure, grid)
+    share = "row" if _OWN_RANGE.intersection(asked.panels) else "all"
+    grid = figure.subplots(rows, columns, squeeze=False, sharex="col", sharey=share)
+    for (panel, points), place in zip(panels.items(), places, strict=True):
+        axes = grid[place]
+        _draw_lines(axes, asked, points)
+        _draw_levels(axes, asked, dict(zip(asked.panels, panel, strict=True)), results)
+        axes.set(title=", ".join(map(heading, asked.panels, panel)), xlabel="", ylabel="")
+        prepare(axes, asked.x, asked.y, asked.log, points[asked.x])
+    spent = asked.course and asked.x == "sent_bytes"
+    name_axes(grid, set(places), label("spent_bytes" if spent else asked.x), label(asked.y))
+    figure.suptitle(asked.title, fontsize=11, fontweight="bold")
+    add_legends(figure, grid)
     return figure
 
 
-def _shape(across: Sequence[str], panels: Sequence[Panel]) -> tuple[int, int]:
-    if len(across) == 2:
-        return len({panel.place[0] for panel in panels}), len({panel.place[1] for panel in panels})
-    columns = 2 if len(panels) == 4 else min(len(panels), 3)
-    return math.ceil(len(panels) / columns), columns
+def _draw_lines(axes: Axes, asked: Asked, points: DataFrame) -> None:
+    """A line through the means over seeds, in a band from the least to the most."""
+    from seaborn import lineplot
 
-
-def _places(
-    across: Sequence[str], panels: Sequence[Panel], columns: int
-) -> dict[tuple[Any, ...], tuple[int, int]]:
-    """Row and column of each: of two names the first goes down, the second across."""
-    if len(across) != 2:
-        return {panel.place: divmod(at, columns) for at, panel in enumerate(panels)}
-    down, right = (list(dict.fromkeys(panel.place[n] for panel in panels)) for n in (0, 1))
-    return {p.place: (down.index(p.place[0]), right.index(p.place[1])) for p in panels}
-
-
-def _close_below(grid: Any, filled: set[tuple[int, int]], name: str) -> None:
-    """Removes panels that are not there; the lowest of a column says its x axis."""
-    for column in range(len(grid[0])):
-        rows = [row for row in range(len(grid)) if (row, column) in filled]
-        for row in set(range(len(grid))).difference(rows):
-            grid[row, column].remove()
-        lowest = grid[max(rows), column]
-        lowest.set_xlabel(name)
-        lowest.xaxis.set_tick_params(labelbottom=True)
-
-
-def _draw(axes: Axes, panel: Panel, made: Picture, log: Sequence[str]) -> None:
-    for line in panel.lines:
-        _draw_line(axes, line, dotted=not made.course)
-    for level in panel.levels:
-        _draw_level(axes, level)
-    axes.set_title(panel.title)
-    prepare(axes, made.x, made.y, log, (x for line in panel.lines for x in line.x))
-
-
-def _draw_line(axes: Axes, line: Line, *, dotted: bool) -> None:
-    style: dict[str, Any] = line.style if dotted else line.style | {"marker": ""}
-    colour, width = style["color"], style["linewidth"]
-    if line.raw is not None:
-        axes.plot(line.x, line.raw, color=colour, linewidth=0.5, alpha=0.2)
-    if (line.low < line.high).any():
-        axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(line.x, line.y, label=line.label, zorder=2 + 1 / width, **style)
-
-
-def _draw_level(axes: Axes, level: Level) -> None:
-    look = {"color": level.style["color"], "linewidth": 1.2, "linestyle": (0, (5, 3))}
-    axes.axhline(level.y, label=level.label, zorder=1.5, **look)
-
-
-def _add_legends(figure: Figure, grid: Any) -> None:
-    """One below all, or where rows have other lines, one beside each row."""
-    grid = [[axes for axes in row if axes.figure] for row in grid]
-    rows = list(map(_handles, grid))
-    together = {name: handle for row in rows for name, handle in row.items()}
-    if all(row.keys() == together.keys() for row in rows):
-        columns = max(1, _LEGEND_CHARACTERS // (max(map(len, together), default=0) + 7))
-        figure.legend(
-            together.values(),
-            together,
-            loc="outside lower center",
-            ncols=min(columns, len(together)),
+    lines = groups(points, asked.lines)
+    for (key, rows), style in zip(lines.items(), styles(asked.lines, list(lines)), strict=True):
+        look: Style = style | {"markeredgecolor": style["color"]}
+        look |= {"marker": ""} if asked.course else {}
+        lineplot(
+            _course(axes, rows, asked, style) if asked.course else _outcomes(rows, asked),
+            x=asked.x,
+            y=asked.y,
+            errorbar=lambda values: (min(values), max(values)),
+            err_kws={"alpha": 0.15, "linewidth": 0},
+            label=", ".join(map(heading, asked.lines, key)),
+            legend=False,
+            ax=axes,
+            zorder=2 + 1 / style["linewidth"],
+            **look,
         )
+
+
+def _course(axes: Axes, rows: DataFrame, asked: Asked, style: Style) -> DataFrame:
+    """A point per seed and step; of the training loss a running mean, with the loss behind it."""
+    by_seed = rows.pivot_table(index="step", columns="seed", values=asked.y)
+    at = rows.groupby("step")[asked.x].mean()
+    if asked.y == "loss":
+        axes.plot(at, by_seed.mean(axis=1), color=style["color"], linewidth=0.5, alpha=0.2)
+        window = max(1, len(by_seed) // _WINDOWS)
+        by_seed = by_seed.rolling(window, center=True, min_periods=1).mean()
+    return by_seed.set_axis(at).melt(ignore_index=False, value_name=asked.y).reset_index()
+
+
+def _outcomes(rows: DataFrame, asked: Asked) -> DataFrame:
+    """A point per task; what was measured as x is the mean of tasks that differ in the seed."""
+    if asked.x not in QUANTITIES:
+        return rows
+    alike = rows.groupby(varied(rows) or ["kind"], dropna=False, observed=True)
+    return rows.assign(**{asked.x: alike[asked.x].transform("mean")})
+
+
+def _draw_levels(
+    axes: Axes, asked: Asked, panel: Mapping[str, Any], results: Sequence[Result]
+) -> None:
+    """What the methods of reference came to: horizontal lines."""
+    if not asked.references:
         return
-    for row, handles in zip(grid, rows, strict=True):
-        row[-1].legend(
-            handles.values(), handles, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7.5
-        )
+    frame = finals(results)
+    # A reference has no family and no rank of its own.
+    for name in set(panel).intersection(frame.columns).difference(OF_METHOD):
+        frame = frame[frame[name] == panel[name]]
+    for method in asked.references:
+        y = frame[frame["method"] == method]["train_loss" if asked.y == "loss" else asked.y].mean()
+        if y == y:
+            look = {"color": Method.parse(method).look["color"], "linestyle": (0, (5, 3))}
+            axes.axhline(y, label=Method.parse(method).label, linewidth=1.2, zorder=1.5, **look)
 
 
-def _handles(row: Iterable[Axes]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for axes in row:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    return found
+def styles(along: list[str], keys: Sequence[tuple[Any, ...]]) -> list[Style]:
+    """Methods and families look the same everywhere; others go from dark to light."""
+    from seaborn import color_palette
+
+    if "method" in along:
+        at = along.index("method")
+        return told_apart([Method.parse(key[at]).look for key in keys])
+    if "family" in along:
+        at = along.index("family")
+        return told_apart([USUAL | LOOKS.get(key[at], OTHER) for key in keys])
+    colours = color_palette("viridis", len(keys)).as_hex()
+    both = zip(colours, cycle(_MARKERS), strict=False)
+    return [USUAL | {"color": colour, "marker": marker} for colour, marker in both]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outergrad_lab.experiments.labels import Method
+from outergrad_lab.labels import Method
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 Result = Mapping[str, Any]
 Settings = dict[str, Any]
+
+KINDS = {
+    "training": "Trainings",
+    "timing": "Step times",
+    "sites": "Numbers of sites",
+    "iterations": "Power iterations",
+}
+"""Headings of the kinds of results."""
 
 MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
@@ -23,10 +30,13 @@ MEASURED = (
 )
 """Columns of `finals` that are no settings."""
 
-_NAMES = ("kind", "method", "family", "rank", "label", "seed")
-_LAST = 20
-_USUAL = {"precision": "float32"}
+OF_METHOD = ("method", "family", "rank", "label")
+"""Columns that say which method it is."""
+
+_NAMES = ("kind", *OF_METHOD, "seed")
 _OF_ITERATIONS = ("case", "way", "swept", "layer", "rank", "iterations", "tolerance")
+_OF_COURSE = ("step", "loss", "test_loss", "accuracy", "auc", "sent_bytes", "epoch", "seconds")
+_LAST = 20
 
 
 def finals(results: Iterable[Result]) -> DataFrame:
@@ -37,18 +47,13 @@ def finals(results: Iterable[Result]) -> DataFrame:
     the pooled training of the same settings at any step, `fewer` how many times fewer bytes than
     dense (ddp where dense is not there). What is not known is NaN.
     """
-    from pandas import DataFrame, to_numeric
-
-    results = list(results)
-    pooled = _pooled_losses(results)
-    rows = [row for result in results for row in _final_rows(result, pooled)]
-    _add_fewer(rows)
-    frame = DataFrame(rows)
-    frame = frame.reindex(columns=list(dict.fromkeys([*_NAMES, *frame.columns, *MEASURED])))
-    frame["seed"] = frame["seed"].fillna(0)
-    for name in ("rank", *MEASURED):
-        frame[name] = to_numeric(frame[name]).astype(float)
-    return frame
+    frame = _table([row for result in results for row in _final_rows(result)], "losses", *MEASURED)
+    frame[["rank", *MEASURED]] = frame[["rank", *MEASURED]].astype(float)
+    sent = frame["sent_bytes"].where(frame["sent_bytes"] > 0)
+    frame["fewer"] = _same_run(frame, "dense", sent).fillna(_same_run(frame, "ddp", sent)) / sent
+    pooled = _same_run(frame, "pooled", frame["losses"])
+    frame["gap"] = [*map(_gap, frame["losses"], pooled)]
+    return frame.drop(columns="losses")
 
 
 def curves(results: Iterable[Result]) -> DataFrame:
@@ -61,14 +66,13 @@ def curves(results: Iterable[Result]) -> DataFrame:
     from pandas import concat
 
     results = list(results)
-    frames = [_course(result) for result in _of("training", results)]
-    if not frames:
-        return _empty("step", "loss", "test_loss", "accuracy", "auc", "sent_bytes", "seconds")
-    frame = concat(frames, ignore_index=True)
-    timings = finals(_of("timing", results)).reindex(columns=["method", "sites", "link", "step_s"])
-    if timings.empty:
-        return frame.assign(seconds=math.nan)
-    frame = frame.drop(columns="link", errors="ignore").merge(
+    frame = concat([_table([], *_OF_COURSE), *map(_course, of_kind("training", results))])
+    timings = finals(of_kind("timing", results)).reindex(
+        columns=["method", "sites", "link", "step_s"]
+    )
+    if timings.empty or frame.empty:
+        return frame
+    frame = frame.drop(columns=["link", "seconds"], errors="ignore").merge(
         timings.drop_duplicates(["method", "sites", "link"]), on=["method", "sites"], how="left"
     )
     return frame.assign(seconds=frame["step"] * frame["step_s"]).drop(columns="step_s")
@@ -76,15 +80,13 @@ def curves(results: Iterable[Result]) -> DataFrame:
 
 def ranks(results: Iterable[Result]) -> DataFrame:
     """Effective ranks: a row per training, layer and step; `epoch` where epochs were counted."""
-    from pandas import DataFrame
-
     rows = [
         _named(result) | {"layer": layer, "epoch": point["step"] * _epochs(result), **point}
-        for result in _of("training", results)
+        for result in of_kind("training", results)
         for layer, points in (result.get("layers") or {}).items()
         for point in points
     ]
-    return DataFrame(rows) if rows else _empty("layer", "step", "epoch", "effective_rank")
+    return _table(rows, "layer", "step", "epoch", "effective_rank")
 
 
 def last_ranks(results: Iterable[Result]) -> DataFrame:
@@ -97,19 +99,17 @@ def last_ranks(results: Iterable[Result]) -> DataFrame:
 
 def per_site(results: Iterable[Result]) -> DataFrame:
     """What the last test found: a row per training and site; accuracy, auc, loss."""
-    from pandas import DataFrame
-
     rows = [
         _named(result) | {"site": site, **found}
-        for result in _of("training", results)
+        for result in of_kind("training", results)
         for site, found in enumerate(_last_test(result).get("sites") or ())
     ]
-    return DataFrame(rows) if rows else _empty("site", "accuracy", "auc", "loss")
+    return _table(rows, "site", "accuracy", "auc", "loss")
 
 
 def over_seeds(frame: DataFrame, keys: Sequence[str], value: str) -> DataFrame:
     """The mean, min, max and count of a value, a row per group of keys."""
-    found = frame.groupby(list(keys), dropna=False, sort=False)[value]
+    found = frame.groupby(list(keys), dropna=False, sort=False, observed=True)[value]
     return found.agg(["mean", "min", "max", "count"]).reset_index()
 
 
@@ -121,36 +121,38 @@ def varied(frame: DataFrame) -> list[str]:
     return [name for name in found if name != "rank" or "method" not in found]
 
 
-def _of(kind: str, results: Iterable[Result]) -> list[Result]:
+def of_kind(kind: str, results: Iterable[Result]) -> list[Result]:
+    """Those of one kind, in their order."""
     return [result for result in results if result["kind"] == kind]
 
 
-def _empty(*names: str) -> DataFrame:
+def _table(rows: Sequence[Settings], *columns: str) -> DataFrame:
+    """A table that has columns even where it has no rows."""
     from pandas import DataFrame
 
-    return DataFrame(columns=[*_NAMES, *names])
+    frame = DataFrame(rows)
+    return frame.reindex(columns=list(dict.fromkeys([*_NAMES, *frame.columns, *columns])))
 
 
 def _named(result: Result, **more: Any) -> Settings:
     """A result's settings, with lists as text, and what its method is called."""
-    own = _USUAL if result["kind"] == "training" else {}
+    own = {"precision": "float32"} if result["kind"] == "training" else {}
     settings = {"kind": result["kind"], "seed": 0, **own, **result["settings"], **more}
-    settings.pop("methods", None)
-    row = {name: _plain(value) for name, value in settings.items()}
+    row = {
+        name: ", ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in settings.items()
+        if name != "methods"
+    }
     if "method" not in row:
         return row
     method = Method.parse(row["method"])
     return {"family": method.family, "rank": method.rank, "label": method.label, **row}
 
 
-def _plain(value: Any) -> Any:
-    return ", ".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _final_rows(result: Result, pooled: Mapping[str, Any]) -> Iterator[Settings]:
+def _final_rows(result: Result) -> Iterator[Settings]:
     match result["kind"]:
         case "training":
-            yield _named(result) | _outcome(result) | {"gap": _gap(result, pooled)}
+            yield _named(result) | _outcome(result)
         case "timing":
             for method, found in result.get("steps", {}).items():
                 yield _named(result, method=method) | _only(found, "step_s", "sent_bytes")
@@ -171,73 +173,47 @@ def _last_test(result: Result) -> Mapping[str, Any]:
 
 
 def _outcome(result: Result) -> Settings:
-    last, losses = _last_test(result), np.asarray(result["losses"][-_LAST:], dtype=float)
+    last, losses = _last_test(result), np.asarray(result["losses"], dtype=float)
     total = last.get("sent_bytes")
     return {
         **_only(last, "accuracy", "auc"),
+        "losses": losses,
         "test_loss": last.get("loss"),
-        "train_loss": float(losses.mean()) if len(losses) else math.nan,
+        "train_loss": losses[-_LAST:].mean() if len(losses) else math.nan,
         "total_bytes": total,
         "sent_bytes": None if total is None else total / max(last["step"], 1),
     }
 
 
-def _but_method(settings: Mapping[str, Any]) -> str:
-    own = ("method", "methods", "family", "label", "rank", *MEASURED)
-    return json.dumps({k: v for k, v in settings.items() if k not in own}, sort_keys=True)
+def _same_run(frame: DataFrame, method: str, values: Series) -> Series:
+    """For every row the value of a method's run that has all other settings in common."""
+    own = {*OF_METHOD, *MEASURED, "losses"}
+    settings = [frame[name] for name in frame.columns if name not in own]
+    of_method = values.where(frame["method"] == method)
+    return of_method.groupby(settings, dropna=False, sort=False).transform("last")
 
 
-def _pooled_losses(results: Iterable[Result]) -> dict[str, Any]:
-    trainings = [(result["settings"], result["losses"]) for result in _of("training", results)]
-    return {_but_method(s): losses for s, losses in trainings if s.get("method") == "pooled"}
-
-
-def _gap(result: Result, pooled: Mapping[str, Any]) -> float:
-    other = pooled.get(_but_method(result["settings"]))
-    if not other or not result["losses"]:
+def _gap(own: Any, pooled: Any) -> float:
+    shared = min(np.size(own), np.size(pooled))
+    if not shared or np.ndim(own) * np.ndim(pooled) == 0:  # one is NaN: there are no losses
         return math.nan
-    shared = min(len(other), len(result["losses"]))
-    own, other = (np.asarray(losses[:shared], dtype=float) for losses in (result["losses"], other))
-    gap = float(np.abs(own - other).max())
+    gap = float(np.abs(own[:shared] - pooled[:shared]).max())
     return math.inf if math.isnan(gap) else gap
-
-
-def _add_fewer(rows: Sequence[Settings]) -> None:
-    """In place, to the rows of all methods that send something."""
-    whole: dict[str, dict[str, float]] = {"dense": {}, "ddp": {}}
-    for row in rows:
-        if row.get("method") in whole and row.get("sent_bytes"):
-            whole[row["method"]][_but_method(row)] = row["sent_bytes"]
-    known = whole["ddp"] | whole["dense"]
-    for row in rows:
-        if row.get("sent_bytes"):
-            row["fewer"] = known.get(_but_method(row), math.nan) / row["sent_bytes"]
 
 
 def _course(result: Result) -> DataFrame:
     from pandas import DataFrame
 
-    tests = {test["step"]: test for test in result["tests"]}
-    losses = dict(enumerate(result["losses"], start=1))
-    steps = sorted(losses.keys() | tests.keys())
-    columns = {
-        "loss": [losses.get(step) for step in steps],
-        "test_loss": [tests.get(step, {}).get("loss") for step in steps],
-        "accuracy": [tests.get(step, {}).get("accuracy") for step in steps],
-        "auc": [tests.get(step, {}).get("auc") for step in steps],
-        "sent_bytes": _sent(steps, result["tests"]),
-        "epoch": [step * _epochs(result) for step in steps],
-    }
-    return DataFrame(columns, dtype=float).assign(step=steps, **_named(result))
-
-
-def _sent(steps: Sequence[int], tests: Sequence[Mapping[str, Any]]) -> Any:
-    """Bytes by each step, in proportion between the tests; NaN where nobody counted."""
-    known = {test["step"]: test["sent_bytes"] for test in tests if test["sent_bytes"] is not None}
-    if not known:
-        return [math.nan] * len(steps)
-    known = {0: 0, **known}
-    return np.interp(steps, list(known), list(known.values()))
+    losses = DataFrame({"loss": result["losses"]}, dtype=float)
+    tests = DataFrame(result["tests"]).rename(columns={"loss": "test_loss"})
+    frame = losses.assign(step=losses.index + 1).merge(tests, how="outer", on="step")
+    known = tests.dropna(subset=["sent_bytes"])
+    sent = np.interp(frame["step"], [0, *known["step"]], [0, *known["sent_bytes"]])
+    about = {"sent_bytes": sent if len(known) else math.nan, **_named(result)}
+    about["epoch"] = frame["step"] * _epochs(result)
+    return (
+        frame.drop(columns="sites").assign(**about).astype(dict.fromkeys(_OF_COURSE[1:-1], float))
+    )
 
 
 def _epochs(result: Result) -> float:

@@ -1,9 +1,15 @@
-"""Tasks of kind "iterations": how good rank-dAD's triplets are, and what they cost to find."""
+"""Tasks of kind "iterations": how good rank-dAD's triplets are, and what they cost to find.
+
+Gradients of a real training are compressed in every way that there is. Settings: `workload`, one of
+`WORKLOADS_IN_FACTORS`; `batch_size` and `rank`; `largest_rank` that the layers must be large enough
+for, so that means over layers of several ranks are of the same ones; `steps` of exact training at
+one site before, and its `seed`.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,7 +23,7 @@ from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad_lab.experiments.capture import Captured, capture, formed
 from outergrad_lab.experiments.settings import whole_number, with_defaults
-from outergrad_lab.experiments.task import Context, Settings
+from outergrad_lab.experiments.task import Context, Kind, Settings
 
 NEEDED = ("workload", "batch_size", "rank")
 DEFAULTS = {"largest_rank": None, "steps": 50, "seed": 0}
@@ -47,47 +53,30 @@ class Trial:
     tolerance: float | None = None
 
 
-@dataclass(frozen=True)
-class Iterating:
-    """Compresses gradients of a real training in every way that there is.
+def _read(settings: Settings) -> dict[str, Any]:
+    read = with_defaults(settings, DEFAULTS, NEEDED)
+    if read["workload"] not in WORKLOADS_IN_FACTORS:
+        known = ", ".join(WORKLOADS_IN_FACTORS)
+        raise RecipeError(f"workload must be one of {known}, not {read['workload']!r}")
+    for name, least in (("batch_size", 1), ("rank", 1), ("steps", CONSECUTIVE), ("seed", 0)):
+        whole_number(read, name, least)
+    return read
 
-    Settings: `workload`, one of `WORKLOADS_IN_FACTORS`; `batch_size` and `rank`; `largest_rank`
-    that the layers must be large enough for, so that means over layers of several ranks are of
-    the same ones; `steps` of exact training at one site before, and its `seed`.
-    """
 
-    def check(self, settings: Settings) -> None:
-        """Looks at settings before anything runs.
-
-        Raises:
-            RecipeError: One is not allowed; the error names it.
-        """
-        read = with_defaults(settings, DEFAULTS, NEEDED)
-        if read["workload"] not in WORKLOADS_IN_FACTORS:
-            known = ", ".join(WORKLOADS_IN_FACTORS)
-            raise RecipeError(f"workload must be one of {known}, not {read['workload']!r}")
-        for name, least in (("batch_size", 1), ("rank", 1), ("steps", CONSECUTIVE), ("seed", 0)):
-            whole_number(read, name, least)
-
-    def run(self, settings: Settings, context: Context) -> dict[str, Any]:
-        """Trains and compresses; a step of progress for the training, and one per trial.
-
-        Raises:
-            RecipeError: The data is not there.
-        """
-        self.check(settings)
-        read = with_defaults(settings, DEFAULTS, NEEDED)
-        context.steps(1 + len(TRIALS))
-        layers = _layers(read, context)
+def _run(settings: Settings, context: Context) -> dict[str, Any]:
+    """Trains and compresses; a step of progress for the training, and one per trial."""
+    read = _read(settings)
+    context.steps(1 + len(TRIALS))
+    layers = _layers(read, context)
+    context.advance()
+    rows: list[dict[str, Any]] = []
+    for trial in TRIALS:
+        rows += [_row(read, trial, layer) for layer in layers]
         context.advance()
-        rows: list[dict[str, Any]] = []
-        for trial in TRIALS:
-            rows += [_row(read, trial, layer) for layer in layers]
-            context.advance()
-        return {"rows": rows, "threads": torch.get_num_threads()}
+    return {"rows": rows, "threads": torch.get_num_threads()}
 
 
-ITERATIONS = Iterating()
+ITERATIONS = Kind(check=_read, run=_run)
 
 
 def _layers(read: Settings, context: Context) -> list[Captured]:
@@ -181,13 +170,11 @@ WAYS: dict[str, Callable[[Captured, int, Trial], Callable[[], LowRank]]] = {
 """All directions at a time, as rank-dAD does it; and the paper's own way, with deflation."""
 
 
-def _trials() -> Iterator[Trial]:
-    for way in WAYS:
-        for iterations in COUNTS:
-            yield Trial(way, iterations=iterations)
-    for way in ("block", "one by one"):
-        for tolerance in TOLERANCES:
-            yield Trial(way, tolerance=tolerance)
-
-
-TRIALS = tuple(_trials())
+TRIALS = (
+    *(Trial(way, iterations=iterations) for way in WAYS for iterations in COUNTS),
+    *(
+        Trial(way, tolerance=tolerance)
+        for way in ("block", "one by one")
+        for tolerance in TOLERANCES
+    ),
+)

@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from outergrad_lab.experiments.labels import NAMES, Method
+from outergrad_lab.labels import NAMES, Method
 
 NOTHING = "\N{EN DASH}"
-_TIMES, _INFINITE = "\N{MULTIPLICATION SIGN}", "\N{INFINITY}"
 _BITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
-
-Form = tuple[float, int | str, str]
-"""By what a number is multiplied, its decimals or format, and the unit behind it."""
+_PREFIXES = {"B": ((1e9, " GB"), (1e6, " MB"), (1e3, " kB")), "s": ((1.0, " s"), (1e-3, " ms"))}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Quantity:
     """Something measured.
 
     Attributes:
         name: For headings and axes.
-        form: How numbers about this large are written.
-        unit: Of an axis: "B" and "s" take prefixes, "%" is of shares.
+        unit: "B" and "s" take prefixes, "%" is of shares; an error, "", is written as 1.2e-07.
+        decimals: None for three digits in all.
     """
 
     name: str
-    form: Callable[[float], Form]
     unit: str = ""
+    decimals: int | None = None
 
     def write(self, mean: float, *others: float) -> tuple[str, ...]:
         """A number with its unit, and others beside it in the same unit but without it."""
-        factor, decimals, unit = self.form(mean)
-        form = decimals if isinstance(decimals, str) else f",.{decimals}f"
+        factor, form, unit = self._form(mean)
         first, *rest = (_number(factor * value, form) for value in (mean, *others))
         return first + unit, *rest
+
+    def range(self, mean: float, low: float, high: float) -> str:
+        """As ``61.7 % [33.3, 90.0]``; the mean alone where all are alike."""
+        shown, least, most = self.write(mean, low, high)
+        return shown if least == most else f"{shown} [{least}, {most}]"
+
+    def _form(self, mean: float) -> tuple[float, str, str]:
+        """A factor and a format for numbers about this large, and the unit behind the first."""
+        for size, prefixed in _PREFIXES.get(self.unit, ()):
+            if abs(mean) >= size:
+                return 1 / size, _digits(mean / size), prefixed
+        if self.unit == "s":
+            return 1e6, _digits(1e6 * mean), " µs"
+        if not self.unit and self.decimals is None:
+            return 1, ".3g" if abs(mean) >= 0.01 else ".1e", ""
+        form = _digits(mean) if self.decimals is None else f",.{self.decimals}f"
+        return (100, form, " %") if self.unit == "%" else (1, form, self.unit.replace("B", " B"))
 
 
 def _number(value: float, form: str) -> str:
@@ -45,66 +57,34 @@ def _number(value: float, form: str) -> str:
         return NOTHING
     if value == 0:
         return "0"
-    return format(value, form) if math.isfinite(value) else _INFINITE
+    return format(value, form) if math.isfinite(value) else "\N{INFINITY}"
 
 
-def _bytes(size: float) -> Form:
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= least:
-            return 1 / least, _decimals(size / least), f" {unit}"
-    return 1, 0, " B"
+def _digits(value: float) -> str:
+    """A format of three digits."""
+    return f",.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f"
 
-
-def _seconds(seconds: float) -> Form:
-    for unit, least in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= least:
-            return 1 / least, _decimals(seconds / least), f" {unit}"
-    return 1e6, _decimals(1e6 * seconds), " µs"
-
-
-def _decimals(value: float) -> int:
-    """Those of three digits."""
-    return 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-
-
-def _times(ratio: float) -> Form:
-    return 1, _decimals(ratio), _TIMES
-
-
-def _ms(milliseconds: float) -> Form:
-    return 1, _decimals(milliseconds), " ms"
-
-
-def _small(error: float) -> Form:
-    return 1, ".3g" if abs(error) >= 0.01 else ".1e", ""
-
-
-def _fixed(decimals: int, factor: float = 1, unit: str = "") -> Callable[[float], Form]:
-    return lambda _: (factor, decimals, unit)
-
-
-_PERCENT = _fixed(1, 100, " %")
 
 QUANTITIES = {
-    "accuracy": Quantity(name="test accuracy", form=_PERCENT, unit="%"),
-    "auc": Quantity(name="test AUC", form=_fixed(3)),
-    "loss": Quantity(name="training loss", form=_fixed(3)),
-    "test_loss": Quantity(name="test loss", form=_fixed(3)),
-    "train_loss": Quantity(name="training loss", form=_fixed(3)),
-    "sent_bytes": Quantity(name="sent per step and site", form=_bytes, unit="B"),
-    "spent_bytes": Quantity(name="sent by a site so far", form=_bytes, unit="B"),
-    "total_bytes": Quantity(name="sent by a site in all", form=_bytes, unit="B"),
-    "fewer": Quantity(name="fewer bytes than dense", form=_times),
-    "gap": Quantity(name="largest loss difference to pooled", form=_small),
-    "seconds": Quantity(name="time in steps", form=_seconds, unit="s"),
-    "step_s": Quantity(name="time of a step", form=_seconds, unit="s"),
-    "compute_s": Quantity(name="time of computing in a step", form=_seconds, unit="s"),
-    "error": Quantity(name="relative error", form=_small),
-    "best_error": Quantity(name="least relative error of that rank", form=_small),
-    "ratio": Quantity(name="error over the least error", form=_fixed(3)),
-    "ms": Quantity(name="time per gradient", form=_ms, unit="ms"),
-    "kept_rank": Quantity(name="rank that is kept", form=_fixed(1)),
-    "effective_rank": Quantity(name="effective rank", form=_fixed(1)),
+    "accuracy": Quantity("test accuracy", "%", 1),
+    "auc": Quantity("test AUC", decimals=3),
+    "loss": Quantity("training loss", decimals=3),
+    "test_loss": Quantity("test loss", decimals=3),
+    "train_loss": Quantity("training loss", decimals=3),
+    "sent_bytes": Quantity("sent per step and site", "B", 0),
+    "spent_bytes": Quantity("sent by a site so far", "B", 0),
+    "total_bytes": Quantity("sent by a site in all", "B", 0),
+    "fewer": Quantity("fewer bytes than dense", "\N{MULTIPLICATION SIGN}"),
+    "gap": Quantity("largest loss difference to pooled"),
+    "seconds": Quantity("time in steps", "s"),
+    "step_s": Quantity("time of a step", "s"),
+    "compute_s": Quantity("time of computing in a step", "s"),
+    "error": Quantity("relative error"),
+    "best_error": Quantity("least relative error of that rank"),
+    "ratio": Quantity("error over the least error", decimals=3),
+    "ms": Quantity("time per gradient", " ms"),
+    "kept_rank": Quantity("rank that is kept", decimals=1),
+    "effective_rank": Quantity("effective rank", decimals=1),
 }
 """By the names that experiments use."""
 
@@ -133,20 +113,17 @@ def text(name: str, value: Any) -> str:
         return Method.parse(str(value)).label
     if name == "family":
         return NAMES.get(value, str(value))
-    if name == "link":
-        return _link(str(value))
+    if name == "link" and (rate := re.fullmatch(r"([\d.]+)([kmg]bit)", str(value))):
+        return f"{rate[1]} {_BITS[rate[2]]}"
+    if name == "link" and value == "none":
+        return "unshaped"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def heading(name: str, value: Any) -> str:
     """A setting's value where nothing else names it: ``2 sites``, ``rank 8``, ``relu``."""
+    if isinstance(value, str) and value != NOTHING:
+        return text(name, value)
     if name == "sites":
         return f"{text(name, value)} sites" if value != 1 else "1 site"
-    if isinstance(value, str):
-        return text(name, value)
     return f"{title(name)} {text(name, value)}"
-
-
-def _link(name: str) -> str:
-    rate = re.fullmatch(r"([\d.]+)([kmg]bit)", name)
-    return f"{rate[1]} {_BITS[rate[2]]}" if rate else "unshaped" if name == "none" else name

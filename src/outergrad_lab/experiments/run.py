@@ -1,8 +1,6 @@
 """Runs what an experiment still lacks, and writes what there is."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +9,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -66,21 +63,50 @@ def run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
 
 def _run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
     store = Store(folder)
-    missing, skipped = store.missing(experiment.tasks), []
-    with _Bars(experiment, done=len(experiment.tasks) - len(missing)) as bars:
-        for task in missing:
-            with bars.shown(task) as context:
-                began = time.perf_counter()
-                values = KINDS[task.kind].run(task.settings, context(data_dir))
-                if "skipped" in values:
-                    skipped.append(f"{task.kind}: {values['skipped']}")
-                else:
-                    store.add(task, {**values, "seconds": time.perf_counter() - began})
-    page = draw(experiment, folder)
-    seconds = sum(result["seconds"] for result in store.results(experiment.tasks))
-    tasks = len(experiment.tasks)
-    new = len(missing) - len(skipped)
-    return Outcome(page=page, tasks=tasks, new=new, seconds=seconds, skipped=tuple(skipped))
+    tasks, missing = experiment.tasks, store.missing(experiment.tasks)
+    skipped = []
+    with _bars(Console(stderr=True)) as bars:
+        done = len(tasks) - len(missing)
+        whole = bars.add_task(experiment.name, total=len(tasks), completed=done)
+        for at, task in enumerate(missing, start=done + 1):
+            began = time.perf_counter()
+            values = KINDS[task.kind].run(task.settings, _context(bars, task, data_dir))
+            seconds = time.perf_counter() - began
+            if "skipped" in values:
+                skipped.append(f"{task.kind}: {values['skipped']}")
+            else:
+                store.add(task, {**values, "seconds": seconds})
+            bars.remove_task(bars.task_ids[-1])
+            bars.advance(whole)
+            if bars.disable:
+                line = f"{at}/{len(tasks)} {task}: {seconds:.0f} s"
+                bars.console.print(line, soft_wrap=True)
+    return Outcome(
+        page=draw(experiment, folder),
+        tasks=len(tasks),
+        new=len(missing) - len(skipped),
+        seconds=sum(result["seconds"] for result in store.results(tasks)),
+        skipped=tuple(skipped),
+    )
+
+
+def _bars(console: Console) -> Progress:
+    """Bars for all tasks and for the present one; lines instead where there is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    terminal = console.is_terminal
+    return Progress(*columns, *times, console=console, disable=not terminal, transient=True)
+
+
+def _context(bars: Progress, task: Task, data_dir: Path) -> Context:
+    """With a bar for the task."""
+    text = str(task)
+    bar = bars.add_task(text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…", total=None)
+    return Context(
+        data_dir=data_dir,
+        steps=lambda count: bars.update(bar, total=count),
+        advance=lambda: bars.advance(bar),
+    )
 
 
 def draw(experiment: Experiment, folder: Path) -> Path:
@@ -99,55 +125,3 @@ def draw(experiment: Experiment, folder: Path) -> Path:
         return write_page(experiment, results, tables, figures, folder)
     except OSError as error:
         raise RecipeError(f"--out {error.filename or folder}: {error.strerror}") from error
-
-
-class _Bars:
-    """One bar for all tasks and one for the present one."""
-
-    def __init__(self, experiment: Experiment, done: int) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        times = (TimeElapsedColumn(), TimeRemainingColumn())
-        self._lines = None if console.is_terminal else console
-        self._bars = Progress(
-            *columns, *times, console=console, disable=not console.is_terminal, transient=True
-        )
-        self._count, self._done = len(experiment.tasks), done
-        self._all = self._bars.add_task(experiment.name, total=self._count, completed=done)
-
-    def __enter__(self) -> "_Bars":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    @contextmanager
-    def shown(self, task: Task) -> Iterator["_Shown"]:
-        """While a task runs."""
-        began = time.perf_counter()
-        bar = self._bars.add_task(_short(str(task)), total=None)
-        yield _Shown(self._bars, bar)
-        self._done += 1
-        self._bars.remove_task(bar)
-        self._bars.advance(self._all)
-        if self._lines:
-            took = f"{time.perf_counter() - began:.0f} s"
-            self._lines.print(f"{self._done}/{self._count} {task}: {took}", soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class _Shown:
-    bars: Progress
-    bar: TaskID
-
-    def __call__(self, data_dir: Path) -> Context:
-        return Context(
-            data_dir=data_dir,
-            steps=lambda count: self.bars.update(self.bar, total=count),
-            advance=lambda: self.bars.advance(self.bar),
-        )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"

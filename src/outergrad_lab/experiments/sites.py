@@ -1,8 +1,12 @@
-"""Tasks of kind "sites": what a step would cost among so many sites, found in one process."""
+"""Tasks of kind "sites": what a step would cost among so many sites, found in one process.
+
+Bytes are exact, seconds those of sites like this machine. Settings: `workload`, `sites`, `link` and
+`methods` as `outergrad plan` has them, `latency`, and `seconds`, after which no further round of
+steps begins.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from outergrad.launch.errors import RecipeError
@@ -10,46 +14,15 @@ from outergrad.launch.links import parse_link
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
 from outergrad.tools.plan.measure import ROUNDS, Planned
 from outergrad_lab.experiments.settings import names, positive_number, whole_number, with_defaults
-from outergrad_lab.experiments.task import Context, Settings
+from outergrad_lab.experiments.task import Context, Kind, Settings
 from outergrad_lab.workloads import WORKLOADS
 
 NEEDED = ("workload", "sites", "link", "methods")
 DEFAULTS = {"latency": "0ms", "seconds": 10}
 
 
-@dataclass(frozen=True)
-class Planning:
-    """Plans a step: bytes are exact, seconds those of sites like this machine.
-
-    Settings: `workload`, `sites`, `link` and `methods` as `outergrad plan` has them, `latency`,
-    and `seconds`, after which no further round of steps begins.
-    """
-
-    def check(self, settings: Settings) -> None:
-        """Looks at settings before anything runs.
-
-        Raises:
-            RecipeError: One is not allowed; the error names it.
-        """
-        _question(with_defaults(settings, DEFAULTS, NEEDED))
-
-    def run(self, settings: Settings, context: Context) -> dict[str, Any]:
-        """Plans; a step of progress per method and round, and as many more for no exchange.
-
-        Raises:
-            RecipeError: A method does not fit the model.
-        """
-        read = with_defaults(settings, DEFAULTS, NEEDED)
-        question = _question(read)
-        context.steps(ROUNDS * (len({"dense", *question.methods}) + 1))
-        planned = forecast(question, lambda _: context.advance())
-        return _found(planned)
-
-
-SITES = Planning()
-
-
-def _question(read: Settings) -> Question:
+def _question(settings: Settings) -> Question:
+    read = with_defaults(settings, DEFAULTS, NEEDED)
     if read["workload"] not in WORKLOADS:
         known = ", ".join(WORKLOADS)
         raise RecipeError(f"workload must be one of {known}, not {read['workload']!r}")
@@ -62,7 +35,11 @@ def _question(read: Settings) -> Question:
     )
 
 
-def _found(planned: Forecast) -> dict[str, Any]:
+def _run(settings: Settings, context: Context) -> dict[str, Any]:
+    """Plans; a step of progress per method and round, and as many more for no exchange."""
+    question = _question(settings)
+    context.steps(ROUNDS * (len({"dense", *question.methods}) + 1))
+    planned = forecast(question, lambda _: context.advance())
     steps = {method.method: _step(planned, method) for method in planned.methods}
     return {"steps": steps, "alone_s": planned.alone.compute_s}
 
@@ -76,3 +53,6 @@ def _step(planned: Forecast, method: Planned) -> dict[str, Any]:
         "wire_bytes": method.wire_bytes,
         "messages": method.messages,
     }
+
+
+SITES = Kind(check=_question, run=_run)

@@ -88,7 +88,7 @@ def _folder() -> Path:
 def _read(path: Path, *, full: bool) -> Experiment:
     given = _parsed(path)
     _require_known(given, (*_TEXTS, *_PARTS), "part")
-    texts = {name: _text(given, name) for name in _TEXTS}
+    texts = {name: " ".join(_typed(given, name, str, "be a text").split()) for name in _TEXTS}
     tasks = tuple(dict.fromkeys(_tasks(given, full=full)))
     if not tasks:
         raise RecipeError("runs: there are none")
@@ -97,7 +97,7 @@ def _read(path: Path, *, full: bool) -> Experiment:
     return Experiment(
         name=path.stem,
         **texts,
-        minutes=_number(given, "minutes"),
+        minutes=float(_typed(given, "minutes", int | float, "be a number")),
         full=full,
         tasks=tasks,
         tables=_shown(given, "tables"),
@@ -117,16 +117,10 @@ def _parsed(path: Path) -> dict[str, Any]:
     return given
 
 
-def _text(given: Mapping[str, Any], name: str) -> str:
-    if not isinstance(given.get(name), str):
-        raise RecipeError(f"{name} must be a text")
-    return " ".join(given[name].split())
-
-
-def _number(given: Mapping[str, Any], name: str) -> float:
-    if not isinstance(given.get(name), int | float):
-        raise RecipeError(f"{name} must be a number")
-    return float(given[name])
+def _typed(given: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
+    if not isinstance(given.get(name), kind):
+        raise RecipeError(f"{name} must {what}")
+    return given[name]
 
 
 def _dicts(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
@@ -150,10 +144,7 @@ def _shown(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
 
 
 def _settings(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    values = given.get(name) or {}
-    if not isinstance(values, dict):
-        raise RecipeError(f"{name} must have names with values")
-    return values
+    return _typed({name: given.get(name) or {}}, name, dict, "have names with values")
 
 
 def _require_known(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:

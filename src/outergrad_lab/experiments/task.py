@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 Settings = Mapping[str, Any]
 """Plain values, as YAML and JSON have them."""
@@ -26,25 +26,19 @@ class Context:
     advance: Callable[[], None] = lambda: None
 
 
-class Kind(Protocol):
-    """A kind of task."""
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of task.
 
-    def check(self, settings: Settings) -> None:
-        """Looks at settings before anything runs.
+    Attributes:
+        check: Looks at settings before anything runs; raises a `RecipeError` that names the wrong
+            one.
+        run: Does it and returns plain values; raises `RecipeError` where the user must mend
+            something, and `SiteError` where a site failed.
+    """
 
-        Raises:
-            RecipeError: One is not allowed; the error names it.
-        """
-        ...
-
-    def run(self, settings: Settings, context: Context) -> dict[str, Any]:
-        """Does it; returns plain values.
-
-        Raises:
-            RecipeError: The user must mend something.
-            SiteError: A site failed.
-        """
-        ...
+    check: Callable[[Settings], object]
+    run: Callable[[Settings, Context], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)

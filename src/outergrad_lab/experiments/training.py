@@ -16,7 +16,7 @@ from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop, simulate
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.experiments.scores import Scores, effective_ranks, scores
-from outergrad_lab.experiments.task import Context, Settings
+from outergrad_lab.experiments.task import Context, Kind, Settings
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.sites import Group, mean_over_sites
 from outergrad_lab.training.training import Training, deal, start
@@ -109,21 +109,17 @@ def _require_type(name: str, value: Any) -> None:
         raise RecipeError(f"{name} must be a number, as 0.001, not {value!r}")
 
 
-class TrainingKind:
-    """Trains; see `Plan` for the settings."""
+def _run(settings: Settings, context: Context) -> dict[str, Any]:
+    """Trains at every site; see `Plan` for the settings."""
+    plan = Plan.of(settings)
+    with _in_precision(_PRECISIONS[plan.precision]) as dtype:
+        data = _loaded(plan.job.data, context.data_dir).to(dtype)
+        site = partial(_site, plan, data, deal(plan.job, data), context)
+        courses = simulate(site, 1 if plan.job.method == "pooled" else plan.job.sites)
+    return _summary(courses)
 
-    def check(self, settings: Settings) -> None:
-        """Reads them."""
-        Plan.of(settings)
 
-    def run(self, settings: Settings, context: Context) -> dict[str, Any]:
-        """Trains at every site."""
-        plan = Plan.of(settings)
-        with _in_precision(_PRECISIONS[plan.precision]) as dtype:
-            data = _loaded(plan.job.data, context.data_dir).to(dtype)
-            site = partial(_site, plan, data, deal(plan.job, data), context)
-            courses = simulate(site, 1 if plan.job.method == "pooled" else plan.job.sites)
-        return _summary(courses)
+TRAINING = Kind(check=Plan.of, run=_run)
 
 
 @contextmanager
@@ -248,6 +244,3 @@ def _by_layer(ranks: list[tuple[int, dict[str, float]]]) -> dict[str, list[dict[
 
 def _mean(values: Any) -> float:
     return sum(values) / len(values)
-
-
-TRAINING = TrainingKind()

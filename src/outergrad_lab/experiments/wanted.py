@@ -1,11 +1,12 @@
-"""What a table or a figure asks for, found in a table of results."""
+"""Reads what a table or a figure of an experiment's YAML asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outergrad.launch.errors import RecipeError
+from outergrad_lab.experiments.quantities import NOTHING
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -16,55 +17,45 @@ def names(value: str | list[str] | None) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
-def named(where: str, frame: DataFrame, wanted: Iterable[str]) -> None:
-    """Checks that all are columns.
+def chosen(
+    what: str, frame: DataFrame, columns: Sequence[str], where: Mapping[str, Any] | None
+) -> DataFrame:
+    """The rows whose settings are those of `where`; a list allows several values.
 
     Raises:
-        RecipeError: One is not; names it and what there is.
+        RecipeError: One of `columns` or `where` is no column; names it and what there is.
     """
-    for name in wanted:
+    where = where or {}
+    for name in (*columns, *where):
         if name not in frame.columns:
             known = ", ".join(sorted(map(str, frame.columns)))
-            raise RecipeError(f"{where}: there is no {name!r} in the results; use one of {known}")
+            raise RecipeError(f"{what}: there is no {name!r} in the results; use one of {known}")
+    for name, value in where.items():
+        frame = frame[frame[name].isin(value if isinstance(value, list) else [value])]
+    return frame
 
 
-def ordered(frame: DataFrame, columns: list[str]) -> list[tuple[Any, ...]]:
-    """The combinations of their values that are there: numbers rise, words come as they came.
+def in_order(frame: DataFrame, columns: Sequence[str]) -> DataFrame:
+    """With columns that sort as a reader expects: numbers rise, words keep their first order.
 
-    What is not known is None, and comes last; where nothing is known there is no combination.
-    No columns have one combination, the empty one.
+    What is not known becomes `NOTHING` and comes last.
     """
-    places = [{value: at for at, value in enumerate(_values(frame, name))} for name in columns]
-    known = [row for row in combinations(frame, columns) if any(v is not None for v in row)]
-    return sorted(known, key=lambda row: list(map(_place, places, row))) if columns else [()]
+    from pandas import Categorical
+
+    filled = frame[list(columns)].astype(object).fillna(NOTHING)
+    ordered = {
+        name: Categorical(filled[name], _sorted(filled[name].unique()), ordered=True)
+        for name in columns
+    }
+    return frame.assign(**ordered)
 
 
-def combinations(frame: DataFrame, columns: list[str]) -> list[tuple[Any, ...]]:
-    """Those that are there, as they came; None for what is not known."""
-    rows = zip(*(frame[name] for name in columns), strict=True)
-    return list(dict.fromkeys(tuple(None if v != v else v for v in row) for row in rows))
+def groups(frame: DataFrame, columns: list[str]) -> dict[tuple[Any, ...], DataFrame]:
+    """The rows of each combination of the columns' values, sorted; all rows for no columns."""
+    return dict(iter(frame.groupby(columns, observed=True))) if columns else {(): frame}
 
 
-def matching(frame: DataFrame, columns: list[str], values: Iterable[Any]) -> DataFrame:
-    """The rows with these values."""
-    for name, value in zip(columns, values, strict=True):
-        frame = frame[frame[name].isna() if value is None else frame[name] == value]
-    return frame
-
-
-def chosen(frame: DataFrame, where: Mapping[str, Any] | None) -> DataFrame:
-    """The rows whose settings are these; a list allows several values."""
-    for name, value in (where or {}).items():
-        values = value if isinstance(value, list) else [value]
-        frame = frame[frame[name].isin(values)]
-    return frame
-
-
-def _place(places: dict[Any, int], value: Any) -> int:
-    return len(places) if value is None else places[value]
-
-
-def _values(frame: DataFrame, name: str) -> list[Any]:
-    found = list(frame[name].dropna().unique())
-    words = [value for value in found if isinstance(value, str)]
-    return sorted(value for value in found if not isinstance(value, str)) + words
+def _sorted(values: Sequence[Any]) -> list[Any]:
+    words = [value for value in values if isinstance(value, str) and value != NOTHING]
+    numbers = sorted(value for value in values if not isinstance(value, str))
+    return [*numbers, *words, NOTHING]

@@ -9,10 +9,12 @@ from made_up import arrival, arrived_links, link, results, timed_links
 
 from outergrad_lab.bench.plan import COMPARED
 
-plt = pytest.importorskip("matplotlib.pyplot")
+pytest.importorskip("seaborn")
 
-from outergrad_lab.bench import plot as module  # noqa: E402
-from outergrad_lab.bench.plot import plot, styles  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgba
+
+from outergrad_lab.bench.plot import draw, plot
 
 DIVERGED = [arrival("ddp", [2.0, inf], reached=False), arrival("dad", [nan], reached=False)]
 CASES = {
@@ -32,9 +34,9 @@ CASES = {
 
 
 def figure(*names):
-    """The figure of some links, still to be drawn."""
-    made = module._figure(results(*timed_links(*names)))
-    plt.close(made)
+    """The figure of some links, with everything where it will be."""
+    made = draw(results(*timed_links(*names)))
+    made.draw_without_rendering()
     return made
 
 
@@ -68,10 +70,23 @@ def test_on_one_link_each_method_is_a_bar(name):
 
 
 def test_no_two_methods_look_alike():
-    looks = [tuple(sorted(style.items())) for style in styles(COMPARED).values()]
-    assert len(set(looks)) == len(COMPARED)
+    seconds, _ = figure("none", "10mbit").axes
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in seconds.lines}
+    assert len(looks) == len(COMPARED)
 
 
 @pytest.mark.parametrize("method", COMPARED)
-def test_a_method_looks_the_same_whatever_is_beside_it(method):
-    assert styles([method])[method] == styles(COMPARED)[method]
+def test_a_method_has_its_colour_whatever_is_beside_it(method):
+    (alone, _), (beside, _) = (
+        draw(results(*timed_links("10mbit", "none", methods=methods))).axes
+        for methods in ([method], COMPARED)
+    )
+    colours = {line.get_label(): line.get_color() for line in beside.lines}
+    assert alone.lines[0].get_color() == colours[method]
+
+
+def test_bars_have_the_colours_of_lines():
+    bars, _ = figure("none").axes
+    lines, _ = figure("none", "10mbit").axes
+    drawn = [bar.get_facecolor() for container in bars.containers for bar in container]
+    assert drawn == [to_rgba(line.get_color()) for line in lines.lines]

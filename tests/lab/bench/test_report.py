@@ -26,7 +26,7 @@ def tell(path, *timings, checked=False, verbose=False, notes=()):
 
 
 def test_the_last_line_says_where_the_results_are(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("seaborn")
     tell(tmp_path / "a.json", timing("ddp"), timing("dad"), notes=["2 cores only"])
     note, *_, last = capsys.readouterr().out.splitlines()
     assert note == "Note: 2 cores only."
@@ -34,11 +34,13 @@ def test_the_last_line_says_where_the_results_are(tmp_path, capsys):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_without_matplotlib_it_says_so_and_the_results_are_there(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+def test_without_the_extra_it_says_so_and_the_results_are_there(monkeypatch, tmp_path, capsys):
+    missing = "outergrad.report.recording.find_spec"
+    monkeypatch.setattr(missing, lambda name: name == "pandas" or None)
     tell(tmp_path / "a.json", timing("ddp"))
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"results: {tmp_path / 'a.json'} (no plot: pip install matplotlib)"
+    said = "(no plot: matplotlib, seaborn not found: pip install 'outergrad[bench]')"
+    assert last == f"results: {tmp_path / 'a.json'} {said}"
     assert list(tmp_path.iterdir()) == [tmp_path / "a.json"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from made_up_results import a_test, iterations, of_sites, plausible, timing, training
 
 pytest.importorskip("pandas")
-pytest.importorskip("matplotlib")
+pytest.importorskip("seaborn")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +16,8 @@ from matplotlib import image
 from matplotlib.collections import PolyCollection
 from PIL import Image
 
-from outergrad_lab.experiments.figures import draw, write_figures
-from outergrad_lab.experiments.labels import Method
-from outergrad_lab.experiments.lines import picture
+from outergrad_lab.experiments.figures import ask, draw, styles, write_figures
+from outergrad_lab.labels import Method
 
 COURSE = {"name": "found", "title": "Title", "x": "step", "y": "loss", "lines": "method"}
 OUTCOME = {"name": "found", "title": "Title", "x": "rank", "y": "accuracy", "lines": "family"}
@@ -31,7 +30,7 @@ def trained(accuracy, **settings):
 
 def drawn(wanted, results):
     """The figure, with everything where it will be."""
-    figure = draw(wanted, picture(wanted, results))
+    figure = draw(ask(wanted, results), results)
     figure.draw_without_rendering()
     return figure
 
@@ -69,10 +68,11 @@ def test_the_training_loss_is_smooth_with_the_raw_one_behind():
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=200))
 def test_a_smooth_curve_stays_within_the_raw_one(losses):
-    (panel,) = picture(COURSE, [training(losses)]).panels
-    assert len(panel.lines[0].y) == len(losses)
-    assert min(losses) - 1e-9 <= panel.lines[0].y.min()
-    assert panel.lines[0].y.max() <= max(losses) + 1e-9
+    (axes,) = drawn(COURSE, [training(losses)]).axes
+    (_, smooth) = named_lines(axes)["dAD"]
+    assert len(smooth) == len(losses)
+    assert min(losses) - 1e-9 <= min(smooth)
+    assert max(smooth) <= max(losses) + 1e-9
 
 
 def test_what_is_tested_is_drawn_where_it_was():
@@ -194,16 +194,14 @@ def test_nothing_without_bytes_on_a_logarithmic_axis():
 def test_a_method_has_its_colour_whatever_is_beside_it():
     methods = ["pooled", "alone", "dad", "rank-dad:rank=8"]
     for some in (methods, methods[::-2]):
-        (panel,) = picture(COURSE, [training(method=m) for m in some]).panels
-        assert [line.style["color"] for line in panel.lines] == [
-            Method.parse(m).look["color"] for m in some
-        ]
+        (axes,) = drawn(COURSE, [training(method=m) for m in some]).axes
+        looks = {Method.parse(m).label: Method.parse(m).look["color"] for m in some}
+        assert {line.get_label(): line.get_color() for line in axes.lines[1::2]} == looks
 
 
 def test_members_of_a_family_can_be_told_apart():
-    methods = [f"local-steps:k={k}" for k in (1, 10, 50)]
-    (panel,) = picture(COURSE, [training(method=m) for m in methods]).panels
-    assert len({str(line.style["linestyle"]) for line in panel.lines}) == 3
+    found = styles(["method"], [(f"local-steps:k={k}",) for k in (1, 10, 50)])
+    assert len({str(style["linestyle"]) for style in found}) == 3
 
 
 def test_the_legend_lies_below_the_axes():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outergrad.tools.named_methods.attach import METHODS
-from outergrad_lab.experiments.labels import NAMES, Method
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text
+from outergrad_lab.labels import NAMES, Method, told_apart
 
 LABELS = {
     "pooled": "pooled",
@@ -53,6 +53,14 @@ def test_higher_ranks_are_darker():
     shades = [int(Method.parse(f"rank-dad:rank={r}").look["color"][3:5], 16) for r in (1, 8, 64)]
     assert shades == sorted(shades, reverse=True)
     assert len(set(shades)) == 3
+
+
+def test_methods_of_one_colour_have_other_dashes():
+    methods = ["dad", "dad:bucket_bytes=1", "ddp", "dad:bucket_bytes=2"]
+    looks = [Method.parse(method).look for method in methods]
+    found = told_apart(looks)
+    assert len({str((look["color"], look["linestyle"])) for look in found}) == 4
+    assert (found[0], found[2]) == (looks[0], looks[2])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from made_up_results import timing, training
 
 pytest.importorskip("pandas")
-pytest.importorskip("matplotlib")
+pytest.importorskip("seaborn")
 
 from outergrad_lab.experiments.figures import write_figures
 from outergrad_lab.experiments.page import write_page

@@ -12,7 +12,7 @@ pytest.importorskip("pandas")
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.figures import write_figures
 from outergrad_lab.experiments.quantities import NOTHING
-from outergrad_lab.experiments.tables import Cell, write_tables
+from outergrad_lab.experiments.tables import write_tables
 
 
 def trained(accuracy, **settings):
@@ -34,6 +34,10 @@ def one(folder, results=RESULTS, **wanted):
     return table
 
 
+def heads(table):
+    return list(table.cells.columns)
+
+
 def lines(folder):
     with (folder / "found.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -41,11 +45,11 @@ def lines(folder):
 
 def test_for_humans(tmp_path):
     table = one(tmp_path, columns="sites")
-    assert table.heads == ("method", "2 sites", "3 sites")
-    assert table.rows == (
-        (Cell("pooled"), Cell("61.7 %", "[33.3, 90.0]"), Cell(NOTHING)),
-        (Cell("dAD"), Cell("50.0 %"), Cell("25.0 %")),
-    )
+    assert heads(table) == ["method", "2 sites", "3 sites"]
+    assert table.rows == [
+        ["pooled", "61.7 % [33.3, 90.0]", NOTHING],
+        ["dAD", "50.0 %", "25.0 %"],
+    ]
     assert (tmp_path / "found.md").read_text().splitlines() == [
         "**Title**",
         "",
@@ -77,23 +81,23 @@ def test_what_differs_besides_is_told_apart_for_programs(tmp_path):
 
 def test_a_column_for_each_value(tmp_path):
     table = one(tmp_path, over="sites", value=["accuracy", "sent_bytes", "step_s"])
-    assert table.heads == ("method", "test accuracy", "sent per step and site", "time of a step")
-    assert table.rows[1][1:] == (Cell("41.7 %", "[25.0, 50.0]"), Cell("1.50 MB"), Cell("20.0 ms"))
+    assert heads(table) == ["method", "test accuracy", "sent per step and site", "time of a step"]
+    assert table.rows[1][1:] == ["41.7 % [25.0, 50.0]", "1.50 MB", "20.0 ms"]
     assert {line["value"] for line in lines(tmp_path)} == {"accuracy", "sent_bytes", "step_s"}
 
 
 def test_values_under_columns(tmp_path):
     table = one(tmp_path, columns="sites", value=["accuracy", "gap"])
-    assert table.heads[1:3] == (
+    assert heads(table)[1:3] == [
         "2 sites, test accuracy",
         "2 sites, largest loss difference to pooled",
-    )
+    ]
 
 
 def test_several_names_in_a_row_and_rising_numbers(tmp_path):
     rows = [("b", 8, 1, 0.5), ("b", 2, 1, 1e-5), ("a", 16, 1, 0.25)]
     table = one(tmp_path, [iterations(*rows)], rows=["layer", "rank"], value="error")
-    assert [[cell.text for cell in row] for row in table.rows] == [
+    assert table.rows == [
         ["b", "2", "1.0e-05"],
         ["b", "8", "0.5"],
         ["a", "16", "0.25"],
@@ -104,7 +108,7 @@ def test_a_row_for_each_site(tmp_path):
     by_site = [{"loss": 0.5, "accuracy": a, "auc": 0.75} for a in (0.1, 0.2)]
     result = training(by_site=by_site)
     table = one(tmp_path, [result], rows=["method", "site"], value=["accuracy", "auc", "test_loss"])
-    assert [[cell.text for cell in row] for row in table.rows] == [
+    assert table.rows == [
         ["dAD", "0", "10.0 %", "0.750", "0.500"],
         ["dAD", "1", "20.0 %", "0.750", "0.500"],
     ]
@@ -113,12 +117,12 @@ def test_a_row_for_each_site(tmp_path):
 def test_a_method_without_rank_is_no_row_of_ranks(tmp_path):
     results = [trained(0.5, method="pooled"), trained(0.5, method="rank-dad:rank=8")]
     table = one(tmp_path, results, rows="rank", columns="family")
-    assert table.heads == ("rank", "rank-dAD")
-    assert table.rows == ((Cell("8"), Cell("50.0 %")),)
+    assert heads(table) == ["rank", "rank-dAD"]
+    assert table.rows == [["8", "50.0 %"]]
 
 
 def test_what_nobody_measured_makes_an_empty_table(tmp_path):
-    assert one(tmp_path, value="kept_rank").rows == ()
+    assert one(tmp_path, value="kept_rank").rows == []
     assert lines(tmp_path) == []
 
 
@@ -150,8 +154,8 @@ def test_a_cell_is_no_mean_over_what_the_table_does_not_say(tmp_path):
 def test_a_table_is_of_the_part_that_it_asks_for(tmp_path):
     found = [trained(0.5, method=m, sites=s) for m in ("dad", "dense") for s in (2, 3)]
     table = one(tmp_path, found, rows="method", columns="sites", where={"sites": 3})
-    assert table.heads == ("method", "3 sites")
+    assert heads(table) == ["method", "3 sites"]
     both = one(tmp_path, found, rows="method", columns="sites", where={"sites": [2, 3]})
-    assert both.heads == ("method", "2 sites", "3 sites")
+    assert heads(both) == ["method", "2 sites", "3 sites"]
     with pytest.raises(RecipeError, match="there is no 'site s'"):
         one(tmp_path, found, where={"site s": 3})

@@ -26,7 +26,7 @@ LEAST = {"python": "3.10", "torch": "2.11", "numpy": "1.26"}
 
 EXTRAS = {
     "cli": (("typer", "rich", "sklearn", "psutil"), "the command line"),
-    "bench": (("matplotlib",), "plots of `outergrad bench`"),
+    "bench": (("matplotlib", "seaborn"), "plots of `outergrad bench`"),
     "report": (("pandas", "plotly"), "reports of a run"),
     "tensorboard": (("tensorboard",), "runs in TensorBoard"),
 }

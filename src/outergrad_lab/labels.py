@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,8 @@ LOOKS: dict[str, Style] = {
 
 OTHER: Style = {"color": "#808000", "marker": "h"}
 USUAL: Style = {"linewidth": 1.6, "linestyle": "-"}
-DASHES = ("-", "--", "-.", ":")
+_AGAIN = ((0, (4, 1.5)), (0, (1, 1)), (0, (6, 1, 1, 1)))
+"""Dashes of the second, third and fourth line of one colour."""
 
 _LIGHTEST, _FULL_RANK = 0.55, 64
 
@@ -75,7 +77,7 @@ class Method:
         if numbered:
             return cls(family=numbered[1], rank=int(numbered[2]))
         family, *pairs = name.split(":")
-        settings = dict(_pair(pair) for pair in pairs)
+        settings = {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
         rank = settings.get("rank", "")
         if rank.isdigit():
             del settings["rank"]
@@ -105,9 +107,14 @@ class Method:
         return look | {"color": _lighter(look["color"], _LIGHTEST * (1 - share))}
 
 
-def _pair(text: str) -> tuple[str, str]:
-    key, _, value = text.partition("=")
-    return key, value
+def told_apart(looks: Sequence[Style]) -> list[Style]:
+    """The same looks, but for other dashes where one before has the same colour."""
+    colours = [look["color"] for look in looks]
+    again = [colours[:at].count(colour) for at, colour in enumerate(colours)]
+    return [
+        look | ({"linestyle": _AGAIN[(times - 1) % len(_AGAIN)]} if times else {})
+        for look, times in zip(looks, again, strict=True)
+    ]
 
 
 def _lighter(colour: str, share: float) -> str:

@@ -1,0 +1,39 @@
+"""Axes that a reader need not decipher: units, few ticks, plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+
+def readable(axis: Axis, unit: str, *, whole: bool = False, places: Sequence[float] = ()) -> None:
+    """Sets ticks and how they are written; once the scale is set and everything is drawn.
+
+    Args:
+        axis: Linear or logarithmic.
+        unit: "B" and "s" take prefixes, as 20 ms; "%" is of shares; others are not written.
+        whole: Whether there are whole numbers alone.
+        places: Where ticks must be; few where none is given.
+    """
+    from matplotlib import ticker
+
+    if places:
+        axis.set_major_locator(ticker.FixedLocator(places))
+        axis.set_minor_locator(ticker.NullLocator())
+    elif axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        subs = (1,) if high > 300 * low else (1, 2, 5)
+        axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=8))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    else:
+        steps = [1, 2, 2.5, 5, 10]
+        axis.set_major_locator(ticker.MaxNLocator(6, integer=whole, steps=steps))
+    if unit in ("B", "s"):
+        axis.set_major_formatter(ticker.EngFormatter(unit))
+    elif unit == "%":
+        axis.set_major_formatter(lambda value, _: f"{100 * value:.6g} %")
+    else:
+        axis.set_major_formatter(lambda value, _: f"{value:,.6g}")

@@ -1,0 +1,76 @@
+"""The panels of a figure: where they lie, what their axes say, and their legends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outergrad_lab.axes import readable
+from outergrad_lab.experiments.quantities import QUANTITIES, title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LEGEND_CHARACTERS = 105
+_MOST_TICKS = 10
+_COUNTED = ("rank", "sites", "iterations")
+
+
+def places_of(panels: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[int, int]], int, int]:
+    """Row and column of each panel, and how many: of two names the first goes down."""
+    if len(panels[0]) != 2:
+        columns = 2 if len(panels) == 4 else min(len(panels), 3)
+        places = [divmod(at, columns) for at in range(len(panels))]
+        return places, math.ceil(len(panels) / columns), columns
+    down, right = (list(dict.fromkeys(values)) for values in zip(*panels, strict=True))
+    return [(down.index(a), right.index(b)) for a, b in panels], len(down), len(right)
+
+
+def prepare(axes: Axes, x: str, y: str, log: Iterable[str], places: Iterable[float]) -> None:
+    """Sets scales, ticks and grid; once everything is drawn."""
+    axes.set(**{f"{name}scale": "log" for name in log})
+    axes.grid(alpha=0.25, linewidth=0.6)
+    at = sorted(set(places)) if x in _COUNTED else []
+    for axis, name in ((axes.yaxis, y), (axes.xaxis, x)):
+        unit = QUANTITIES[name].unit if name in QUANTITIES else ""
+        shown = at if name == x and len(at) <= _MOST_TICKS else []
+        readable(axis, unit, whole=name in (*_COUNTED, "step", "epoch"), places=shown)
+
+
+def label(name: str) -> str:
+    """Of an axis."""
+    return f"{title(name)} (ms)" if name == "ms" else title(name)
+
+
+def name_axes(grid: Any, filled: set[tuple[int, int]], x: str, y: str) -> None:
+    """Removes panels that are not there; the lowest of a column says its x axis."""
+    for column in range(len(grid[0])):
+        rows = [row for row in range(len(grid)) if (row, column) in filled]
+        for row in set(range(len(grid))).difference(rows):
+            grid[row, column].remove()
+        grid[max(rows), column].set_xlabel(x)
+        grid[max(rows), column].xaxis.set_tick_params(labelbottom=True)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(y)
+
+
+def add_legends(figure: Figure, grid: Any) -> None:
+    """One below all, or where rows have other lines, one beside each row."""
+    rows = [{k: v for axes in row if axes.figure for k, v in _legend(axes)} for row in grid]
+    together = {name: handle for row in rows for name, handle in row.items()}
+    if all(row.keys() == together.keys() for row in rows):
+        columns = max(1, _LEGEND_CHARACTERS // (max(map(len, together)) + 7))
+        where = {"loc": "outside lower center", "ncols": min(columns, len(together))}
+        figure.legend(together.values(), together, **where)
+        return
+    for row, handles in zip(grid, rows, strict=True):
+        last = [axes for axes in row if axes.figure][-1]
+        where = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 7.5}
+        last.legend(handles.values(), handles, **where)
+
+
+def _legend(axes: Axes) -> Iterable[tuple[str, Any]]:
+    handles, labels = axes.get_legend_handles_labels()
+    return zip(labels, handles, strict=True)
