@@ -1,4 +1,4 @@
-"""What all sites agreed on: the trainable part of a model, and how it travels in a step."""
+"""The trainable part of a model, the exchanges of its units, and how they travel in a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
-from outergrad.core.types import Route, Slot, Unit
+from outergrad.core.protocols import Exchange
+from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,39 @@ def _connected(slots: Sequence[Slot]) -> list[list[Slot]]:
         groups = [g for g in groups if g not in touching]
         groups.append([*(s for g in touching for s in g), slot])
     return groups
+
+
+class Exchanges:
+    """The exchanges of a model, one per method, in an order that is the same on every site.
+
+    Args:
+        units_of: each exchange with its units.
+    """
+
+    def __init__(self, units_of: Sequence[tuple[Exchange, Sequence[Unit]]]) -> None:
+        self._units_of = tuple(units_of)
+        self._of = {unit: exchange for exchange, units in units_of for unit in units}
+
+    def __getitem__(self, unit: Unit) -> Exchange:
+        return self._of[unit]
+
+    def items(self) -> Sequence[tuple[Exchange, Sequence[Unit]]]:
+        """Each exchange with its units."""
+        return self._units_of
+
+    def commit(self, *, applied: bool) -> None:
+        """The step is over, for all of them."""
+        for exchange, _ in self._units_of:
+            exchange.commit(applied=applied)
+
+    def states(self) -> list[StateDict]:
+        """What each remembers between two steps."""
+        return [exchange.state() for exchange, _ in self._units_of]
+
+    def load(self, inheritances: Sequence[Inheritance]) -> None:
+        """Each goes on from its own part of what was saved."""
+        for (exchange, _), inheritance in zip(self._units_of, inheritances, strict=True):
+            exchange.load(inheritance)
 
 
 @dataclass(frozen=True)

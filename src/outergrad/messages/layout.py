@@ -1,4 +1,4 @@
-"""Where things stand in one message."""
+"""Where the preamble, the gradients and the rows of slots stand in one message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outergrad.core.coding import aligned
+from outergrad.core.coding import Field, aligned, decode, encode
 from outergrad.core.types import Factors, Slot
-from outergrad.messages.rows import Rows
 from outergrad.messages.wire import Piece
 
 
@@ -128,3 +127,35 @@ class _Spot(NamedTuple):
         """Of the message, seen as the dtype."""
         start = typed.storage_offset() + self.start
         return typed.as_strided(self.shape, self.strides, start)
+
+
+class Rows:
+    """Views of a message.
+
+    Args:
+        fields: the deltas, the activations or ids, and the bias gradient if it has one.
+        written: the tensors that each of them is written as.
+    """
+
+    def __init__(self, fields: Sequence[Field], written: Sequence[Sequence[Tensor]]) -> None:
+        self._fields, self._written = fields, written
+
+    def fill(self, factors: Factors) -> None:
+        """Writes factors into zeros; fewer rows than agreed leave some."""
+        rows = factors.d_GRO.shape[1]
+        for field, views, t in zip(self._fields, self._written, factors, strict=False):
+            if t is not None:
+                for view, part in zip(views, encode(field.codecs, t), strict=True):
+                    _first(view, rows).copy_(part)
+
+    def read(self) -> Factors:
+        """What was written: views where it was not encoded."""
+        pairs = zip(self._fields, self._written, strict=True)
+        return Factors(*(decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs))
+
+
+def _first(view: Tensor, rows: int) -> Tensor:
+    """The first rows of deltas, activations, (G, R, W), or ids, (R,); all of a bias gradient."""
+    if view.dim() == 2:
+        return view
+    return view[:rows] if view.dim() == 1 else view[:, :rows]

@@ -15,8 +15,7 @@ from outergrad.buckets.gather import FactorBucket
 from outergrad.buckets.message import RowBucket
 from outergrad.buckets.sketch import SketchBucket
 from outergrad.buckets.two_way import TwoWayBucket
-from outergrad.core.exchanges import Exchanges
-from outergrad.core.model import Choice, Model
+from outergrad.core.model import Choice, Exchanges, Model
 from outergrad.core.owners import owners
 from outergrad.core.protocols import Exchange
 from outergrad.core.types import Route, Slot, Unit

@@ -9,8 +9,7 @@ import torch
 
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
-from outergrad.core.exchanges import Exchanges
-from outergrad.core.model import Choice, Model
+from outergrad.core.model import Choice, Exchanges, Model
 from outergrad.core.types import Route, Slot, Unit
 from outergrad.messages.header import BlockUse, Header
 from outergrad.planning.header_cache import HeaderCache

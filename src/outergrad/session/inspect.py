@@ -11,8 +11,7 @@ from torch import nn
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.core.blocks import Block
-from outergrad.core.exchanges import Exchanges
-from outergrad.core.model import Model
+from outergrad.core.model import Exchanges, Model
 from outergrad.core.protocols import Exchange, Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.agree import agree
-from outergrad.core.exchanges import Exchanges
-from outergrad.core.model import Model
+from outergrad.core.model import Exchanges, Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 

@@ -21,12 +21,16 @@ from outergrad.core.types import (
     Unit,
 )
 from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
-from outergrad.methods.low_rank.inherit import common_state, inherited, own_state
-from outergrad.methods.low_rank.memory import Memories, residual_of
+from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows, explained, times
+from outergrad.methods.low_rank.memory import (
+    Memories,
+    common_state,
+    inherited,
+    own_state,
+    residual_of,
+)
 from outergrad.methods.low_rank.merging import Merging
-from outergrad.methods.low_rank.reduce import WAYS, best_way, explained, times
 from outergrad.methods.low_rank.settings import LowRankSettings
-from outergrad.methods.low_rank.sizes import Sizes, exact_rows
 from outergrad.methods.low_rank.sketches import GlobalSketches
 from outergrad.methods.low_rank.triplets import Gathered
 

@@ -1,16 +1,20 @@
-"""What one step leaves for the next, held back until the step has been applied."""
+"""What a site remembers of each slot from step to step: start directions and residual."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from functools import reduce
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from outergrad.core.types import Factors, Gradient, Place, Slot
+from outergrad.core.coding import Codecs, received
+from outergrad.core.types import Factors, Gradient, Inheritance, Place, Slot, StateDict, place_name
+from outergrad.linalg.outer import product_of, stack
+from outergrad.linalg.small_core import small_core
 
 
 @dataclass(frozen=True)
@@ -96,3 +100,97 @@ def finite_or_none(factors: Factors) -> Factors | None:
     """What can be kept: not the remains of a step with infinities."""
     finite = factors.d_GRO.isfinite().all() & factors.a_GRI.isfinite().all()
     return factors if bool(finite) else None
+
+
+def decoded(sent: Factors, codecs: Codecs) -> Factors:
+    """The rows as they arrive."""
+    return Factors(received(codecs, sent.d_GRO), received(codecs, sent.a_GRI))
+
+
+def loss_of(sent: Factors, codecs: Codecs) -> Factors:
+    """The product of what is sent, without that of what arrives: as factors of 2 R rows.
+
+    As `(D - D') A' + D (A - A')` of deltas D and activations A that arrive as D' and A': nothing
+    large cancels in its product.
+    """
+    d_GRO, a_GRI, _ = decoded(sent, codecs)
+    of_deltas = Factors(sent.d_GRO - d_GRO, a_GRI)
+    return stack([of_deltas, Factors(sent.d_GRO, sent.a_GRI - a_GRI)])
+
+
+def with_loss(
+    residual: Gradient | None, sent: Factors, codecs: Codecs, rank: int
+) -> Gradient | None:
+    """What is not sent, and what encoding loses of what is.
+
+    Args:
+        residual: a matrix, which is changed in place, or factors, or nothing.
+        sent: the rows before they are encoded.
+        codecs: what they go through.
+        rank: how many triplets are kept of factors.
+    """
+    lost = loss_of(sent, codecs)
+    if finite_or_none(lost) is None:
+        return residual
+    if isinstance(residual, Tensor):
+        return residual.baddbmm_(lost.d_GRO.mT, lost.a_GRI)
+    parts = [lost] if residual is None else [residual, lost]
+    kept = small_core(stack(parts), rank)
+    return kept.factors() if kept.rank else None
+
+
+Saved = Mapping[str, Any]
+"""What one site remembers of one place."""
+
+
+def common_state(held: Mapping[Place, Memory]) -> StateDict:
+    """Per place, the columns of the next sketches, where they adapt: the same on all sites."""
+    adapted = ((place, memory.columns) for place, memory in held.items())
+    return {"columns": {place_name(place): n for place, n in adapted if n is not None}}
+
+
+def own_state(held: Mapping[Place, Memory]) -> StateDict:
+    """Per place, where this site starts from and what it has not sent."""
+    return {"memories": {place_name(place): _saved(memory) for place, memory in held.items()}}
+
+
+def _saved(memory: Memory) -> StateDict:
+    memory = compacted(memory)
+    if memory.residual is None:
+        return {"start": memory.q_GIR}
+    if isinstance(memory.residual, Tensor):
+        return {"start": memory.q_GIR, "unsent": memory.residual}
+    d_GRO, a_GRI, _ = memory.residual
+    return {"start": memory.q_GIR, "unsent_deltas": d_GRO, "unsent_activations": a_GRI}
+
+
+def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]:
+    """What a site remembers when it takes over.
+
+    Args:
+        inheritance: from whom.
+        start: the state to take the start directions from.
+    """
+    columns = inheritance.first["common"]["columns"]
+    starts = start["own"]["memories"]
+    old = [state["own"]["memories"] for state in inheritance.residual]
+    held: dict[Place, Memory] = {}
+    for name in dict.fromkeys(name for memories in (starts, *old) for name in memories):
+        parts = [memories[name] for memories in old if name in memories]
+        residual = _residuals(parts, inheritance.weight)
+        q_GIR = starts[name]["start"] if name in starts else parts[0]["start"][..., :0]
+        held[inheritance.place_of[name]] = Memory(q_GIR, residual, columns.get(name))
+    return held
+
+
+def _residuals(parts: Sequence[Saved], weight: float) -> Gradient | None:
+    """The sum of the residuals of several sites, as factors if all of them are."""
+    factors = [_factors(part, weight) for part in parts if "unsent_deltas" in part]
+    matrices = [part["unsent"] * weight for part in parts if "unsent" in part]
+    if matrices:
+        return reduce(torch.add, [*matrices, *map(product_of, factors)])
+    return stack(factors) if factors else None
+
+
+def _factors(part: Saved, weight: float) -> Factors:
+    return Factors(part["unsent_deltas"] * weight, part["unsent_activations"])

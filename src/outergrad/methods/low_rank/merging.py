@@ -12,12 +12,13 @@ from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.merge import merge
 from outergrad.linalg.outer import added, formed, product_of, stack
 from outergrad.linalg.small_core import small_core
-from outergrad.methods.low_rank.losses import decoded, loss_of
 from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
     compact,
+    decoded,
     finite_or_none,
+    loss_of,
     residual_of,
 )
 from outergrad.methods.low_rank.settings import LowRankSettings

@@ -25,8 +25,7 @@ from outergrad.linalg.outer import apart, formed, matrices_apart, row_sum, shape
 from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad.methods.common import without_silent_ids
 from outergrad.methods.low_rank.batching import Warm, bundles, compress_together, without
-from outergrad.methods.low_rank.losses import with_loss
-from outergrad.methods.low_rank.memory import Memories, Memory, compact
+from outergrad.methods.low_rank.memory import Memories, Memory, compact, with_loss
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _SPARE_PER_ROW = 2

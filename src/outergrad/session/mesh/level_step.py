@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from outergrad.core.exchanges import Exchanges
-from outergrad.core.model import Model
+from outergrad.core.model import Exchanges, Model
 from outergrad.core.types import ExchangeError, Unit
 from outergrad.planning.plan import Planner
 from outergrad.replay.block_message import Blocks

@@ -1,18 +1,26 @@
-"""How many bytes a unit is at low rank and exactly, as its rows are written."""
+"""Estimates in bytes and seconds, by which low rank chooses how a unit travels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from outergrad.core.coding import Codecs, without_drops
-from outergrad.core.types import Slot, Unit
+from outergrad.core.types import Link, Route, Slot, Unit
 from outergrad.methods.common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
 from outergrad.methods.low_rank.settings import LowRankSettings
 
+_ENOUGH = 1.1
+"""A way that takes at most so many times as long as the fastest is as good, if its error is less:
+measured links and estimates are no more exact."""
+
+WAYS = (Route.GATHER, Route.TWO_WAY, Route.REDUCE)
+"""By their error: gathered triplets bring rank S R, merged ones the best R of these; sketches
+follow the mean gradient from step to step."""
+
 
 class Sizes:
-    """Bytes on the wire, so that all ways compare: what a site sends to one other."""
+    """Bytes that a site sends to one other, as rows are written: so that all ways compare."""
 
     def __init__(self, settings: LowRankSettings) -> None:
         self._settings = settings
@@ -59,3 +67,36 @@ class Sizes:
 def exact_rows(slot: Slot, rows: int) -> int:
     """The rows that N rows can always be written as."""
     return rows if slot.lookup else min(rows, slot.outputs, slot.inputs)
+
+
+def delays(way: Route, sites: int) -> int:
+    """Messages that wait for one another: two all-reduces in a ring are 4 (S - 1)."""
+    return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (sites - 1)}[way]
+
+
+def times(sent_bytes: Mapping[Route, float], sites: int, link: Link) -> dict[Route, float]:
+    """Seconds for the low-rank messages of a step.
+
+    Args:
+        sent_bytes: what the busiest site sends to all others together, by way.
+        sites: S.
+        link: what the slowest site has.
+    """
+    return {
+        way: delays(way, sites) * link.delay_s + nbytes / link.bytes_per_s
+        for way, nbytes in sent_bytes.items()
+    }
+
+
+def best_way(seconds: Mapping[Route, float]) -> Route:
+    """The fastest; of those that are about as fast, the one with the smallest error."""
+    limit = _ENOUGH * min(seconds.values())
+    return next(way for way in WAYS if seconds.get(way, math.inf) <= limit)
+
+
+def explained(seconds: Mapping[Route, float], link: Link) -> str:
+    """The choice in words, for the coverage table."""
+    way = best_way(seconds)
+    others = ", ".join(f"{w.value} {1e3 * s:.3g}" for w, s in seconds.items() if w != way)
+    measured = f"{1e3 * link.delay_s:.3g} ms, {8e-6 * link.bytes_per_s:.3g} Mbit/s"
+    return f'reduce="auto": {way.value} {1e3 * seconds[way]:.3g} ms, {others} at {measured}'
