@@ -11,8 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from outergrad.capture.nested import is_nested
-from outergrad.capture.tap import at_end_of_backward, current_task
+from outergrad.capture.engine import at_end_of_backward, current_task, is_nested
 
 runs = torch._C._will_engine_execute_node
 

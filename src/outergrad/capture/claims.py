@@ -1,11 +1,17 @@
-"""Whose a parameter is."""
+"""Which session owns a parameter, and the hooks of others, held until its gradient is the mean."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from outergrad.capture.engine import untraced
+
+_Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 class Claim:
@@ -33,3 +39,118 @@ def is_claimed(p: nn.Parameter) -> bool:
     """Whether the parameter belongs to a session."""
     hooks = (p._backward_hooks or {}).values()
     return any(isinstance(getattr(hook, "__self__", None), Claim) for hook in hooks)
+
+
+class _Held:
+    """Stands in the place of a hook, which autograd calls too early.
+
+    Attributes:
+        hook: the hook, with what it is called with.
+    """
+
+    def __init__(self, hook: Callable[..., Any], *args: Any) -> None:
+        self.hook, self._args = hook, args
+
+    def __call__(self, *_: Any) -> None:
+        """Nothing yet."""
+
+    def run(self) -> None:
+        """What autograd would have done."""
+        self.hook(*self._args)
+
+
+class HookedClaim(Claim):
+    """A claim that hears of every gradient of its parameter, before anybody else's hooks do.
+
+    Args:
+        parameter: as for `Claim`.
+        owner: as for `Claim`.
+        ready: called when a backward has accumulated all that it has for the parameter.
+
+    Attributes:
+        hooks: of others.
+    """
+
+    def __init__(self, parameter: nn.Parameter, owner: Any, ready: Callable[[], None]) -> None:
+        super().__init__(parameter, owner)
+        self._ready = ready
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
+        self.hooks = HeldHooks(parameter)
+
+    def remove(self) -> None:
+        """Takes the hooks away; those of others are called by autograd again."""
+        super().remove()
+        self.hooks.release()
+
+    @untraced
+    def _after(self, _: Tensor) -> None:
+        self._ready()
+
+
+class HeldHooks:
+    """The post-accumulate hooks of one parameter that are not the session's.
+
+    They are an optimizer's step in backward, or change the gradient, so they have to see what
+    `backward()` leaves in `param.grad`. Handles that were returned for them stay valid.
+
+    Args:
+        parameter: whose.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self.hold()
+
+    def hold(self) -> None:
+        """Holds those that came since; before a backward comes to calling them."""
+        hooks = self._parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if hooks and len(hooks) > 1:
+            for key in [key for key, hook in hooks.items() if _is_foreign(hook)]:
+                hooks[key] = _Held(hooks[key], self._parameter)
+        if hasattr(self._parameter, "_in_backward_optimizers"):
+            for hooks, key in _in_backward(self._parameter):
+                if not isinstance(hooks[key], _Held):
+                    hooks[key] = _Held(hooks[key])
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        self.hold()
+        return bool(self._places())
+
+    def run(self) -> bool:
+        """Calls them, in the order in which autograd would.
+
+        Returns:
+            Whether the parameter, or what was in its `grad`, is another one now.
+        """
+        p = self._parameter
+        before = p._version, p.grad is None
+        for hook in [hooks[key] for hooks, key in self._places() if key in hooks]:
+            hook.run()
+        return (p._version, p.grad is None) != before
+
+    def release(self) -> None:
+        """Gives autograd its hooks back."""
+        for hooks, key in self._places():
+            hooks[key] = hooks[key].hook
+
+    def _places(self) -> list[tuple[Any, int]]:
+        own = self._parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+        found: list[tuple[Any, int]] = [(own, key) for key in own]
+        found.extend(_in_backward(self._parameter))
+        return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _Held)]
+
+
+def _is_foreign(hook: Callable[..., Any]) -> bool:
+    return not isinstance(hook, _Held) and not isinstance(getattr(hook, "__self__", None), Claim)
+
+
+def _in_backward(p: nn.Parameter) -> Iterator[tuple[_Hooks, int]]:
+    """Hooks of `torch.distributed.optim._apply_optimizer_in_backward`, on a node of autograd."""
+    made = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = () if made is None else made.param_to_optim_hook_handle_map.get(p, ())
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            yield hooks, handle.id

@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 from torch import nn
 
+from outergrad.capture.engine import itself_untraced, untraced
 from outergrad.capture.untappable import is_traced
-from outergrad.capture.untraced import itself_untraced, untraced
 
 
 class ClassSwap:

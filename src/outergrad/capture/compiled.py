@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from outergrad.capture.untraced import untraced
+from outergrad.capture.engine import untraced
 
 
 class GraphSink(Protocol):

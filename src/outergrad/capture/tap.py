@@ -1,45 +1,23 @@
-"""Every reliance on autograd's inside: taps, the ready event, the finaliser, their refusals."""
+"""Taps: identities in the graph that hand activations and deltas on in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch import Tensor
 
-from outergrad.capture.held_hooks import HookedClaim
-from outergrad.capture.nested import is_nested
-from outergrad.capture.untraced import untraced
+from outergrad.capture.engine import current_task, is_nested, untraced
+from outergrad.capture.parameters import WatchedParameter, is_wanted
+from outergrad.core.types import Call, Factors, Slot
+from outergrad.linalg.gradients import add_gradients
 
-NO_TASK = -1
-_BY_CLONES = (
-    "differentiate by clones: torch.func.functional_call(model, {n: p.clone() for n, p in "
-    "model.named_parameters()}, inputs) and torch.autograd.grad of these"
-)
 _JOINT = (
     "joint=True: the mean of the sites' deltas is neither differentiated (create_graph=True) nor "
     "taken in a backward inside another one (a checkpoint with use_reentrant=True, a custom "
     "function that differentiates): use og.PerLayer(..., joint=False), or leave that out"
 )
-
-
-class ParameterSink(Protocol):
-    """Who is told what happens to parameters, in the order in which it happens."""
-
-    def on_gradient(self, name: str) -> None:
-        """Autograd itself has a gradient for the parameter."""
-        ...
-
-    def on_ready(self, name: str) -> None:
-        """Everything that this backward has for the parameter is there."""
-        ...
-
-    def on_stale(self, name: str) -> None:
-        """A gradient for the parameter has come by another node than the one that was watched."""
-        ...
 
 
 class Capturing(Protocol):
@@ -50,33 +28,10 @@ class Capturing(Protocol):
         ...
 
 
-def current_task() -> int:
-    """Identity of the backward that runs in this thread, or NO_TASK."""
-    return torch._C._current_graph_task_id()
-
-
-def will_run(node: Any) -> bool:
-    """Whether the current backward reaches a node; not if that is None, because it is gone.
-
-    Raises:
-        RuntimeError: it is a parameter's, and `torch.autograd.grad` returns its gradient instead.
-    """
-    if node is None:
-        return False
-    if torch._C._will_engine_execute_node(node):
-        return True
-    return node is torch._C._current_autograd_node()  # where a backward starts, torch forgets it
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs callback when the current backward has succeeded, before it returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))  # type: ignore[attr-defined]
-
-
 class Tap(torch.autograd.Function):
     """The identity; keeps a and, in backward, hands (a, delta) on instead of a weight gradient.
 
-    Where autograd itself needs a gradient of a or of the parameters, it gets it (`_returned.py`).
+    Where autograd itself needs a gradient of a or of the parameters, it gets it (`returned`).
     It takes the parameters as inputs so that backward reaches them, and marks y dirty instead of
     copying it, so that an in-place operation may follow.
     """
@@ -144,100 +99,45 @@ class DeltaTap(torch.autograd.Function):
         return ctx.instead(ctx, deltas[0]), None
 
 
-class WatchedParameter(HookedClaim):
-    """A trainable parameter: its accumulator node and the hooks that report to a sink."""
-
-    def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
-        self.name, self.parameter, self._sink = name, parameter, sink
-        self.dtype = parameter.dtype
-        self._node: Node | None = get_gradient_edge(parameter).node
-        super().__init__(parameter, sink, partial(sink.on_ready, name))
-
-    @property
-    def node(self) -> Node | None:
-        """Which accumulates its gradient: the one of then, or, after `remove`, that of now."""
-        if self._node is None and self.parameter.requires_grad:
-            return get_gradient_edge(self.parameter).node
-        return self._node
-
-    def remove(self) -> None:
-        """Takes the hooks away, and lets go of the node, which knows a shape that may change."""
-        super().remove()
-        self._node = None
-
-    def accumulates(self) -> bool:
-        """Whether the current backward leaves a gradient in the parameter.
-
-        Raises:
-            RuntimeError: `torch.autograd.grad` returns it instead, and not to another backward.
-        """
-        try:
-            return will_run(self.node)
-        except RuntimeError:
-            self._refuse_at_top()
-            return False
-
-    def is_returned(self) -> bool:
-        """Whether it is returned to another backward, which called `torch.autograd.grad`.
-
-        Raises:
-            RuntimeError: it is returned, but not to another backward.
-        """
-        try:
-            will_run(self.node)
-        except RuntimeError:
-            self._refuse_at_top()
-            return True
-        return False
-
-    def _refuse_at_top(self) -> None:
-        if not is_nested():
-            raise RuntimeError(
-                f"torch.autograd.grad of parameter {self.name!r} would return this site's "
-                f"gradient alone; use loss.backward() and .grad, or {_BY_CLONES}"
-            ) from None
-
-    def tappable(self) -> bool:
-        """Whether it is trained and nobody else has a hook that wants the local gradient."""
-        hooks = self.parameter._backward_hooks
-        return self.parameter.requires_grad and hooks is not None and len(hooks) == 1
-
-    @untraced
-    def _before(self, gradient: Tensor | None) -> None:
-        """Called whenever backward reaches the parameter; None if only taps feed it."""
-        if self.is_returned():
-            return
-        if not self.accumulates():
-            self._sink.on_stale(self.name)
-        if torch.is_grad_enabled():
-            raise RuntimeError(_double_backward(self.name))
-        self.hooks.hold()
-        if gradient is not None:
-            self._sink.on_gradient(self.name)
-
-
-def _double_backward(name: str) -> str:
-    return (
-        f"{name!r}: backward(create_graph=True) cannot be shared between sites: the gradients of "
-        f"the other sites have no graph here; gradients of inputs may be part of the loss by "
-        f"torch.autograd.grad(..., inputs, create_graph=True); for those of weights, {_BY_CLONES}"
-    )
-
-
-def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:
-    """Whether this backward leaves gradients in the parameters of what was tapped in a forward.
-
-    Not where gradients of inputs alone were asked for, or of parameters by the backward of a
-    custom function, nor where it was tapped in a backward, of which no header could tell.
+def returned(
+    ctx: Any,
+    slot: Slot,
+    watched: Sequence[WatchedParameter],
+    factors_of: Callable[[Call], Factors],
+    delta: Tensor,
+) -> list[Tensor | None]:
+    """What autograd gets for the activations and for each parameter; usually None.
 
     Args:
-        born_in: the backward in which it was tapped, or NO_TASK.
-        watched: the parameters.
-
-    Raises:
-        RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
+        ctx: of the tap, which saved the activations a.
+        slot: what was tapped.
+        watched: its parameters.
+        factors_of: the rows of one use.
+        delta: of the product.
     """
-    accumulating = [p for p in watched if p.accumulates()]
-    if accumulating and torch.is_grad_enabled():
-        raise RuntimeError(_double_backward(accumulating[0].name))
-    return bool(accumulating) and born_in == NO_TASK
+    wanted = [is_wanted(ctx.born_in, p) for p in watched]
+    keeps_graph = torch.is_grad_enabled() and ctx.needs_input_grad[1]
+    if not (keeps_graph or any(wanted)):
+        return [None] * (1 + len(watched))
+    (a,) = ctx.saved_tensors
+    seen = a.view_as(a)  # without the hooks of a
+    factors, params = factors_of(Call(seen, delta)), {p.name: p.parameter for p in watched}
+    found: dict[str, Tensor] = {}
+    if any(wanted):
+        add_gradients(found, slot, [factors], params, 1.0)
+    of_a = _graph_to_weight(seen, slot, factors, params[slot.weight]) if keeps_graph else None
+    return [of_a, *(found[p.name] if w else None for p, w in zip(watched, wanted, strict=True))]
+
+
+def _graph_to_weight(a: Tensor, slot: Slot, factors: Factors, weight: Tensor) -> Tensor | None:
+    """Zeros that are added to the gradient of a, and depend on the weight as that does.
+
+    The product was computed with a detached weight, so the gradient of a, `dᵀ W` through the
+    rows, has no path to it; with the weight less itself in its place it is zero, and has one. So
+    all derivatives are right, of any order.
+    """
+    whole = weight if slot.weight_rows is None else weight[slice(*slot.weight_rows)]
+    w_GOI = whole.reshape(slot.groups, slot.outputs, slot.inputs).to(factors.d_GRO.dtype)
+    zeros_GRI = factors.d_GRO @ (w_GOI - w_GOI.detach())
+    (of_a,) = torch.autograd.grad((zeros_GRI * factors.a_GRI).sum(), a, create_graph=True)
+    return of_a

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.compiled import key_of
-from outergrad.capture.live_uses import LiveUses
-from outergrad.capture.own_parameters import OwnParameters
-from outergrad.capture.returned import returned
-from outergrad.capture.tap import NO_TASK, Tap, WatchedParameter, current_task, is_shared
+from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.capture.node_ref import LiveUses
+from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared
+from outergrad.capture.tap import Tap, returned
 from outergrad.capture.untappable import may_be_tapped
 from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors, Slot

@@ -18,7 +18,7 @@ from torch.fx import Proxy, _symbolic_trace
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
 
-from outergrad.capture.untraced import untraced
+from outergrad.capture.engine import untraced
 
 _MODES = torch._C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)

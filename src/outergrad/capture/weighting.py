@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from outergrad.capture.class_swap import ClassSwap
-from outergrad.capture.tap import NO_TASK, current_task
+from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.untappable import is_vmapped
 from outergrad.core.types import StateDict
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from outergrad.capture.class_swap import ClassSwap
+from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.node_ref import NodeRef
-from outergrad.capture.own_parameters import OwnParameters
-from outergrad.capture.returned import is_wanted
-from outergrad.capture.tap import NO_TASK, BlockTap, WatchedParameter, current_task, is_shared
+from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared, is_wanted
+from outergrad.capture.tap import BlockTap
 from outergrad.capture.untappable import may_be_tapped
 from outergrad.core.blocks import UNSENDABLE, Block, Replayer, ReplayError, Sent, SentRun
 from outergrad.core.coding import Codecs

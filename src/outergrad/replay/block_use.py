@@ -9,8 +9,8 @@ from weakref import ref
 
 from torch import Tensor
 
+from outergrad.capture.engine import NO_TASK, current_task, will_run
 from outergrad.capture.node_ref import NodeRef
-from outergrad.capture.tap import NO_TASK, current_task, will_run
 from outergrad.core.blocks import Sent
 from outergrad.replay.run import Shape
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad.capture import weighting as _weighting
-from outergrad.capture.own_parameters import OwnParameters
+from outergrad.capture.parameters import OwnParameters
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint

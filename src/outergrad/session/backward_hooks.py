@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from outergrad.capture.nested import refuse_nested_backward
-from outergrad.capture.tap import WatchedParameter, at_end_of_backward, current_task
+from outergrad.capture.engine import at_end_of_backward, current_task, refuse_nested_backward
+from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Comm

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from outergrad.capture.engine import NO_TASK
 from outergrad.capture.loop_watch import LoopWatch
-from outergrad.capture.tap import NO_TASK
 from outergrad.core.types import ExchangeError
 from outergrad.messages.header import Header, Join
 from outergrad.session.backward_hooks import BackwardHooks

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
+from outergrad.capture.engine import NO_TASK
 from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
-from outergrad.capture.tap import NO_TASK
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.methods import LocalSteps

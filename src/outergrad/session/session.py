@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from outergrad.capture.tap import NO_TASK, current_task
+from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
-from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError
 from outergrad.session.drift import Drift, DriftError, compared

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outergrad.capture.changes import Change, ModelWatch
+from outergrad.capture.claims import HeldHooks
 from outergrad.capture.class_swap import CallSwap
-from outergrad.capture.held_hooks import HeldHooks
+from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
-from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.core.types import ExchangeError
 from outergrad.session.join import Joining
 from outergrad.step.captured import LocalStep

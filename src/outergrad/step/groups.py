@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from outergrad.capture.tap import current_task
+from outergrad.capture.engine import current_task
 from outergrad.comm.standing import End
 from outergrad.core.protocols import Comm
 from outergrad.core.types import ExchangeError

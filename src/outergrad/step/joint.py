@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.capture.class_swap import ClassSwap
-from outergrad.capture.tap import DeltaTap, will_run
+from outergrad.capture.engine import will_run
+from outergrad.capture.tap import DeltaTap
 from outergrad.capture.untappable import is_transformed
 from outergrad.comm.agree import fingerprint
 from outergrad.core.protocols import Comm

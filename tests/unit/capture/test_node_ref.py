@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from outergrad.capture import live_uses as _live_uses
+from outergrad.capture import node_ref as _node_ref
 from outergrad.capture.node_ref import NodeRef
 from ranks import run_ranks
 
@@ -83,7 +83,7 @@ def test_a_backward_announces_uses_whose_nodes_were_lost(forwards, monkeypatch) 
         (sum(model(part).square().sum() for part in x.flatten(0, 1)) / 2).backward()
         return found, [p.grad for p in model.parameters()]
 
-    monkeypatch.setattr(_live_uses, "NodeRef", Forgetful)
+    monkeypatch.setattr(_node_ref, "NodeRef", Forgetful)
     for found, pooled in run_ranks(2, body):
         torch.testing.assert_close(found, pooled)
 

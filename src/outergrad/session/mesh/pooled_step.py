@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from outergrad.capture.tap import NO_TASK
+from outergrad.capture.engine import NO_TASK
 from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model
 from outergrad.core.types import ExchangeError, Factors, Slot

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.capture.changes import ModelWatch, ShardWatch
-from outergrad.capture.claims import is_claimed
-from outergrad.capture.held_hooks import HeldHooks, HookedClaim
-from outergrad.capture.nested import refuse_nested_backward
+from outergrad.capture.claims import HeldHooks, HookedClaim, is_claimed
+from outergrad.capture.engine import NO_TASK, at_end_of_backward, refuse_nested_backward
 from outergrad.capture.optimizer_steps import look_at_steps
-from outergrad.capture.tap import NO_TASK, at_end_of_backward
 from outergrad.comm.agree import broadcast_all
 from outergrad.core.model import Model
 from outergrad.messages.header import Header

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outergrad.capture.changes import Change
-from outergrad.capture.tap import NO_TASK
+from outergrad.capture.engine import NO_TASK
 from outergrad.core.types import ExchangeError, StateDict
 from outergrad.messages.header import Header
 from outergrad.record.coverage import Coverage, Travel

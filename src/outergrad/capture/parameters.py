@@ -1,0 +1,184 @@
+"""Parameters that a session watches: their nodes in autograd, and whether they are still there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from outergrad.capture.claims import HookedClaim
+from outergrad.capture.engine import NO_TASK, is_nested, untraced, will_run
+from outergrad.capture.untappable import in_functional_call
+
+_BY_CLONES = (
+    "differentiate by clones: torch.func.functional_call(model, {n: p.clone() for n, p in "
+    "model.named_parameters()}, inputs) and torch.autograd.grad of these"
+)
+
+
+class ParameterSink(Protocol):
+    """Who is told what happens to parameters, in the order in which it happens."""
+
+    def on_gradient(self, name: str) -> None:
+        """Autograd itself has a gradient for the parameter."""
+        ...
+
+    def on_ready(self, name: str) -> None:
+        """Everything that this backward has for the parameter is there."""
+        ...
+
+    def on_stale(self, name: str) -> None:
+        """A gradient for the parameter has come by another node than the one that was watched."""
+        ...
+
+
+class WatchedParameter(HookedClaim):
+    """A trainable parameter: its accumulator node and the hooks that report to a sink."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
+        self.name, self.parameter, self._sink = name, parameter, sink
+        self.dtype = parameter.dtype
+        self._node: Node | None = get_gradient_edge(parameter).node
+        super().__init__(parameter, sink, partial(sink.on_ready, name))
+
+    @property
+    def node(self) -> Node | None:
+        """Which accumulates its gradient: the one of then, or, after `remove`, that of now."""
+        if self._node is None and self.parameter.requires_grad:
+            return get_gradient_edge(self.parameter).node
+        return self._node
+
+    def remove(self) -> None:
+        """Takes the hooks away, and lets go of the node, which knows a shape that may change."""
+        super().remove()
+        self._node = None
+
+    def accumulates(self) -> bool:
+        """Whether the current backward leaves a gradient in the parameter.
+
+        Raises:
+            RuntimeError: `torch.autograd.grad` returns it instead, and not to another backward.
+        """
+        try:
+            return will_run(self.node)
+        except RuntimeError:
+            self._refuse_at_top()
+            return False
+
+    def is_returned(self) -> bool:
+        """Whether it is returned to another backward, which called `torch.autograd.grad`.
+
+        Raises:
+            RuntimeError: it is returned, but not to another backward.
+        """
+        try:
+            will_run(self.node)
+        except RuntimeError:
+            self._refuse_at_top()
+            return True
+        return False
+
+    def _refuse_at_top(self) -> None:
+        if not is_nested():
+            raise RuntimeError(
+                f"torch.autograd.grad of parameter {self.name!r} would return this site's "
+                f"gradient alone; use loss.backward() and .grad, or {_BY_CLONES}"
+            ) from None
+
+    def tappable(self) -> bool:
+        """Whether it is trained and nobody else has a hook that wants the local gradient."""
+        hooks = self.parameter._backward_hooks
+        return self.parameter.requires_grad and hooks is not None and len(hooks) == 1
+
+    @untraced
+    def _before(self, gradient: Tensor | None) -> None:
+        """Called whenever backward reaches the parameter; None if only taps feed it."""
+        if self.is_returned():
+            return
+        if not self.accumulates():
+            self._sink.on_stale(self.name)
+        if torch.is_grad_enabled():
+            raise RuntimeError(_double_backward(self.name))
+        self.hooks.hold()
+        if gradient is not None:
+            self._sink.on_gradient(self.name)
+
+
+def _double_backward(name: str) -> str:
+    return (
+        f"{name!r}: backward(create_graph=True) cannot be shared between sites: the gradients of "
+        f"the other sites have no graph here; gradients of inputs may be part of the loss by "
+        f"torch.autograd.grad(..., inputs, create_graph=True); for those of weights, {_BY_CLONES}"
+    )
+
+
+def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:
+    """Whether this backward leaves gradients in the parameters of what was tapped in a forward.
+
+    Not where gradients of inputs alone were asked for, or of parameters by the backward of a
+    custom function, nor where it was tapped in a backward, of which no header could tell.
+
+    Args:
+        born_in: the backward in which it was tapped, or NO_TASK.
+        watched: the parameters.
+
+    Raises:
+        RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
+    """
+    accumulating = [p for p in watched if p.accumulates()]
+    if accumulating and torch.is_grad_enabled():
+        raise RuntimeError(_double_backward(accumulating[0].name))
+    return bool(accumulating) and born_in == NO_TASK
+
+
+def is_wanted(born_in: int, p: WatchedParameter) -> bool:
+    """Whether a gradient is autograd's own.
+
+    One that a custom function asks for in its backward, or of what was tapped in a backward.
+    """
+    return p.is_returned() or (born_in != NO_TASK and p.accumulates())
+
+
+class OwnParameters:
+    """The parameters of some modules, and where they stood when these were distributed.
+
+    Args:
+        modules: the modules.
+        watched: those of their parameters that are trained.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], watched: Iterable[WatchedParameter]) -> None:
+        places = {
+            id(p): (module, name.split("."))
+            for module in modules
+            for name, p in module.named_parameters()
+        }
+        self._places = [(w, *places[id(w.parameter)]) for w in watched]
+
+    def are_there(self) -> bool:
+        """Whether they are; not if somebody passes weights of their own (functional_call).
+
+        Raises:
+            RuntimeError: they were replaced or converted after `distribute`.
+        """
+        for watched, module, path in self._places:
+            found = reduce(_child, path, module)
+            if found is watched.parameter and found.dtype == watched.dtype:
+                continue
+            compiles = torch.compiler.is_dynamo_compiling()  # it cannot look at the stack
+            passed = not compiles and in_functional_call()
+            if not passed and (found is None or isinstance(found, nn.Parameter)):
+                raise RuntimeError(
+                    f"{watched.name!r} was replaced or converted after og.distribute(): call "
+                    f"session.detach(), convert or load, and distribute again on every site"
+                )
+            return False
+        return True
+
+
+def _child(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
