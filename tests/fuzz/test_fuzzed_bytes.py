@@ -27,9 +27,9 @@ import outergrad as og
 from cases import mlp
 from outergrad.buckets.bucket import StepContext
 from outergrad.buckets.message import factors_of, read_all
+from outergrad.checkpoint.messaging import refuse_compressed
 from outergrad.comm import link
 from outergrad.comm.agree import agree
-from outergrad.comm.letters import refuse_compressed
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.types import ExchangeError, Link, RefusedError

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import outergrad as og
 from cases import relative_error
-from outergrad.replay import streams
+from outergrad.replay import context
 from ranks import run_on_lasting_groups
 
 STEPS = 4
@@ -129,7 +129,7 @@ class Seeds:
 def train_seeded(monkeypatch, model, method, inputs, steps=1):
     """Gradients of every site; random numbers are drawn from `Seeds`."""
     seeds = Seeds()
-    monkeypatch.setattr(streams, "next_seed", seeds)
+    monkeypatch.setattr(context, "next_seed", seeds)
 
     def body(rank, group):
         seeds.local.rank = rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import overload
 
 import torch
@@ -72,3 +72,12 @@ def add_rows(
         gradients[name] = torch.zeros_like(p, requires_grad=False)
     start, stop = rows or (0, p.shape[0])
     gradients[name][start:stop] += value.view(-1, *p.shape[1:])
+
+
+def summed(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """By name, in the order of the parts: so every site rounds alike."""
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, gradient in part.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total

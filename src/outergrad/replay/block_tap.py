@@ -18,8 +18,8 @@ from outergrad.core.blocks import UNSENDABLE, Block, Replayer, ReplayError, Sent
 from outergrad.core.coding import Codecs
 from outergrad.core.types import RefusedError
 from outergrad.replay.block_use import Following, Use, use_of
+from outergrad.replay.fingerprint import unrepeated
 from outergrad.replay.run import Shape
-from outergrad.replay.unrepeated import unrepeated
 
 
 class BlockSink(Protocol):

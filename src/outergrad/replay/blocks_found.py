@@ -16,9 +16,8 @@ from outergrad.core.coding import Codecs
 from outergrad.core.protocols import Exchange
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.chain import Between, Chain
-from outergrad.replay.find import chains_in, has_hooks
 from outergrad.replay.host import Host, is_plain_sequential
-from outergrad.replay.layer import Layer, is_layer
+from outergrad.replay.layer import Layer, chains_in, has_hooks, is_layer
 from outergrad.replay.modules import Modules
 
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)

@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from outergrad.core.blocks import ReplayError, Sent, SentRun, Traced
-from outergrad.replay.autocast import autocast_as, autocast_now
-from outergrad.replay.compare import Comparison
-from outergrad.replay.find import has_hooks, keeps_rows_apart
-from outergrad.replay.fingerprint import fingerprint, tolerance
+from outergrad.linalg.gradients import summed
+from outergrad.replay.context import (
+    autocast_as,
+    autocast_now,
+    modes_as,
+    modes_now,
+    recorded,
+    replayed,
+)
+from outergrad.replay.fingerprint import Comparison, fingerprint, tolerance
 from outergrad.replay.from_output import delta_before, is_known, reshapes
-from outergrad.replay.layer import Layer, backward, is_batched, output
-from outergrad.replay.modes import modes_as, modes_now
-from outergrad.replay.streams import recorded, replayed
-from outergrad.replay.sums import summed
+from outergrad.replay.layer import Layer, backward, has_hooks, is_batched, keeps_rows_apart, output
 
 
 @dataclass(frozen=True)

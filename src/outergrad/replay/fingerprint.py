@@ -1,13 +1,17 @@
-"""A few numbers that tell the outputs of a forward from others, to compare a replay with it."""
+"""Whether replays are like their forwards, by fingerprints, and what is said of one that is not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from outergrad.core.blocks import ReplayError
 
 PROJECTIONS = 3
 """One misses another output in a step out of ten, three in one out of a thousand, if it differs by
@@ -90,3 +94,86 @@ def _vector(length: int, seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")
     return ((2 * uniform - 1) * math.sqrt(3)).to(device)
+
+
+class _Pair(NamedTuple):
+    """The fingerprints of a forward and of its replay, and how far they may be apart."""
+
+    site: int
+    member: int
+    sent: Tensor
+    found: Tensor
+    tolerance: float
+
+
+class Comparison:
+    """Collects fingerprints: they are read once, for a device waits whenever it is asked."""
+
+    def __init__(self) -> None:
+        self._pairs: list[_Pair] = []
+
+    def note(self, site: int, member: int, sent: Tensor, found: Tensor, tolerance: float) -> None:
+        """One use of a module.
+
+        Args:
+            site: whose forward it was.
+            member: which of the block's modules.
+            sent: fingerprint of the forward.
+            found: of the replay.
+            tolerance: see `is_like`.
+        """
+        self._pairs.append(_Pair(site, member, sent, found, tolerance))
+
+    def check(self) -> None:
+        """Reads them.
+
+        Raises:
+            ReplayError: one was not like its forward.
+        """
+        for pair in self._pairs:
+            if not are_like(pair.sent, pair.found, pair.tolerance):
+                raise ReplayError(pair.site, pair.member)
+
+
+def are_like(sent: Tensor, found: Tensor, tolerance: float) -> bool:
+    """Whether two fingerprints are of the same outputs, see `is_like`."""
+    if sent.shape != found.shape:
+        return False
+    pairs = zip(_floats(sent), _floats(found), strict=True)
+    return all(is_like(one, other, tolerance) for one, other in pairs)
+
+
+def _floats(fingerprint: Tensor) -> list[list[float]]:
+    return fingerprint.view(torch.float32).tolist()
+
+
+@contextmanager
+def failures_told(site: int, member: int) -> Iterator[None]:
+    """An error inside is that of a replay; one that memory was short of stays what it is."""
+    try:
+        yield
+    except (ReplayError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ReplayError(site, member) from error
+
+
+_NAMED = "or leave the block out of blocks="
+_UNASKED = "or use another method for it, as og.DAD()"
+
+
+def unrepeated(name: str, told: str, *, explicit: bool) -> str:
+    """Names the block and what to do.
+
+    Args:
+        name: full name of the module.
+        told: who computed it again.
+        explicit: whether the user named it in `blocks`.
+    """
+    return (
+        f"block {name!r}: {told} did not get what the forward gave. It must read nothing but its "
+        f"arguments and parameters: no attribute that the model sets, no counter, no random "
+        f"numbers of Python or numpy, no setting or kind of device that other sites do not have. "
+        f"Pass values as arguments, draw random numbers with torch, "
+        f"{_NAMED if explicit else _UNASKED}"
+    )

@@ -9,7 +9,7 @@ from torch import nn
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.replay.block_tap import TappedBlock
-from outergrad.replay.find import has_hooks
+from outergrad.replay.layer import has_hooks
 
 
 class _Nested(NamedTuple):

@@ -11,15 +11,24 @@ from torch import Tensor, nn
 
 from outergrad.core.blocks import ReplayError, Sent, SentRun, Traced
 from outergrad.core.structure import exchanged, flattened, rebuilt
-from outergrad.replay.autocast import autocast_as, autocast_now
-from outergrad.replay.compare import Comparison, failures_told
-from outergrad.replay.escapes import Escapes
-from outergrad.replay.fingerprint import fingerprint, never_like, tolerance
-from outergrad.replay.forward import Forward, other_tensors
-from outergrad.replay.modes import modes_as, modes_now
+from outergrad.linalg.gradients import summed
+from outergrad.replay.context import (
+    autocast_as,
+    autocast_now,
+    modes_as,
+    modes_now,
+    recorded,
+    replayed,
+)
+from outergrad.replay.fingerprint import (
+    Comparison,
+    failures_told,
+    fingerprint,
+    never_like,
+    tolerance,
+)
+from outergrad.replay.forward import Escapes, Forward, other_tensors
 from outergrad.replay.run import DTYPES
-from outergrad.replay.streams import recorded, replayed
-from outergrad.replay.sums import summed
 from outergrad.replay.unchanged import unchanged
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from outergrad.replay.streams import replayed
+from outergrad.replay.context import replayed
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _KINDS = frozenset([*_DICTS, list, set, deque])

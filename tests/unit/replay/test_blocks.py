@@ -12,7 +12,7 @@ from torch import nn
 
 import outergrad as og
 from cases import relative_error
-from outergrad.replay import streams
+from outergrad.replay import context
 from ranks import run_on_lasting_groups
 from replaying import (
     Stack,
@@ -65,14 +65,14 @@ def seeded(model, batch, seeds):
 
 def test_a_block_without_dropout_changes_no_random_number():
     before = torch.get_rng_state()
-    with streams.recorded(torch.device("cpu")) as draws:
+    with context.recorded(torch.device("cpu")) as draws:
         pass
     assert draws.seed is None
     assert torch.get_rng_state().equal(before)
-    with streams.recorded(torch.device("cpu")) as draws:
+    with context.recorded(torch.device("cpu")) as draws:
         first = torch.rand(3)
     assert not torch.get_rng_state().equal(before)
-    with streams.replayed(draws.seed, torch.device("cpu")):
+    with context.replayed(draws.seed, torch.device("cpu")):
         assert torch.rand(3).equal(first)
 
 

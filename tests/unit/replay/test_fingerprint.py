@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outergrad.replay.compare import are_like
-from outergrad.replay.fingerprint import fingerprint, never_like, tolerance
+from outergrad.replay.fingerprint import are_like, fingerprint, never_like, tolerance
 
 CPU = torch.device("cpu")
 ROOM = tolerance([torch.float32], CPU, same_machine=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 import outergrad as og
 from cases import Events, relative_error
-from outergrad.replay import chain, streams
+from outergrad.replay import chain, context
 from ranks import run_on_lasting_groups
 from replaying import Stack, check, ids, loss, train
 
@@ -350,7 +350,7 @@ def test_a_setting_of_a_chain_that_sites_do_not_share_is_refused(kind):
 def test_masks_that_a_device_draws_otherwise_are_refused(monkeypatch):
     """As on a GPU, which draws other numbers from the same seed."""
     torch.manual_seed(1)
-    model, draw = Dropping(0.5, None), streams.replayed
+    model, draw = Dropping(0.5, None), context.replayed
 
     def otherwise(seed, device):
         return draw(seed and f"{int(seed, 16) ^ 1:016x}", device)

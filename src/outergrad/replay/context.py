@@ -1,0 +1,131 @@
+"""What a forward ran in, to be replayed in it: precision, training modes, random streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def autocast_now(device: torch.device) -> str | None:
+    """The name of the dtype that products are computed in now; None without autocast."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+
+
+@contextmanager
+def autocast_as(name: str | None, device: torch.device) -> Iterator[None]:
+    """Computes as `autocast_now` said."""
+    dtype = None if name is None else getattr(torch, name)
+    with torch.autocast(device.type, dtype=dtype, enabled=name is not None, cache_enabled=False):
+        yield
+
+
+Modes = bool | list[bool]
+"""Of all that is in some modules, or of each part."""
+
+
+def modes_now(modules: Sequence[nn.Module]) -> Modes:
+    """Which of them, and of what is in them, are in training."""
+    flags = [part.training for part in _parts(modules)]
+    return flags if len(set(flags)) > 1 else flags[0]
+
+
+@contextmanager
+def modes_as(modules: Sequence[nn.Module], modes: Modes) -> Iterator[None]:
+    """Has them compute as `modes_now` said; another site's may differ from this one's."""
+    parts = _parts(modules)
+    before = [part.training for part in parts]
+    _set(parts, [modes] * len(parts) if isinstance(modes, bool) else modes)
+    try:
+        yield
+    finally:
+        _set(parts, before)
+
+
+def _parts(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return [part for module in modules for part in module.modules()]
+
+
+def _set(parts: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for part, flag in zip(parts, flags, strict=True):
+        part.training = flag
+
+
+_LOCK = threading.RLock()
+"""The default generator belongs to the process: threads would draw from each other's seeds."""
+
+
+class Draws:
+    """What `recorded` found out.
+
+    Attributes:
+        seed: with which the numbers can be drawn again, as text of one length; None if none were
+            drawn.
+    """
+
+    seed: str | None = None
+
+
+@contextmanager
+def recorded(device: torch.device) -> Iterator[Draws]:
+    """Draws from a seed of its own inside; outside, the stream goes on as if one had been drawn.
+
+    The seed is a function of the stream's state, and a stream from which nothing was drawn inside
+    is left as it was: a part of a model without dropout changes no random number of the others.
+    """
+    draws = Draws()
+    with _LOCK:
+        seed = next_seed(device)
+        with _forked(device):
+            _seed(seed, device)
+            before = _states(device)
+            yield draws
+            drawn = not all(map(torch.equal, _states(device), before))
+            draws.seed = f"{seed:016x}" if drawn else None
+        if draws.seed is not None:
+            torch.rand((), device=device)
+
+
+@contextmanager
+def replayed(seed: str | None, device: torch.device) -> Iterator[None]:
+    """Draws the same numbers again, and leaves the stream outside as it is."""
+    with _forked(device):
+        if seed is not None:
+            _seed(int(seed, 16), device)
+        yield
+
+
+@contextmanager
+def _forked(device: torch.device) -> Iterator[None]:
+    with _LOCK, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Of the host and the device; `torch.manual_seed` does more, which takes milliseconds."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    """Of all streams that something on the device may draw from: the host's, too."""
+    host = torch.get_rng_state()
+    return [host] if device.type == "cpu" else [_state(device), host]
+
+
+def next_seed(device: torch.device) -> int:
+    """A number that the state decides, without drawing it from there."""
+    generator = torch.Generator(device)
+    generator.set_state(_state(device))
+    return int(torch.randint(2**60, (), generator=generator, device=device))
