@@ -9,7 +9,7 @@ from typing import IO
 
 from outergrad._event_lines import line_of
 from outergrad.events import Event
-from outergrad.record.pace import checked
+from outergrad.record.recorders import checked
 
 
 class JSONL:

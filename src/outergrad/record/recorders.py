@@ -1,11 +1,14 @@
-"""Who is told of a session, and how often."""
+"""Who is told of a session and how often, also of the end of a program that leaves it attached."""
 
 from __future__ import annotations
 
+import atexit
 import math
+import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 from outergrad.core.protocols import Recorder
 from outergrad.record.stats import Stats
@@ -86,3 +89,59 @@ class Client:
         seconds = (self._last[1] - last[1]) / steps
         self.allowed_s = self._budget * seconds
         return Pace(seconds, *parts)
+
+
+def checked(every: int, budget: float) -> tuple[int, float]:
+    """Returns the settings of a recorder.
+
+    Raises:
+        ValueError: one is out of its range.
+    """
+    if every < 1:
+        raise ValueError(f"every={every!r}; use 1 or more: record every so many-th step")
+    if not budget > 0:
+        raise ValueError(f"budget={budget!r}; use a share of a step above 0, or math.inf")
+    return every, budget
+
+
+class Closable(Protocol):
+    """What is closed when the program ends."""
+
+    def close(self, error: str = "") -> None:
+        """Ends it, with the type of the exception that ended the program, if one did."""
+        ...
+
+
+class Ending:
+    """Closes something when the interpreter exits, unless it is gone or was closed before.
+
+    Args:
+        closable: not kept alive.
+    """
+
+    def __init__(self, closable: Closable) -> None:
+        self._closable = ref(closable)
+        self._expected = False
+
+    def expect(self) -> None:
+        """From now on there is something to close."""
+        if not self._expected:
+            self._expected = True
+            atexit.register(self._exit)
+
+    def cancel(self) -> None:
+        """There is nothing to close any more."""
+        self._expected = False
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        closable = self._closable()
+        if closable is not None:
+            closable.close(_uncaught())
+
+
+def _uncaught() -> str:
+    """The type of the exception that ends the program; Python keeps it for a debugger."""
+    kind = getattr(sys, "last_type", None)
+    at_prompt = hasattr(sys, "ps1")  # where an error ends nothing
+    return "" if kind is None or at_prompt else kind.__name__

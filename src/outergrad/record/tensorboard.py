@@ -9,7 +9,7 @@ import numpy as np
 
 from outergrad.events import End, Event, Layer, Mishap, Run
 from outergrad.record.figures import about, figures
-from outergrad.record.pace import checked
+from outergrad.record.recorders import checked
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter

@@ -7,7 +7,7 @@ from typing import Any
 
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.record.figures import GROUPS, about, figures
-from outergrad.record.pace import checked
+from outergrad.record.recorders import checked
 
 AXIS = "outergrad/step"
 

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
-from outergrad.core.blocks import Block
 from outergrad.core.model import Exchanges, Model
 from outergrad.core.protocols import Exchange, Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
-from outergrad.methods import Local, PerLayer
+from outergrad.methods.per_layer import Assignment, PerLayer, is_local
 from outergrad.replay.blocks_found import BlockFinder, FoundBlock
 from outergrad.replay.host import Host
-from outergrad.session.assignment import Assignment
 from outergrad.step.joint import joint_parts
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-_PLAIN = "a plain parameter"
 
 
 @dataclass(frozen=True)
-class Layer:
+class FoundLayer:
     """A module with a rule.
 
     Attributes:
@@ -61,7 +58,7 @@ class Inspection:
 
     model: Model
     exchanges: Exchanges
-    layers: list[Layer]
+    layers: list[FoundLayer]
     blocks: list[FoundBlock]
     frozen: dict[str, nn.Parameter]
     local: dict[str, nn.Parameter]
@@ -80,77 +77,137 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> Inspection:
         TypeError: the method is none.
     """
     _check_model(model)
-    params = dict(model.named_parameters())
-    assignment = Assignment(method, list(params))
-    local = {n: p for n, p in params.items() if assignment.is_local(n)}
-    shared = {n: p for n, p in params.items() if n not in local}
-    frozen = {n: p for n, p in shared.items() if not p.requires_grad}
-    trained = {n: p for n, p in shared.items() if p.requires_grad}
-    if not trained:
-        raise ValueError("the model has no shared parameter that requires a gradient")
-    dense = [n for n in trained if assignment.exchange_of(n) is None]
-    reasons = dict.fromkeys(trained, _PLAIN) | dict.fromkeys(dense, "the method is dense")
-    names = {id(p): name for name, p in params.items()}
-    hosts: dict[int, Host] = {}
-    finders = [_finder(model, e, trained, assignment, hosts) for e in assignment.exchanges]
-    blocks = [block for finder in finders for block in finder.found()]
-    owned = {key for finder in finders for key in finder.owned}
-    layers = list(_layers(model, rules, names, trained, reasons, owned))
+    look = _Look(model, method, rules)
+    blocks = look.blocks()
+    layers = list(look.layers())
     for slot in (slot for layer in layers for slot in layer.slots):
-        assignment.check_together(slot.params)
-    shared_model = _model(trained, layers, [b.block for b in blocks], reasons, assignment)
-    exchanges = Exchanges(assignment.units_of(shared_model.units))
+        look.assignment.check_together(slot.params)
+    shared = look.shared_model([slot for layer in layers for slot in layer.slots], blocks)
+    exchanges = Exchanges(look.assignment.units_of(shared.units))
     for exchange, units in exchanges.items():
         exchange.refuse(units)
-    buffers = _local_buffers(model, method)
-    every = {name: assignment.every(name) for name in trained}
     joint = isinstance(method, PerLayer) and method.joint
-    parts = joint_parts(model, list(local)) if joint else {}
-    norms = tuple(n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm))
-    watch = ModelWatch(model, trained, local, lambda name: is_local(method, name))
-    found = (shared_model, exchanges, layers, blocks, frozen, local, buffers, parts, every, watch)
-    return Inspection(*found, norms)
+    modules = model.named_modules()
+    return Inspection(
+        model=shared,
+        exchanges=exchanges,
+        layers=layers,
+        blocks=blocks,
+        frozen=look.frozen,
+        local=look.local,
+        local_buffers=frozenset(n for n, _ in model.named_buffers() if is_local(method, n)),
+        joint_parts=joint_parts(model, list(look.local)) if joint else {},
+        every={name: look.assignment.every(name) for name in look.trained},
+        watch=ModelWatch(model, look.trained, look.local, lambda name: is_local(method, name)),
+        norms_over_sites=tuple(n for n, m in modules if isinstance(m, nn.SyncBatchNorm)),
+    )
 
 
-def _finder(
-    model: nn.Module,
-    exchange: Exchange,
-    trained: dict[str, nn.Parameter],
-    assignment: Assignment,
-    hosts: dict[int, Host],
-) -> BlockFinder:
-    own = {id(p): n for n, p in trained.items() if assignment.exchange_of(n) is exchange}
-    return BlockFinder(model, exchange, own, hosts)
+class _Look:
+    """One look at a model.
+
+    Attributes:
+        assignment: of methods to its parameters.
+        local: parameters that each site keeps to itself.
+        frozen: shared ones that are not trained.
+        trained: shared ones that are.
+    """
+
+    def __init__(self, model: nn.Module, method: Any, rules: Rules) -> None:
+        self._model, self._rules = model, rules
+        params = dict(model.named_parameters())
+        self.assignment = Assignment(method, list(params))
+        self.local = {n: p for n, p in params.items() if self.assignment.is_local(n)}
+        shared = {n: p for n, p in params.items() if n not in self.local}
+        self.frozen = {n: p for n, p in shared.items() if not p.requires_grad}
+        self.trained = {n: p for n, p in shared.items() if p.requires_grad}
+        if not self.trained:
+            raise ValueError("the model has no shared parameter that requires a gradient")
+        self._names = {id(p): name for name, p in params.items()}
+        self._owned: set[int] = set()
+        self._reasons = dict.fromkeys(self.trained, "a plain parameter")
+        dense = [n for n in self.trained if self.assignment.exchange_of(n) is None]
+        self._reasons.update(dict.fromkeys(dense, "the method is dense"))
+        self._open = self.trained.keys() - dense  # no module has said yet why they travel dense
+
+    def blocks(self) -> list[FoundBlock]:
+        """What is computed again; what is in it has no layers."""
+        hosts: dict[int, Host] = {}
+        finders = [self._finder(exchange, hosts) for exchange in self.assignment.exchanges]
+        found = [block for finder in finders for block in finder.found()]
+        self._owned = {key for finder in finders for key in finder.owned}
+        return found
+
+    def _finder(self, exchange: Exchange, hosts: dict[int, Host]) -> BlockFinder:
+        of = self.assignment.exchange_of
+        own = {id(p): n for n, p in self.trained.items() if of(n) is exchange}
+        return BlockFinder(self._model, exchange, own, hosts)
+
+    def layers(self) -> Iterator[FoundLayer]:
+        """Layers with a rule that are not owned; for the others' parameters, notes the reasons."""
+        for prefix, module in self._model.named_modules():
+            if id(module) in self._owned:
+                continue
+            rule, why = self._rule(prefix, module)
+            if rule is None:
+                own = module.parameters(recurse=False)
+                self._note([self._names[id(p)] for p in own], why)
+                continue
+            slots = self._named_slots(rule, module, prefix)
+            self._owned |= {id(getattr(module, child)) for child in rule.owns}
+            names = [name for slot in slots for name in slot.params]
+            if self._open.isdisjoint(names):
+                continue
+            why = self._unfit(names)
+            if why:
+                self._note(names, why)
+            else:
+                yield FoundLayer(module, rule, slots)
+
+    def _note(self, names: Sequence[str], why: str) -> None:
+        """The reason why parameters travel dense; the first that is found is kept."""
+        self._reasons.update(dict.fromkeys(self._open.intersection(names), why))
+        self._open -= set(names)
+
+    def _rule(self, prefix: str, module: nn.Module) -> tuple[Rule | None, str]:
+        try:
+            return rule_for(module, self._rules)
+        except ValueError as error:
+            raise ValueError(f"{prefix or type(module).__name__}: {error}") from None
+
+    def _named_slots(self, rule: Rule, module: nn.Module, prefix: str) -> tuple[Slot, ...]:
+        """The rule's slots, with tied parameters under their first name."""
+        params = module.named_parameters(prefix)
+        own = {n: self._names[id(p)] for n, p in params}
+        return tuple(_renamed(slot, own) for slot in rule.slots(module, prefix))
+
+    def _unfit(self, names: Sequence[str]) -> str:
+        """Why a layer with these parameters travels dense, if it has to."""
+        params = [self.trained.get(name) for name in names]
+        if any(p is None for p in params):
+            return "part of the layer is frozen or local"
+        if any(p is not None and p.dtype not in DTYPES for p in params):
+            return "no rule for its dtype"
+        return ""
+
+    def shared_model(self, slots: Sequence[Slot], blocks: Sequence[FoundBlock]) -> Model:
+        """The trained part, by units; for what is in none of them, the reasons."""
+        parts = [found.block for found in blocks]
+        covered = {name for part in (*slots, *parts) for name in part.params}
+        reasons = {name: why for name, why in self._reasons.items() if name not in covered}
+        plain = [name for name in reasons if self._travels_plain(name)]
+        return Model.of(self.trained, slots, reasons, plain, parts)
+
+    def _travels_plain(self, name: str) -> bool:
+        """Whether its method takes its formed gradient, without a rule."""
+        exchange, p = self.assignment.exchange_of(name), self.trained[name]
+        takes = exchange is not None and exchange.takes_plain
+        return takes and p.dim() >= 2 and p.numel() > 0 and p.dtype in DTYPES
 
 
-def _model(
-    trained: dict[str, nn.Parameter],
-    layers: list[Layer],
-    blocks: list[Block],
-    reasons: dict[str, str],
-    assignment: Assignment,
-) -> Model:
-    slots = [slot for layer in layers for slot in layer.slots]
-    covered = {name for part in (*slots, *blocks) for name in part.params}
-    reasons = {name: why for name, why in reasons.items() if name not in covered}
-    plain = [n for n in reasons if _travels_plain(assignment, n) and _is_matrix(trained[n])]
-    return Model.of(trained, slots, reasons, plain, blocks)
-
-
-def _travels_plain(assignment: Assignment, name: str) -> bool:
-    exchange = assignment.exchange_of(name)
-    return exchange is not None and exchange.takes_plain
-
-
-def _local_buffers(model: nn.Module, method: Any) -> frozenset[str]:
-    if not isinstance(method, PerLayer):
-        return frozenset()
-    return frozenset(name for name, _ in model.named_buffers() if is_local(method, name))
-
-
-def is_local(method: Any, name: str) -> bool:
-    """Whether what has this name is each site's own."""
-    return isinstance(method, PerLayer) and isinstance(method.method_of(name), Local)
+def _renamed(slot: Slot, own: Mapping[str, str]) -> Slot:
+    bias = None if slot.bias is None else own[slot.bias]
+    return replace(slot, weight=own[slot.weight], bias=bias)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -196,69 +253,3 @@ def _check_parameters(params: dict[str, nn.Parameter]) -> None:
                 f"{name!r} is on {p.device}, {first!r} on {home.device}: a model must be on one "
                 f"device"
             )
-
-
-def _layers(
-    model: nn.Module,
-    rules: Rules,
-    names: dict[int, str],
-    trained: dict[str, nn.Parameter],
-    reasons: dict[str, str],
-    owned: set[int],
-) -> Iterator[Layer]:
-    """Layers with a rule that are not owned; for the others' parameters, fills in the reasons."""
-    for prefix, module in model.named_modules():
-        if id(module) in owned:
-            continue
-        rule, why = _rule(prefix, module, rules)
-        if rule is None:
-            reasons.update({n: why for n in _own(module, names) if reasons.get(n) == _PLAIN})
-            continue
-        slots = _named_slots(rule, module, prefix, names)
-        owned |= {id(getattr(module, child)) for child in rule.owns}
-        if not any(reasons.get(name) == _PLAIN for slot in slots for name in slot.params):
-            continue
-        why = _unfit(slots, trained)
-        if why:
-            names_ = [n for slot in slots for n in slot.params]
-            reasons.update({n: why for n in names_ if reasons.get(n) == _PLAIN})
-        else:
-            yield Layer(module, rule, slots)
-
-
-def _rule(prefix: str, module: nn.Module, rules: Rules) -> tuple[Rule | None, str]:
-    try:
-        return rule_for(module, rules)
-    except ValueError as error:
-        raise ValueError(f"{prefix or type(module).__name__}: {error}") from None
-
-
-def _own(module: nn.Module, names: dict[int, str]) -> list[str]:
-    return [names[id(p)] for p in module.parameters(recurse=False)]
-
-
-def _named_slots(
-    rule: Rule, module: nn.Module, prefix: str, names: dict[int, str]
-) -> tuple[Slot, ...]:
-    """The rule's slots, with tied parameters under their first name."""
-    own = {f"{prefix}.{n}" if prefix else n: names[id(p)] for n, p in module.named_parameters()}
-    slots = rule.slots(module, prefix)
-    return tuple(_renamed(slot, own) for slot in slots)
-
-
-def _renamed(slot: Slot, own: dict[str, str]) -> Slot:
-    bias = None if slot.bias is None else own[slot.bias]
-    return Slot(**{**vars(slot), "weight": own[slot.weight], "bias": bias})
-
-
-def _unfit(slots: tuple[Slot, ...], trained: dict[str, nn.Parameter]) -> str:
-    params = [trained.get(name) for slot in slots for name in slot.params]
-    if any(p is None for p in params):
-        return "part of the layer is frozen or local"
-    if any(p is not None and p.dtype not in DTYPES for p in params):
-        return "no rule for its dtype"
-    return ""
-
-
-def _is_matrix(p: nn.Parameter) -> bool:
-    return p.dim() >= 2 and p.numel() > 0 and p.dtype in DTYPES

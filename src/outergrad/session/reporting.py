@@ -16,10 +16,9 @@ from outergrad.core.model import Exchanges, Model
 from outergrad.core.protocols import Recorder
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
 from outergrad.linalg.inner import inner
-from outergrad.record.ending import Ending
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
-from outergrad.record.recorders import Client
+from outergrad.record.recorders import Client, Ending
 from outergrad.record.stats import LayerStats, Stats
 
 _LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm")

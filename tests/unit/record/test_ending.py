@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from outergrad.record.ending import Ending
+from outergrad.record.recorders import Ending
 
 PROGRAM = """
 import sys

@@ -14,8 +14,7 @@ import outergrad as og
 from outergrad.core.protocols import Method
 from outergrad.core.types import Slot
 from outergrad.record.stats import LayerStats
-from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.inspect import Layer as TappableLayer
+from outergrad.session.inspect import FoundLayer, Inspection, inspect
 
 _MARKS = {"factors": "f", "low rank": "l", "replayed": "r", "dense": ""}
 
@@ -157,7 +156,7 @@ def _rows(inspection: Inspection, run: Callable[[], Any]) -> Counter[Slot]:
     return rows
 
 
-def _counted(layer: TappableLayer, rows: Counter[Slot]) -> Any:
+def _counted(layer: FoundLayer, rows: Counter[Slot]) -> Any:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for slot, n in zip(layer.slots, layer.rule.rows(module, args, kwargs), strict=True):
             rows[slot] += n
