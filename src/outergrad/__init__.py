@@ -7,6 +7,7 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 from outergrad import events, report, wire
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
+from outergrad.core.errors import BadStepsError, DriftError, SiteLostError, StepDiscardedError
 from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors, Part, Slot
 from outergrad.layers import RULES
@@ -15,11 +16,7 @@ from outergrad.record.jsonl import JSONL
 from outergrad.record.tensorboard import TensorBoard
 from outergrad.record.wandb import WandB
 from outergrad.session.attach import distribute
-from outergrad.session.drift import DriftError
 from outergrad.session.session import Session
-from outergrad.step.commit import StepDiscardedError
-from outergrad.step.lost import SiteLostError
-from outergrad.step.mishaps import BadStepsError
 
 __all__ = [
     "DAD",

@@ -27,7 +27,7 @@ from trials import METHODS, Trial, batch, build
 import outergrad as og
 import outergrad.session.attach
 from outergrad.comm.torch import TorchComm
-from outergrad.core.types import ExchangeError
+from outergrad.core.errors import ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_group
 

@@ -17,7 +17,7 @@ from outergrad.comm.agree import broadcast_all
 from outergrad.comm.pace import LEAST_BYTES, Pace
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.work import TorchWork
-from outergrad.core.types import ExchangeError
+from outergrad.core.errors import ExchangeError
 from outergrad.launch.links import Link, what_is_missing
 from ranks import run_ranks
 

@@ -32,7 +32,8 @@ from outergrad.comm import link
 from outergrad.comm.agree import agree
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
-from outergrad.core.types import ExchangeError, Link, RefusedError
+from outergrad.core.errors import ExchangeError, RefusedError
+from outergrad.core.types import Link
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
 from outergrad.messages import wire

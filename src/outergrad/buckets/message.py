@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, StepContext, copy_scaled
 from outergrad.core.blocks import Block
+from outergrad.core.errors import RefusedError
 from outergrad.core.protocols import Exchange
-from outergrad.core.types import Factors, Part, RefusedError, Slot, tensors_of
+from outergrad.core.types import Factors, Part, Slot, tensors_of
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout

@@ -19,8 +19,9 @@ from outergrad.buckets.message import (
     read_all,
     sums_of_extras,
 )
+from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.protocols import Merger, Work
-from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot
+from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
 from outergrad.messages.layout import Layout

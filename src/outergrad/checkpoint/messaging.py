@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError
 from outergrad.session.session import Session
 
 _END = b"\0"

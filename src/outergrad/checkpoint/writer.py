@@ -14,8 +14,9 @@ from outergrad.checkpoint.folder import Save
 from outergrad.checkpoint.messaging import gathered
 from outergrad.checkpoint.tree import digests, tensors, without
 from outergrad.comm.agree import agree
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError, StateDict
+from outergrad.core.types import StateDict
 
 _TOGETHER = "call it on every site, after the same step"
 

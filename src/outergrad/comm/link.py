@@ -7,8 +7,9 @@ import time
 
 import torch
 
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError, Link
+from outergrad.core.types import Link
 
 _SMALL_PAIRS = 4
 _LARGE_PAIRS = 2

@@ -15,8 +15,8 @@ from torch import Tensor
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Enough
-from outergrad.core.types import ExchangeError
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""

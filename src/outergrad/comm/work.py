@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outergrad.comm.pace import Pace
-from outergrad.core.types import ExchangeError
+from outergrad.core.errors import ExchangeError
 
 LATE = "no answer in time"
 CLOSED = "the connection was closed"

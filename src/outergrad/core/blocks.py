@@ -93,19 +93,6 @@ class SentRun(NamedTuple):
     own: bool = True
 
 
-class ReplayError(Exception):
-    """A replay failed, or gave something else than the forward.
-
-    Attributes:
-        site: whose forward it was.
-        member: which of the block's modules.
-    """
-
-    def __init__(self, site: int, member: int) -> None:
-        super().__init__(f"module {member} of a block of site {site}")
-        self.site, self.member = site, member
-
-
 class Replayer(Protocol):
     """How the modules of a block compute, and how they are computed again."""
 

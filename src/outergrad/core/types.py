@@ -20,33 +20,6 @@ Place = tuple[str, Rows | None]
 """A weight and the part of its first dimension: what a gradient belongs to."""
 
 
-class ExchangeError(RuntimeError):
-    """The other sites are out of reach, or sent what cannot belong to this step.
-
-    Attributes:
-        sites: those out of reach, as far as this site can tell by itself.
-        waited_s: how long it had waited for them.
-    """
-
-    def __init__(self, message: str, sites: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.sites, self.waited_s = tuple(sites), 0.0
-
-
-class RefusedError(RuntimeError):
-    """A message was not as it had been sent, or does not say what it should.
-
-    Attributes:
-        site: whose.
-        param: full name of a parameter of the module whose replay was not like its forward; empty
-            where the message itself is damaged.
-    """
-
-    def __init__(self, message: str, site: int, param: str = "") -> None:
-        super().__init__(message)
-        self.site, self.param = site, param
-
-
 @dataclass(frozen=True)
 class Slot:
     """One place in a layer where an outer product arises: `dW[rows] += deltaᵀ activation`.

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import torch
 
-from outergrad.core.types import ExchangeError
+from outergrad.core.errors import ExchangeError
 from outergrad.messages.checksum import combined
 
 MAGIC = 0x6F757465726704  # "outerg", version 4 of the format

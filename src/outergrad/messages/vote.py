@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from outergrad.core.types import ExchangeError
+from outergrad.core.errors import ExchangeError
 from outergrad.messages.header import KNOWN, MAGIC, bounded, sum_of_words
 
 NOTHING = -1

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from outergrad.core.coding import Codecs, Field, aligned
-from outergrad.core.types import RefusedError, Slot
+from outergrad.core.errors import RefusedError
+from outergrad.core.types import Slot
 from outergrad.messages.checksum import checksum
 from outergrad.messages.header import (
     MAGIC,

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor
 
-from outergrad.core.blocks import Block, Replayer, ReplayError, Sent, SentRun
+from outergrad.core.blocks import Block, Replayer, Sent, SentRun
 from outergrad.core.coding import Codecs
-from outergrad.core.types import RefusedError
+from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.linalg.gradients import scaled
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use

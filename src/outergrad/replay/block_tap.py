@@ -14,9 +14,9 @@ from outergrad.capture.node_ref import NodeRef
 from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared, is_wanted
 from outergrad.capture.tap import BlockTap
 from outergrad.capture.untappable import may_be_tapped
-from outergrad.core.blocks import UNSENDABLE, Block, Replayer, ReplayError, Sent, SentRun
+from outergrad.core.blocks import UNSENDABLE, Block, Replayer, Sent, SentRun
 from outergrad.core.coding import Codecs
-from outergrad.core.types import RefusedError
+from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.replay.block_use import Following, Use, use_of
 from outergrad.replay.fingerprint import unrepeated
 from outergrad.replay.run import Shape

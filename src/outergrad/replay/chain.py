@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from outergrad.core.blocks import ReplayError, Sent, SentRun, Traced
+from outergrad.core.blocks import Sent, SentRun, Traced
+from outergrad.core.errors import ReplayError
 from outergrad.linalg.gradients import summed
 from outergrad.replay.context import (
     autocast_as,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outergrad.core.blocks import ReplayError
+from outergrad.core.errors import ReplayError
 
 PROJECTIONS = 3
 """One misses another output in a step out of ten, three in one out of a thousand, if it differs by

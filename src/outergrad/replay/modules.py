@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outergrad.core.blocks import ReplayError, Sent, SentRun, Traced
+from outergrad.core.blocks import Sent, SentRun, Traced
+from outergrad.core.errors import ReplayError
 from outergrad.core.structure import exchanged, flattened, rebuilt
 from outergrad.linalg.gradients import summed
 from outergrad.replay.context import (

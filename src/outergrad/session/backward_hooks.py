@@ -10,8 +10,9 @@ from outergrad.capture.engine import at_end_of_backward, current_task, refuse_ne
 from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError, Factors, Slot, Unit
+from outergrad.core.types import Factors, Slot, Unit
 from outergrad.messages.header import Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats

@@ -9,31 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError
 from outergrad.messages.checksum import checksum, combined
 
 OnDrift = Literal["raise", "warn", "mend"]
 ON_DRIFT: tuple[OnDrift, ...] = ("raise", "warn", "mend")
 _LANE = 3
 """Apart from the messages of steps, as votes are."""
-
-
-class DriftError(RuntimeError):
-    """The replicas differ. Raised on all sites, in the same words, after a step that counts.
-
-    The gradients of that step are in `param.grad`: after `session.make_equal()` on every site
-    training goes on.
-
-    Attributes:
-        sites: those whose replica is not that of site 0.
-        step: synchronised steps so far.
-        parameter: full name of the first parameter or buffer that differs.
-    """
-
-    def __init__(self, message: str, sites: Sequence[int], step: int, parameter: str) -> None:
-        super().__init__(message)
-        self.sites, self.step, self.parameter = tuple(sites), step, parameter
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from outergrad.comm.standing import End
+from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError
 from outergrad.record.stats import Stats
 from outergrad.step.commit import Decision
 from outergrad.step.groups import note_lost, on_group, refuse_lost
-from outergrad.step.lost import Findings, SiteLostError, find_out, standing_of
+from outergrad.step.lost import Findings, find_out, standing_of
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.step import SharedStep
 

@@ -15,12 +15,11 @@ from torch import nn
 
 from outergrad.capture.engine import NO_TASK
 from outergrad.capture.loop_watch import LoopWatch
-from outergrad.core.types import ExchangeError
+from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.messages.header import Header, Join
 from outergrad.session.backward_hooks import BackwardHooks
 from outergrad.session.made_equal import Replica
 from outergrad.step.accumulated import CarriedOver
-from outergrad.step.commit import StepDiscardedError
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import Loop
 from outergrad.step.joint import JointStep

@@ -16,11 +16,11 @@ from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
 from outergrad.capture.engine import NO_TASK
 from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
+from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError, StateDict
+from outergrad.core.types import StateDict
 from outergrad.methods import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
-from outergrad.session.drift import DriftError
 from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings

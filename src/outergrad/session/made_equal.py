@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
 from outergrad.core.structure import flattened, rebuilt
-from outergrad.core.types import ExchangeError
 from outergrad.replay.run import DTYPES, told_shape
 
 _MOST_TEXT = 1 << 24

@@ -17,7 +17,7 @@ from outergrad.capture.claims import HeldHooks
 from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
-from outergrad.core.types import ExchangeError
+from outergrad.core.errors import ExchangeError
 from outergrad.session.join import Joining
 from outergrad.step.captured import LocalStep
 from outergrad.step.groups import on_group

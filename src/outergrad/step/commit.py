@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from outergrad.core.errors import ExchangeError, RefusedError, StepDiscardedError
 from outergrad.core.protocols import Comm, Work
-from outergrad.core.types import ExchangeError, RefusedError
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, WORDS, Subjects, Verdict, Vote
@@ -32,13 +32,6 @@ _SAID_BY = {
     State.BAD: Verdict.BAD,
     State.FAILED: Verdict.FAILED,
 }
-
-
-class StepDiscardedError(RuntimeError):
-    """The backward of another site raised, or a message was damaged: the step is void everywhere.
-
-    After `optimizer.zero_grad()` training goes on with the next.
-    """
 
 
 @dataclass(frozen=True)

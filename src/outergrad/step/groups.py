@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from outergrad.capture.engine import current_task
 from outergrad.comm.standing import End
+from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError
-from outergrad.step.lost import Findings, SiteLostError, find_out, lost_error, standing_of
+from outergrad.step.lost import Findings, find_out, lost_error, standing_of
 
 _MOST_SESSIONS = 64
 

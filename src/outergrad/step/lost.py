@@ -8,51 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from outergrad.comm.standing import End, Standing
 from outergrad.comm.work import CLOSED, LATE
+from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError
 
 _SOON_S = 2.0
 _FAREWELL_S = 0.25
 """How long a site whose connection was closed has to say why: Python ends after it closed."""
 USUAL_HOST = 0
 """Of the store: torchrun and `env://` have the first site hold it."""
-
-
-class SiteLostError(RuntimeError):
-    """Another site died, hangs or is cut off: the process group cannot be used any more.
-
-    This site has not applied the step, and has no gradients of it.
-
-    Attributes:
-        sites: which are lost, as far as this site can tell; none where only a connection is.
-        step: synchronised steps before the one in which it was noticed.
-        place: what this site waited for: a layer's gradients, or what comes before and after them.
-        certain: whether it is known that no site has applied the step. False only where this site
-            had all messages of the step, said so, and then did not hear from all others how they
-            ended: one of `may_differ` may have applied it.
-        may_differ: sites of which it is not known that they have made the same steps as this one:
-            those that left no word of it, as a site that was killed, and those that did and have
-            made another number. With the others this site agrees.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        sites: Sequence[int],
-        step: int,
-        place: str,
-        *,
-        certain: bool = True,
-        may_differ: Sequence[int] = (),
-    ) -> None:
-        super().__init__(message)
-        self.sites, self.step, self.place = tuple(sites), step, place
-        self.certain, self.may_differ = certain, tuple(may_differ)
-
-    def again(self) -> SiteLostError:
-        """Another one that says the same: what was raised holds on to what was going on."""
-        known = {"certain": self.certain, "may_differ": self.may_differ}
-        return SiteLostError(str(self), self.sites, self.step, self.place, **known)
 
 
 @dataclass(frozen=True)

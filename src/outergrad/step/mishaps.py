@@ -7,28 +7,14 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from outergrad.core.errors import BadStepsError, SiteLostError
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.step.commit import Decision
-from outergrad.step.lost import SiteLostError
 
 _DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED, Verdict.CHANGED)
 _WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}
-
-
-class BadStepsError(RuntimeError):
-    """Too many steps after each other had gradients that were not finite.
-
-    Attributes:
-        site: the first whose own gradient was not, in the last of them.
-        step: synchronised steps before that one.
-        layer: full name of a parameter of which it was not.
-    """
-
-    def __init__(self, message: str, site: int, step: int, layer: str) -> None:
-        super().__init__(message)
-        self.site, self.step, self.layer = site, step, layer
 
 
 class Mishaps:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outergrad import Slot
-from outergrad.core.types import ExchangeError, RefusedError
+from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.messages.header import DTYPES, Header, Join, Use
 from outergrad.messages.layout import Layout
 from outergrad.messages.vote import WORDS, Vote

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.core.model import Exchanges, Model
-from outergrad.core.types import ExchangeError, Unit
+from outergrad.core.types import Unit
 from outergrad.planning.plan import Planner
 from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.rank_reports import Fate
 from outergrad.step.captured import LocalStep
-from outergrad.step.commit import StepDiscardedError
 from outergrad.step.step import SharedStep
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outergrad.capture.engine import NO_TASK
 from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model
-from outergrad.core.types import ExchangeError, Factors, Slot
+from outergrad.core.types import Factors, Slot
 from outergrad.linalg.outer import stack
 from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading

@@ -11,9 +11,10 @@ from torch import Tensor
 from outergrad.buckets.bucket import copy_scaled
 from outergrad.buckets.message import sums_of_extras
 from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners
-from outergrad.core.types import ExchangeError, Factors, Slot, Unit
+from outergrad.core.types import Factors, Slot, Unit
 from outergrad.messages.header import Use
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece

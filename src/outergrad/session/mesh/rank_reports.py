@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model
-from outergrad.core.types import ExchangeError
 from outergrad.messages.header import Header
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from outergrad.capture.changes import Change
 from outergrad.capture.engine import NO_TASK
-from outergrad.core.types import ExchangeError, StateDict
+from outergrad.core.errors import ExchangeError
+from outergrad.core.types import StateDict
 from outergrad.messages.header import Header
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.record.stats import Stats

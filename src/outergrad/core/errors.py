@@ -1,0 +1,120 @@
+"""The exceptions of shared steps: those that users meet, and those that become one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SiteLostError(RuntimeError):
+    """Another site died, hangs or is cut off: the process group cannot be used any more.
+
+    This site has not applied the step, and has no gradients of it.
+
+    Attributes:
+        sites: which are lost, as far as this site can tell; none where only a connection is.
+        step: synchronised steps before the one in which it was noticed.
+        place: what this site waited for: a layer's gradients, or what comes before and after them.
+        certain: whether it is known that no site has applied the step. False only where this site
+            had all messages of the step, said so, and then did not hear from all others how they
+            ended: one of `may_differ` may have applied it.
+        may_differ: sites of which it is not known that they have made the same steps as this one:
+            those that left no word of it, as a site that was killed, and those that did and have
+            made another number. With the others this site agrees.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        sites: Sequence[int],
+        step: int,
+        place: str,
+        *,
+        certain: bool = True,
+        may_differ: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.sites, self.step, self.place = tuple(sites), step, place
+        self.certain, self.may_differ = certain, tuple(may_differ)
+
+    def again(self) -> SiteLostError:
+        """Another one that says the same: what was raised holds on to what was going on."""
+        known = {"certain": self.certain, "may_differ": self.may_differ}
+        return SiteLostError(str(self), self.sites, self.step, self.place, **known)
+
+
+class StepDiscardedError(RuntimeError):
+    """The backward of another site raised, or a message was damaged: the step is void everywhere.
+
+    After `optimizer.zero_grad()` training goes on with the next.
+    """
+
+
+class BadStepsError(RuntimeError):
+    """Too many steps after each other had gradients that were not finite.
+
+    Attributes:
+        site: the first whose own gradient was not, in the last of them.
+        step: synchronised steps before that one.
+        layer: full name of a parameter of which it was not.
+    """
+
+    def __init__(self, message: str, site: int, step: int, layer: str) -> None:
+        super().__init__(message)
+        self.site, self.step, self.layer = site, step, layer
+
+
+class DriftError(RuntimeError):
+    """The replicas differ. Raised on all sites, in the same words, after a step that counts.
+
+    The gradients of that step are in `param.grad`: after `session.make_equal()` on every site
+    training goes on.
+
+    Attributes:
+        sites: those whose replica is not that of site 0.
+        step: synchronised steps so far.
+        parameter: full name of the first parameter or buffer that differs.
+    """
+
+    def __init__(self, message: str, sites: Sequence[int], step: int, parameter: str) -> None:
+        super().__init__(message)
+        self.sites, self.step, self.parameter = tuple(sites), step, parameter
+
+
+class ExchangeError(RuntimeError):
+    """The other sites are out of reach, or sent what cannot belong to this step.
+
+    Attributes:
+        sites: those out of reach, as far as this site can tell by itself.
+        waited_s: how long it had waited for them.
+    """
+
+    def __init__(self, message: str, sites: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.sites, self.waited_s = tuple(sites), 0.0
+
+
+class RefusedError(RuntimeError):
+    """A message was not as it had been sent, or does not say what it should.
+
+    Attributes:
+        site: whose.
+        param: full name of a parameter of the module whose replay was not like its forward; empty
+            where the message itself is damaged.
+    """
+
+    def __init__(self, message: str, site: int, param: str = "") -> None:
+        super().__init__(message)
+        self.site, self.param = site, param
+
+
+class ReplayError(Exception):
+    """A replay failed, or gave something else than the forward.
+
+    Attributes:
+        site: whose forward it was.
+        member: which of the block's modules.
+    """
+
+    def __init__(self, site: int, member: int) -> None:
+        super().__init__(f"module {member} of a block of site {site}")
+        self.site, self.member = site, member
