@@ -33,7 +33,8 @@ from outergrad.comm.agree import agree
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.core.types import Link
+from outergrad.core.reasons import AutoWay, Reason, Why
+from outergrad.core.types import Link, Route
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
 from outergrad.messages import wire
@@ -44,7 +45,7 @@ from outergrad.messages.wire import Piece, Preamble, State
 from outergrad.replay import block_message as _block_message
 from outergrad.session import made_equal as _made_equal
 from outergrad.session.attach import attach
-from outergrad.session.mesh.rank_reports import Fate, Report, told_words
+from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome, told_reasons
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.joint import JointStep, Point
 from outergrad.wire import BF16, Int8, TopK
@@ -178,10 +179,15 @@ def report() -> Target:
 
 def words_of_ranks() -> Target:
     def read(t: Tensor) -> None:
-        found = told_words(t.numpy().tobytes(), 1, 3)
-        assert [type(word) for word in found] == [str] * 3
+        found = told_reasons(t.numpy().tobytes(), 1, 3)
+        assert [type(reason.why) for reason in found] == [Why] * 3
 
-    seeds = [torch.frombuffer(bytearray(b'["factors", "dense", "x"]'), dtype=torch.uint8)]
+    others = ((Route.GATHER, 1.5),)
+    auto = AutoWay(way=Route.TWO_WAY, seconds=0.25, others=others, link=Link(1e-3, 1e6))
+    low_rank = Reason(why=Why.LOW_RANK, route=Route.TWO_WAY, tapped=True, auto=auto)
+    told = (Reason(why=Why.FACTORS), low_rank, Reason(why=Why.BYTES, nbytes=77))
+    text = ShareOutcome(Fate.GOOD, reasons=told).text
+    seeds = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
     return Target(seeds, read, rounds=12_000, changes=(damage.text, *damage.ANY_LENGTH))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Exchange
+from outergrad.core.reasons import Reason
 from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit
 
 
@@ -145,11 +146,11 @@ class Choice:
         tapped: per unit, whether all sites have its factors.
         tap_next: per unit, whether it should be tapped in the next forward.
         sizes: per unit, bytes of its part in a message on the site that has most; 0 if dense.
-        reasons: per unit, how it travels and why, for the coverage table.
+        reasons: per unit, why it travels so, for the coverage table.
     """
 
     routes: tuple[Route, ...]
     tapped: tuple[bool, ...]
     tap_next: tuple[bool, ...]
     sizes: tuple[int, ...]
-    reasons: tuple[str, ...] = field(compare=False)
+    reasons: tuple[Reason, ...] = field(compare=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Replays
+from outergrad.core.reasons import AutoWay
 from outergrad.core.types import (
     Call,
     Factors,
@@ -93,8 +94,8 @@ class Exchange(Protocol):
     """What the owner of a slot does on `Route.TWO_WAY`."""
     exact: bool
     """Whether the rows that it sends have the product of the gradient, but for their codecs."""
-    way_note: str
-    """Why low rank travels as it does, for the coverage table; empty where it is plain."""
+    auto_way: AutoWay | None
+    """How low rank travels, where that was chosen by the link between the sites."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""

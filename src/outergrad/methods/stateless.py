@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from outergrad.core.blocks import Replays
 from outergrad.core.coding import Codecs
 from outergrad.core.protocols import Merger, Sketches
+from outergrad.core.reasons import AutoWay
 from outergrad.core.types import Gradient, Inheritance, Link, Slot, StateDict, Unit
 
 
@@ -20,7 +21,7 @@ class Stateless:
     sketches: Sketches | None = None
     merger: Merger | None = None
     exact = True
-    way_note = ""
+    auto_way: AutoWay | None = None
 
     def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
         """Nothing is computed again."""

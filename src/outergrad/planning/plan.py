@@ -10,16 +10,11 @@ import torch
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.model import Choice, Exchanges, Model
+from outergrad.core.reasons import Reason, Why
 from outergrad.core.types import Route, Slot, Unit
 from outergrad.messages.header import BlockUse, Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
-
-_WAYS = {
-    Route.GATHER: "triplets",
-    Route.TWO_WAY: "merged triplets",
-    Route.REDUCE: "sketches",
-}
 
 
 class _Decision(NamedTuple):
@@ -29,7 +24,7 @@ class _Decision(NamedTuple):
     tapped: bool
     tap_next: bool
     size: int
-    reasons: str
+    reason: Reason
 
 
 class Planner:
@@ -161,25 +156,24 @@ class Planner:
         route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
         load = Load(unit, tapped)
         size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0
-        reasons = self._why(load, route, tap_next=taps)
-        return _Decision(route, tapped, taps, size, reasons)
+        return _Decision(route, tapped, taps, size, self._why(load, route, tap_next=taps))
 
     def _decided_block(self, unit: Unit, uses_S: Sequence[BlockUse]) -> _Decision:
         nbytes_S = [use.nbytes for use in uses_S]
         pays = self._exchanges[unit].replays_block(unit, nbytes_S)
         tap_next = unit not in self._has_autograd_grad and pays
         if tap_next and all(use.tapped for use in uses_S):
-            return _Decision(Route.GATHER, True, True, max(nbytes_S), "replayed")
+            return _Decision(Route.GATHER, True, True, max(nbytes_S), Reason(why=Why.REPLAYED))
         return _Decision(Route.DENSE, False, tap_next, 0, self._why_dense(unit, nbytes_S, tap_next))
 
-    def _why_dense(self, unit: Unit, nbytes_S: Sequence[int], tap_next: bool) -> str:
+    def _why_dense(self, unit: Unit, nbytes_S: Sequence[int], tap_next: bool) -> Reason:
         if tap_next:
-            return "accumulated, or not captured in the last step; {pays}"
+            return Reason(why=Why.NOT_CAPTURED)
         if unit in self._has_autograd_grad:
-            return "a parameter is also used outside the block"
+            return Reason(why=Why.USED_OUTSIDE_BLOCK)
         if max(nbytes_S) >= UNSENDABLE:
-            return "it reads what enters the model, or has hooks"
-        return f"what would be sent of it is {max(nbytes_S)} bytes; {{pays}}"
+            return Reason(why=Why.UNSENDABLE)
+        return Reason(why=Why.BYTES, nbytes=max(nbytes_S))
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
         """Whether a unit would be tapped if every site had so many rows per slot (K)."""
@@ -190,25 +184,18 @@ class Planner:
             return False
         return self._exchanges[unit].taps(unit, rows_SK)
 
-    def _why(self, load: Load, route: Route, *, tap_next: bool) -> str:
-        """The reason: "factors", "low rank: " how, or why dense.
-
-        "{pays}" stands for when factors pay, "{rows}" for the rows of the site that is asked.
-        """
-        unit, way_note = load.unit, self._exchanges[load.unit].way_note
-        note = f"; {way_note}" if way_note else ""
+    def _why(self, load: Load, route: Route, *, tap_next: bool) -> Reason:
+        unit, auto = load.unit, self._exchanges[load.unit].auto_way
         if route == Route.GATHER and load.tapped:
-            return f"factors{note}"
+            return Reason(why=Why.FACTORS, auto=auto)
         if route != Route.DENSE:
-            source = "factors" if load.tapped else "the formed gradient"
-            return f"low rank: {_WAYS[route]} of {source}{note}"
+            return Reason(why=Why.LOW_RANK, route=route, tapped=load.tapped, auto=auto)
         if tap_next:
-            return "accumulated, or not tapped in the last step; {pays}"
+            return Reason(why=Why.NOT_TAPPED)
         if unit in self._has_autograd_grad:
-            return "the weight is also used outside its layer, or in a gradient of a gradient"
-        if any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :]):
-            return "shared by several products; {pays}"
-        return "{rows} rows here; {pays}"
+            return Reason(why=Why.USED_OUTSIDE_LAYER)
+        overlap = any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :])
+        return Reason(why=Why.OVERLAPPING if overlap else Why.ROWS)
 
     def _largest_size(self, load: Load, rows_SK: Sequence[Sequence[int]]) -> int:
         return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))

@@ -9,11 +9,31 @@ from dataclasses import dataclass
 from torch import nn
 
 from outergrad.core.protocols import Exchange
-from outergrad.core.types import Slot, Unit
+from outergrad.core.reasons import AutoWay, Reason, Why
+from outergrad.core.types import Route, Slot, Unit
 
 _OWN_GRADIENT = "this site's gradient"
 _MEAN_GRADIENT = "the mean gradient"
 _LOCAL = ("local", "each site keeps its own", "nothing")
+_WAYS = {
+    Route.GATHER: "triplets",
+    Route.TWO_WAY: "merged triplets",
+    Route.REDUCE: "sketches",
+}
+_DENSE = {
+    Why.NOT_TAPPED: "accumulated, or not tapped in the last step; {pays}",
+    Why.USED_OUTSIDE_LAYER: (
+        "the weight is also used outside its layer, or in a gradient of a gradient"
+    ),
+    Why.OVERLAPPING: "shared by several products; {pays}",
+    Why.ROWS: "{rows} rows here; {pays}",
+    Why.NOT_CAPTURED: "accumulated, or not captured in the last step; {pays}",
+    Why.USED_OUTSIDE_BLOCK: "a parameter is also used outside the block",
+    Why.UNSENDABLE: "it reads what enters the model, or has hooks",
+    Why.BYTES: "what would be sent of it is {nbytes} bytes; {pays}",
+}
+_Entry = tuple[str, str, str]
+"""How a unit travels, why, and what the other sites learn."""
 _HEADINGS = ("parameter", "shape", "travels", "why", "other sites learn")
 
 
@@ -73,7 +93,7 @@ def coverage(
     reasons: Mapping[str, str],
     exchanges: Sequence[Exchange],
     sites: int,
-    chosen: Sequence[str],
+    chosen: Sequence[Reason | None],
     rows: Mapping[Slot, int],
 ) -> Coverage:
     """The table of a model.
@@ -85,15 +105,15 @@ def coverage(
         reasons: why the others travel dense.
         exchanges: per unit, its own.
         sites: number of sites.
-        chosen: per unit, how it travelled in the last step; empty before the first.
+        chosen: per unit, why it travelled as it did in the last step; None before the first.
         rows: per slot, how many there were at this site in the last step.
     """
     dense = {name: ("dense", why, _dense_reveals(sites)) for name, why in reasons.items()}
     travels = dense | dict.fromkeys(local, _LOCAL)
     for u, unit in enumerate(units):
         describe = _unit_entry if unit.block is None else _block_entry
-        here = f"{sum(rows.get(slot, 0) for slot in unit.slots):,}"
-        entry = describe(unit, exchanges[u], sites, chosen[u].replace("{rows}", here))
+        here = sum(rows.get(slot, 0) for slot in unit.slots)
+        entry = describe(unit, exchanges[u], sites, chosen[u], here)
         travels.update(dict.fromkeys(unit.params, entry))
         if entry[0] == "low rank":
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
@@ -101,41 +121,59 @@ def coverage(
     return Coverage(tuple(_travels(params, travels)))
 
 
-def _travels(
-    params: Mapping[str, nn.Parameter], travels: Mapping[str, tuple[str, str, str]]
-) -> Iterator[Travel]:
+def _travels(params: Mapping[str, nn.Parameter], travels: Mapping[str, _Entry]) -> Iterator[Travel]:
     for name, p in params.items():
         entry = travels.get(name, ("not trained", "requires_grad is False", "nothing"))
         yield Travel(name, tuple(p.shape), *entry)
 
 
-def _unit_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tuple[str, str, str]:
+def _unit_entry(
+    unit: Unit, exchange: Exchange, sites: int, chosen: Reason | None, rows: int
+) -> _Entry:
     limit = exchange.break_even(unit, sites)
-    rows = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"
-    pays = "always=True" if exchange.forced else f"factors are fewer bytes for {rows} rows per site"
+    most = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"
+    pays = "always=True" if exchange.forced else f"factors are fewer bytes for {most} rows per site"
     if limit <= 0:
         return "dense", "a single site: nothing travels", "nothing"
-    if not chosen:
+    if chosen is None:
         return "factors or dense", pays, exchange.reveals(unit)
-    if chosen.startswith("factors"):
-        return "factors", pays + chosen.removeprefix("factors"), exchange.reveals(unit)
-    if chosen.startswith("low rank: "):
-        how = chosen.removeprefix("low rank: ")
-        is_sum = how.startswith("sketches")
+    if chosen.why == Why.FACTORS:
+        return "factors", pays + _auto(chosen.auto), exchange.reveals(unit)
+    if chosen.why == Why.LOW_RANK:
+        is_sum = chosen.route == Route.REDUCE
         learnt = f"{_dense_reveals(sites)}, its largest parts" if is_sum else exchange.reveals(unit)
-        return "low rank", how, learnt
-    return "dense", chosen.format(pays=pays), _dense_reveals(sites)
+        source = "factors" if chosen.tapped else "the formed gradient"
+        return "low rank", f"{_WAYS[chosen.route]} of {source}{_auto(chosen.auto)}", learnt
+    return _dense_entry(chosen, pays, sites, rows)
 
 
-def _block_entry(unit: Unit, exchange: Exchange, sites: int, chosen: str) -> tuple[str, str, str]:
+def _block_entry(
+    unit: Unit, exchange: Exchange, sites: int, chosen: Reason | None, rows: int
+) -> _Entry:
     most = 8 * unit.dense_numel // sites
     pays = "always=True" if exchange.forced else f"pays below {most} bytes per step and site"
     cost = f"every site computes forward and backward of all {sites} sites' rows; {pays}"
-    if not chosen:
+    if chosen is None:
         return "replayed or dense", cost, exchange.reveals(unit)
-    if chosen == "replayed":
+    if chosen.why == Why.REPLAYED:
         return "replayed", cost, exchange.reveals(unit)
-    return "dense", chosen.format(pays=pays), _dense_reveals(sites)
+    return _dense_entry(chosen, pays, sites, rows)
+
+
+def _dense_entry(chosen: Reason, pays: str, sites: int, rows: int) -> _Entry:
+    why = _DENSE[chosen.why].format(pays=pays, rows=f"{rows:,}", nbytes=chosen.nbytes)
+    return "dense", why, _dense_reveals(sites)
+
+
+def _auto(auto: AutoWay | None) -> str:
+    """How low rank travels, behind the reason, where that was chosen."""
+    if auto is None:
+        return ""
+    if auto.link is None:
+        return f'; reduce="auto": {auto.way.value} when it was saved'
+    others = ", ".join(f"{way.value} {1e3 * s:.3g}" for way, s in auto.others)
+    measured = f"{1e3 * auto.link.delay_s:.3g} ms, {8e-6 * auto.link.bytes_per_s:.3g} Mbit/s"
+    return f'; reduce="auto": {auto.way.value} {1e3 * auto.seconds:.3g} ms, {others} at {measured}'
 
 
 def _dense_reveals(sites: int) -> str:

@@ -12,6 +12,7 @@ from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
+from outergrad.core.reasons import Reason
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.messages.header import Join
 from outergrad.planning.plan import Planner
@@ -84,7 +85,7 @@ class BackwardHooks(GivingUp):
         self._weighting, self._join = settings.weighting, Join.NONE
         self._buffers = settings.buffers
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
-        self._chosen: dict[Unit, str] = {}
+        self._chosen: dict[Unit, Reason] = {}
         tell = self._reporter.mishap
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
         on_group(comm.group).attached.add(self)

@@ -52,7 +52,7 @@ class Session(Verified):
         model = self._model
         params = {**model.params, **self._frozen, **self._local}
         exchanges = [self._exchanges[unit] for unit in model.units]
-        sites, chosen = self._comm.world_size, [self._chosen.get(u, "") for u in model.units]
+        sites, chosen = self._comm.world_size, [self._chosen.get(u) for u in model.units]
         told = (model.units, model.reasons, exchanges, sites, chosen, self._header_builder.rows)
         return self._cadence.noted(coverage(params, self._local, *told))
 

@@ -143,7 +143,8 @@ def test_auto_never_adds_up_what_cannot_be(codecs, layers, sites, link):
     assert exchange.route(units[0], rows_SK, tapped=False) in ways
     exchange.settle_reduce(units, sites, link)
     assert exchange.route(units[0], rows_SK, tapped=False) in ways
-    assert "all_reduce" not in exchange.way_note
+    auto = exchange.auto_way
+    assert Route.REDUCE not in (auto.way, *(way for way, _ in auto.others))
 
 
 # -- embeddings -----------------------------------------------------------------------------------

@@ -278,7 +278,8 @@ def test_auto_takes_the_fastest_way(link, sites, layers, way):
     assert exchange.wants_link(sites)
     exchange.settle_reduce(units, sites, link)
     assert exchange.route(units[0], [[10_000]] * sites, tapped=False) == way
-    assert exchange.way_note.startswith(f'reduce="auto": {way.value} ')
+    assert exchange.auto_way.way == way
+    assert exchange.auto_way.link == link
 
 
 def test_of_ways_that_are_about_as_fast_the_better_one():

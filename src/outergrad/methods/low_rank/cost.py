@@ -92,11 +92,3 @@ def best_way(seconds: Mapping[Route, float]) -> Route:
     """The fastest; of those that are about as fast, the one with the smallest error."""
     limit = _ENOUGH * min(seconds.values())
     return next(way for way in WAYS if seconds.get(way, math.inf) <= limit)
-
-
-def explained(seconds: Mapping[Route, float], link: Link) -> str:
-    """The choice in words, for the coverage table."""
-    way = best_way(seconds)
-    others = ", ".join(f"{w.value} {1e3 * s:.3g}" for w, s in seconds.items() if w != way)
-    measured = f"{1e3 * link.delay_s:.3g} ms, {8e-6 * link.bytes_per_s:.3g} Mbit/s"
-    return f'reduce="auto": {way.value} {1e3 * seconds[way]:.3g} ms, {others} at {measured}'

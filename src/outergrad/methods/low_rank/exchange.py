@@ -9,6 +9,7 @@ from outergrad.core.blocks import Replays
 from outergrad.core.coding import Codecs, drops
 from outergrad.core.owners import heaviest_share
 from outergrad.core.protocols import Merger, Sketches
+from outergrad.core.reasons import AutoWay
 from outergrad.core.types import (
     Factors,
     Gradient,
@@ -21,7 +22,7 @@ from outergrad.core.types import (
     Unit,
 )
 from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
-from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows, explained, times
+from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows, times
 from outergrad.methods.low_rank.memory import (
     Memories,
     common_state,
@@ -59,8 +60,7 @@ class LowRankExchange:
         self._sketches = GlobalSketches(settings, self._memories)
         self.sketches: Sketches | None = self._sketches
         self.merger: Merger | None = Merging(settings, self._memories)
-        self.way_note = ""
-        self._auto: Route | None = None
+        self.auto_way: AutoWay | None = None
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Low rank can do every rule."""
@@ -75,7 +75,9 @@ class LowRankExchange:
         """Takes the way that is fastest for the whole model."""
         ways = [way for way in WAYS if way != Route.REDUCE or self._sums]
         seconds = times({way: self._sent_bytes(units, sites, way) for way in ways}, sites, link)
-        self._auto, self.way_note = best_way(seconds), explained(seconds, link)
+        way = best_way(seconds)
+        others = tuple((other, s) for other, s in seconds.items() if other != way)
+        self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)
 
     def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
         """What the busiest site sends in a step, also for units that travel dense."""
@@ -140,8 +142,8 @@ class LowRankExchange:
     def _low_rank_route(self, sites: int) -> Route:
         if self._settings.reduce != "auto":
             return Route(self._settings.reduce)
-        if self._auto is not None:
-            return self._auto
+        if self.auto_way is not None:
+            return self.auto_way.way
         if sites <= _GATHER_SITES:
             return Route.GATHER
         return Route.REDUCE if self._sums else Route.TWO_WAY
@@ -205,7 +207,7 @@ class LowRankExchange:
     def state(self) -> StateDict:
         """Under "common" what all sites know, under "own" what differs between them."""
         held, gathered = self._memories.held(), self._gathered
-        way = {} if self._auto is None else {"low rank": self._auto.value}
+        way = {} if self.auto_way is None else {"low rank": self.auto_way.way.value}
         return {
             "common": {"way": way, **gathered.common_state(), **common_state(held)},
             "own": {**gathered.own_state(), **own_state(held)},
@@ -217,8 +219,9 @@ class LowRankExchange:
         At the same number of sites low rank travels as it did, whatever the link is now.
         """
         way = inheritance.first["common"]["way"].get("low rank")
-        if way is not None and inheritance.same_sites and Route(way) != self._auto:
-            self._auto, self.way_note = Route(way), f'reduce="auto": {way} when it was saved'
+        known = self.auto_way and self.auto_way.way
+        if way is not None and inheritance.same_sites and Route(way) != known:
+            self.auto_way = AutoWay(way=Route(way))
         sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
         start = inheritance.first if sketches else inheritance.like
         self._memories.replace(inherited(inheritance, start))

@@ -9,6 +9,7 @@ import torch
 
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.core.model import Exchanges, Model
+from outergrad.core.reasons import Reason
 from outergrad.core.types import Unit
 from outergrad.planning.plan import Planner
 from outergrad.replay.block_message import Blocks
@@ -66,7 +67,7 @@ class LevelStep(LocalStep):
         self._error: Exception | None = None
         self.shared: SharedStep | None = None
         self.tap_next: Mapping[Unit, bool] = {}
-        self.reasons: Mapping[Unit, str] = {}
+        self.reasons: Mapping[Unit, Reason] = {}
         self.ended = self.applied = False
         self.params: Mapping[str, Any] = model.params
 

@@ -8,6 +8,7 @@ from outergrad.capture.engine import NO_TASK
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model
+from outergrad.core.reasons import Reason
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.outer import stack
 from outergrad.messages.header import Header
@@ -15,7 +16,7 @@ from outergrad.record.gauge import Reading
 from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.pooling import Conclusion, Pooling, pool
-from outergrad.session.mesh.rank_reports import Fate, Report, Verdict
+from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome
 from outergrad.step.accumulated import CarriedOver
 from outergrad.step.captured import Captured, overwrite
 from outergrad.step.joint import JointStep
@@ -43,18 +44,18 @@ class Site:
     ) -> None:
         self.model, self.shares, self.planner = model, shares, planner
         self.local, self.between = local, between
-        self._told: tuple[str, ...] = ()
+        self._told: tuple[Reason, ...] = ()
 
     @property
     def share(self) -> Model:
         """This rank's."""
         return self.shares[self.local.rank]
 
-    def told(self, reasons: tuple[str, ...]) -> tuple[str, ...]:
+    def told(self, reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
         """How units travelled and why, if the other ranks have not been told that before."""
         return () if reasons == self._told else reasons
 
-    def has_told(self, reasons: tuple[str, ...]) -> None:
+    def has_told(self, reasons: tuple[Reason, ...]) -> None:
         """They have been now."""
         self._told = reasons or self._told
 
@@ -121,7 +122,7 @@ class PooledStep(LevelStep):
         stacked = self._pooled(pooling, rows) if fate == Fate.GOOD else {}
         if self._site.share.params:
             fate = self._between(lambda: self._shared(pooling, stacked), fate)
-        self._spread(self._verdict(fate))
+        self._spread(self._outcome(fate))
 
     def _refuse_sparse(self) -> None:
         for name, p in self._site.model.params.items():
@@ -154,13 +155,13 @@ class PooledStep(LevelStep):
         overwrite(self._site.share, means)
         return stacked
 
-    def _verdict(self, fate: Fate) -> Verdict:
+    def _outcome(self, fate: Fate) -> ShareOutcome:
         """What this rank has to say of its share."""
         step = self.shared
         if fate != Fate.GOOD or step is None or step.choice is None:
-            return Verdict(fate)
+            return ShareOutcome(fate)
         used = tuple(name in step.context.used for name in self._site.share.params)
-        return Verdict(fate, used, step.choice.tap_next, self._site.told(step.choice.reasons))
+        return ShareOutcome(fate, used, step.choice.tap_next, self._site.told(step.choice.reasons))
 
     def _shared(self, pooling: Pooling, stacked: Mapping[Slot, list[Factors]]) -> SharedStep:
         site, share = self._site, self._site.share
@@ -173,15 +174,15 @@ class PooledStep(LevelStep):
         parts = (share, site.planner, site.between, header, used, CarriedOver(stacked, {}))
         return SharedStep(NO_TASK, *parts, blocks, joint, self._reading)
 
-    def _spread(self, verdict: Verdict) -> None:
+    def _spread(self, outcome: ShareOutcome) -> None:
         """Tells the others of the site, and hears of their shares."""
         site = self._site
-        conclusion = Conclusion(site.shares, site.local, verdict)
+        conclusion = Conclusion(site.shares, site.local, outcome)
         self._conclude(conclusion.fates)
         if self.applied:
             means, self.reasons = conclusion.gradients()
             self.used = set(means)
             self.tap_next = conclusion.tap_next()
-            site.has_told(verdict.reasons)
+            site.has_told(outcome.reasons)
             others = {n: g for n, g in means.items() if n not in site.share.params}
             overwrite(site.model, others)

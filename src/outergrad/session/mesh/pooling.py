@@ -14,11 +14,12 @@ from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners
+from outergrad.core.reasons import Reason
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.messages.header import Use
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
-from outergrad.session.mesh.rank_reports import Fate, Report, Verdict, fate_of, told_words
+from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome, fate_of, told_reasons
 
 _MOST_TEXT = 1 << 24
 _LEAST_BYTES = 16
@@ -140,10 +141,10 @@ class Conclusion:
     Args:
         shares: which rank had what.
         comm: to the ranks of this site.
-        own: this rank's verdict.
+        own: this rank's outcome.
     """
 
-    def __init__(self, shares: Sequence[Model], comm: TorchComm, own: Verdict) -> None:
+    def __init__(self, shares: Sequence[Model], comm: TorchComm, own: ShareOutcome) -> None:
         self._shares, self._comm, self._own = shares, comm, own
         told = comm.control(own.numbers(shares[comm.rank]))
         sizes = [2 + len(share.params) + len(share.units) for share in shares]
@@ -160,7 +161,7 @@ class Conclusion:
         marked = ((s.units, n[2 + len(s.params) :]) for s, n in pairs)
         return {u: bool(w) for units, ws in marked for u, w in zip(units, ws, strict=True)}
 
-    def gradients(self) -> tuple[dict[str, Tensor], dict[Unit, str]]:
+    def gradients(self) -> tuple[dict[str, Tensor], dict[Unit, Reason]]:
         """The mean gradients of all ranks' shares, and how their units travelled if that is new."""
         comm, layouts = self._comm, [self._layout(rank) for rank in range(len(self._shares))]
         own = layouts[comm.rank]
@@ -172,15 +173,15 @@ class Conclusion:
                 view.copy_(torch.frombuffer(bytearray(self._own.text), dtype=torch.uint8))
         arrived = comm.all_gather(message, [_length(layout) for layout in layouts]).wait()
         means: dict[str, Tensor] = {}
-        words: dict[Unit, str] = {}
+        reasons: dict[Unit, Reason] = {}
         triples = zip(self._shares, layouts, arrived, strict=True)
         for rank, (share, layout, part) in enumerate(triples):
             means.update(layout.by_name(layout.flats(part)))
             text = layout.blobs(part)[0]
             if text is not None:
-                told = told_words(text.cpu().numpy().tobytes(), rank, len(share.units))
-                words.update(zip(share.units, told, strict=True))
-        return means, words
+                told = told_reasons(text.cpu().numpy().tobytes(), rank, len(share.units))
+                reasons.update(zip(share.units, told, strict=True))
+        return means, reasons
 
     def _layout(self, rank: int) -> Layout:
         share, (_, length, *flags) = self._shares[rank], self._numbers[rank]

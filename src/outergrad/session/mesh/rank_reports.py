@@ -10,6 +10,7 @@ from enum import IntEnum
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model
+from outergrad.core.reasons import Reason
 from outergrad.messages.header import Header
 
 
@@ -65,7 +66,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ShareOutcome:
     """What has become of a share between the sites.
 
     Attributes:
@@ -78,12 +79,13 @@ class Verdict:
     fate: Fate
     used: tuple[bool, ...] = ()
     tap_next: tuple[bool, ...] = ()
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
     @property
     def text(self) -> bytes:
         """The reasons, as they are sent."""
-        return json.dumps(self.reasons).encode() if self.reasons else b""
+        plain = [reason.plain() for reason in self.reasons]
+        return json.dumps(plain).encode() if plain else b""
 
     def numbers(self, share: Model) -> list[int]:
         """All but the reasons themselves, as many of a share as ever."""
@@ -98,16 +100,16 @@ def told_fates(comm: TorchComm, fate: Fate) -> list[Fate]:
     return [fate_of(int(word), rank) for rank, word in enumerate(words)]
 
 
-def told_words(text: bytes, rank: int, units: int) -> list[str]:
+def told_reasons(text: bytes, rank: int, units: int) -> list[Reason]:
     """How the units of a rank's share travelled, as it says.
 
     Raises:
         ExchangeError: it says something else.
     """
     try:
-        told = json.loads(text)
-    except (ValueError, RecursionError):
+        told = [Reason.of(plain) for plain in json.loads(text)]
+    except (ValueError, TypeError, RecursionError):
         told = None
-    if not isinstance(told, list) or [type(word) for word in told] != [str] * units:
+    if told is None or len(told) != units:
         raise ExchangeError(f"local rank {rank} did not say how its share travelled")
     return told
