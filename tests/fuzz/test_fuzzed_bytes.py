@@ -38,7 +38,7 @@ from outergrad.core.types import Link, Route
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
 from outergrad.messages import wire
-from outergrad.messages.header import BlockUse, Header, Join, Use
+from outergrad.messages.header import BlockUse, Header, Join, SlotUse
 from outergrad.messages.layout import Layout
 from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.messages.wire import Piece, Preamble, State
@@ -111,7 +111,7 @@ class Answers:
 
 # -- what is exchanged around a step --------------------------------------------------------------
 
-USES = tuple(Use(n, n % 2 == 0, headers.DTYPES[n % 4]) for n in range(5))
+USES = tuple(SlotUse(n, n % 2 == 0, headers.DTYPES[n % 4]) for n in range(5))
 HEADER = Header(
     *(77, 5, 1, (True, False) * 35, USES),
     blocks=(BlockUse(4096, True), BlockUse(0, False)),

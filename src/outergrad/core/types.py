@@ -15,8 +15,8 @@ from torch import Tensor
 
 from outergrad.core.blocks import Block
 
-Rows = tuple[int, int]
-Place = tuple[str, Rows | None]
+RowRange = tuple[int, int]
+Place = tuple[str, RowRange | None]
 """A weight and the part of its first dimension: what a gradient belongs to."""
 
 
@@ -44,8 +44,8 @@ class Slot:
     inputs: int
     bias: str | None = None
     groups: int = 1
-    weight_rows: Rows | None = None
-    bias_rows: Rows | None = None
+    weight_rows: RowRange | None = None
+    bias_rows: RowRange | None = None
     lookup: bool = False
     patches: bool = False
 

@@ -44,7 +44,7 @@ class Join(IntEnum):
 
 
 @dataclass(frozen=True)
-class Use:
+class SlotUse:
     """How a slot is used in one step on one site.
 
     Attributes:
@@ -62,14 +62,15 @@ class Use:
         return self.rows << 4 | DTYPES.index(self.dtype) << 1 | int(self.tapped)
 
     @staticmethod
-    def decode(word: int) -> Use:
+    def decode(word: int) -> SlotUse:
         """The inverse of `encode`.
 
         Raises:
             ValueError: the rows or the dtype cannot be.
         """
         rows, code = bounded("rows:", word >> 4, MOST_ROWS), word >> 1 & 7
-        return Use(rows, bool(word & 1), DTYPES[bounded("a dtype of number", code, len(DTYPES))])
+        dtype = DTYPES[bounded("a dtype of number", code, len(DTYPES))]
+        return SlotUse(rows, bool(word & 1), dtype)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Header:
     step: int
     rank: int
     used: tuple[bool, ...]
-    uses: tuple[Use, ...]
+    uses: tuple[SlotUse, ...]
     alone: bool = True
     blocks: tuple[BlockUse, ...] = ()
     joint: tuple[int, int] = (0, 0)
@@ -196,7 +197,7 @@ class Header:
         buffers = bits(words[after:], len(expected.buffers))
         middle = start + len(expected.uses)
         stop = middle + len(expected.blocks)
-        uses = tuple(Use.decode(word) for word in words[start:middle])
+        uses = tuple(SlotUse.decode(word) for word in words[start:middle])
         blocks = tuple(BlockUse.decode(word) for word in words[middle:stop])
         own = (expected.fingerprint, expected.step, rank)
         joint = bounded("joint deltas:", words[6], _MOST_JOINT), words[7]

@@ -15,7 +15,14 @@ from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
 from outergrad.linalg.outer import stack
 from outergrad.record.quietly import warn
-from outergrad.record.sums import SPECTRUM, Rows, Sums, above_rounding, squared_loss, squared_sum
+from outergrad.record.sums import (
+    SPECTRUM,
+    FactoredMean,
+    Sums,
+    above_rounding,
+    squared_loss,
+    squared_sum,
+)
 
 _FEW = 64
 """Rows of a mean gradient that cost less than the gradient itself."""
@@ -87,7 +94,7 @@ class Reading:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
         self._own: dict[Place, Factors] = {}
-        self._mean: dict[Place, Rows] = {}
+        self._mean: dict[Place, FactoredMean] = {}
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)
 
     def forget(self) -> None:
@@ -173,7 +180,7 @@ class Reading:
         self._slots[slot.weight][slot.place] = slot
         if slot.lookup or sum(part.d_GRO.shape[1] for part in parts) > _FEW:
             return  # the gradient itself is less work
-        self._mean[slot.place] = Rows(stack([Factors(*part[:2]) for part in parts]), scale)
+        self._mean[slot.place] = FactoredMean(stack([Factors(*part[:2]) for part in parts]), scale)
 
     @_in_turn
     def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:

@@ -94,7 +94,7 @@ def _root(square: float) -> float:
     return math.sqrt(square) if square > 0 else square * 0
 
 
-class Rows:
+class FactoredMean:
     """A mean gradient of few rows: their Gram matrices tell what it is like."""
 
     def __init__(self, factors: Factors, scale: float) -> None:

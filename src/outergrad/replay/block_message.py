@@ -12,7 +12,7 @@ from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.linalg.gradients import scaled
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use
-from outergrad.replay.run import PREVIOUS, Link, Message, Run, Shape
+from outergrad.replay.run import PREVIOUS, LinkedUse, Message, ReplayRun, Shape
 
 
 class BlockMessage:
@@ -35,19 +35,19 @@ class BlockMessage:
         self._message = Message([self._run(run) for run in _runs(uses)], self._shapes, codecs)
         self.nbytes = self._message.nbytes
 
-    def _run(self, uses: Sequence[Use]) -> Run:
+    def _run(self, uses: Sequence[Use]) -> ReplayRun:
         links = [self._link(use, follows=k > 0) for k, use in enumerate(uses)]
         last = uses[-1]
         pairs = enumerate(last.outputs)
-        return Run(tuple(links), tuple(self._add((last, "deltas", k), s) for k, s in pairs))
+        return ReplayRun(tuple(links), tuple(self._add((last, "deltas", k), s) for k, s in pairs))
 
-    def _link(self, use: Use, *, follows: bool) -> Link:
+    def _link(self, use: Use, *, follows: bool) -> LinkedUse:
         places = [
             PREVIOUS if follows and k == use.entry else self._place(use, k)
             for k in range(len(use.shapes))
         ]
         marks = [self._add((use, "marks", k), Shape.of(mark)) for k, mark in enumerate(use.marks)]
-        return Link(use.member, use.about, tuple(places), *marks)
+        return LinkedUse(use.member, use.about, tuple(places), *marks)
 
     def _place(self, use: Use, k: int) -> int:
         """Of a tensor; what several uses are given, as a mask, is sent once."""
@@ -209,13 +209,13 @@ def _works(tapped: TappedBlock, runs: list[SentRun]) -> bool:
     return True
 
 
-def _sent_run(run: Run, tensors: Sequence[Tensor], scale: float) -> SentRun:
+def _sent_run(run: ReplayRun, tensors: Sequence[Tensor], scale: float) -> SentRun:
     """A run with its tensors, and the deltas times scale: the gradients are larger."""
     links = [_sent(link, tensors) for link in run.links]
     return SentRun(links, [tensors[k] * scale for k in run.deltas])
 
 
-def _sent(link: Link, tensors: Sequence[Tensor]) -> Sent:
+def _sent(link: LinkedUse, tensors: Sequence[Tensor]) -> Sent:
     found = [None if place == PREVIOUS else tensors[place] for place in link.places]
     mark = None if link.fingerprint is None else tensors[link.fingerprint]
     return Sent(link.member, link.about, found, mark)

@@ -17,7 +17,7 @@ from outergrad.core.protocols import Exchange
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.chain import Between, Chain
 from outergrad.replay.host import Host, is_plain_sequential
-from outergrad.replay.layer import Layer, chains_in, has_hooks, is_layer
+from outergrad.replay.layer import ChainLayer, chains_in, has_hooks, is_layer
 from outergrad.replay.modules import Modules
 
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
@@ -200,7 +200,7 @@ class BlockFinder:
     def _chain(self, host: Host, start: int, last: int) -> FoundBlock:
         names, modules = zip(*host.parts[start : last + 1], strict=True)
         self._own(modules)
-        layers: list[Layer] = []
+        layers: list[ChainLayer] = []
         between: list[list[nn.Module]] = []
         for module in modules:
             if is_layer(module):

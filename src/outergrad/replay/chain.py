@@ -32,7 +32,14 @@ from outergrad.replay.context import (
 )
 from outergrad.replay.fingerprint import Comparison, fingerprint, tolerance
 from outergrad.replay.from_output import delta_before, is_known, reshapes
-from outergrad.replay.layer import Layer, backward, has_hooks, is_batched, keeps_rows_apart, output
+from outergrad.replay.layer import (
+    ChainLayer,
+    backward,
+    has_hooks,
+    is_batched,
+    keeps_rows_apart,
+    output,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class Chain:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[ChainLayer],
         between: Sequence[Between],
         full_names: Mapping[int, str],
         *,

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from outergrad.replay.from_output import is_known
 
-Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+ChainLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
 
-def output(layer: Layer, x: Tensor, params: Mapping[int, Tensor]) -> Tensor:
+def output(layer: ChainLayer, x: Tensor, params: Mapping[int, Tensor]) -> Tensor:
     """What it makes of x; parameters by the identity of the real ones."""
     bias = None if layer.bias is None else params[id(layer.bias)]
     weight = params[id(layer.weight)]
@@ -30,7 +30,7 @@ def _geometry(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[Any, Any, Any]:
 
 
 def backward(
-    layer: Layer, a: Tensor, d: Tensor, found: dict[int, Tensor], *, inputs: bool
+    layer: ChainLayer, a: Tensor, d: Tensor, found: dict[int, Tensor], *, inputs: bool
 ) -> Tensor:
     """Adds the gradients of a layer; returns the delta of its input, if that is asked for."""
     weight, a_d = layer.weight.detach().to(d.dtype), a.to(d.dtype)
@@ -53,12 +53,12 @@ def backward(
     return before.to(a.dtype).view(a.shape) if inputs else d
 
 
-def is_batched(layer: Layer, shape: Sequence[int]) -> bool:
+def is_batched(layer: ChainLayer, shape: Sequence[int]) -> bool:
     """Whether an output of this shape is of several rows, and not of one without a dimension."""
     return len(shape) >= (2 if isinstance(layer, nn.Linear) else layer.weight.dim())
 
 
-def is_layer(module: Any) -> TypeGuard[Layer]:
+def is_layer(module: Any) -> TypeGuard[ChainLayer]:
     """Whether it is a layer whose delta and activations make its gradient."""
     if type(module) is nn.Linear:
         return True

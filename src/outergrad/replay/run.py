@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkedUse:
     """One use of one module, in a run of uses of which each reads the output of the one before.
 
     Attributes:
@@ -60,7 +60,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Run:
+class ReplayRun:
     """Uses that are computed again together.
 
     Attributes:
@@ -68,7 +68,7 @@ class Run:
         deltas: places of the deltas of the last one's outputs.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[LinkedUse, ...]
     deltas: tuple[int, ...]
 
 
@@ -84,7 +84,7 @@ class Message:
         nbytes: its length; 0 if there are no runs.
     """
 
-    def __init__(self, runs: Sequence[Run], shapes: Sequence[Shape], codecs: Codecs) -> None:
+    def __init__(self, runs: Sequence[ReplayRun], shapes: Sequence[Shape], codecs: Codecs) -> None:
         self.runs, self._fields = tuple(runs), [shape.field(codecs) for shape in shapes]
         self._text = _text(self.runs, shapes)
         self._start = aligned(8 + len(self._text))
@@ -107,7 +107,7 @@ class Message:
         return [_decoded(field, encode(field.codecs, t)) for field, t in pairs]
 
     @staticmethod
-    def read(data: Tensor, codecs: Codecs) -> tuple[tuple[Run, ...], list[Tensor]]:
+    def read(data: Tensor, codecs: Codecs) -> tuple[tuple[ReplayRun, ...], list[Tensor]]:
         """The runs of a site, and their tensors: views where they were not encoded.
 
         Raises:
@@ -146,7 +146,7 @@ def _nbytes(plain: Plain) -> int:
     return aligned(math.prod(plain.shape) * plain.dtype.itemsize)
 
 
-def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
+def _text(runs: Sequence[ReplayRun], shapes: Sequence[Shape]) -> bytes:
     told = {
         "runs": [
             {
@@ -160,7 +160,7 @@ def _text(runs: Sequence[Run], shapes: Sequence[Shape]) -> bytes:
     return json.dumps(told, separators=(",", ":")).encode()
 
 
-def _told(text: bytes) -> tuple[tuple[Run, ...], list[Shape]]:
+def _told(text: bytes) -> tuple[tuple[ReplayRun, ...], list[Shape]]:
     """The inverse of `_text`.
 
     Raises:
@@ -189,9 +189,9 @@ def told_shape(dtype: Any, sizes: Any) -> Shape:
     return Shape(found, DTYPES[_whole(dtype, 0, len(DTYPES))])
 
 
-def _run(told: Any, tensors: int) -> Run:
+def _run(told: Any, tensors: int) -> ReplayRun:
     links = [
-        Link(
+        LinkedUse(
             _whole(member, 0, _MOST_ENTRIES),
             _shallow(about),
             _places(places, PREVIOUS, tensors),
@@ -201,7 +201,7 @@ def _run(told: Any, tensors: int) -> Run:
     ]
     if not links:
         raise ValueError("a run of nothing")
-    return Run(tuple(links), _places(told["deltas"], 0, tensors))
+    return ReplayRun(tuple(links), _places(told["deltas"], 0, tensors))
 
 
 def _places(told: Any, least: int, tensors: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from outergrad.core.blocks import Block
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import Slot
-from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, Use
+from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, SlotUse
 from outergrad.replay.block_message import Blocks
 from outergrad.step.accumulated import CarriedOver
 from outergrad.step.groups import on_group
@@ -86,7 +86,7 @@ class HeaderBuilder:
 
     def absent(self, step: int, loop: Loop) -> Header:
         """Of a site that uses nothing in a step."""
-        no_rows, nothing = Use(0, True, torch.float32), BlockUse(0, True)
+        no_rows, nothing = SlotUse(0, True, torch.float32), BlockUse(0, True)
         model, own = self._model, (self._fingerprint, step, self._comm.rank)
         used, uses = (False,) * len(model.params), (no_rows,) * len(model.slots)
         blocks = (nothing,) * len(model.blocks)
@@ -97,14 +97,14 @@ class HeaderBuilder:
         suffices = untapped == 0 and formed.isdisjoint(block.params)
         return BlockUse(min(nbytes + _rounded_up(untapped), MOST_ROWS - 1), suffices)
 
-    def _use(self, slot: Slot, formed: set[str], carried_over: CarriedOver) -> Use:
+    def _use(self, slot: Slot, formed: set[str], carried_over: CarriedOver) -> SlotUse:
         layer, k = self._place[slot]
         tapped, untapped, dtype = layer.announced(k)
         rows, dtype = carried_over.announced(slot, tapped, dtype)
         suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
         unseen = untapped + (carried_over.formed.get(slot, 0) if slot.weight in formed else 0)
         self.rows[slot] = rows + unseen
-        return Use(rows + _coarse(slot, unseen), suffices, dtype)
+        return SlotUse(rows + _coarse(slot, unseen), suffices, dtype)
 
 
 def _coarse(slot: Slot, rows: int) -> int:

@@ -10,12 +10,12 @@ from torch import nn
 
 from outergrad import Slot
 from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.messages.header import DTYPES, Header, Join, Use
+from outergrad.messages.header import DTYPES, Header, Join, SlotUse
 from outergrad.messages.layout import Layout
 from outergrad.messages.vote import WORDS, Vote
 from outergrad.messages.wire import Piece, Preamble, State
 
-uses = st.builds(Use, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
+uses = st.builds(SlotUse, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
 headers = st.builds(
     Header,
     st.integers(0, 2**62 - 1),
@@ -74,7 +74,7 @@ def test_a_flipped_bit_of_a_vote_is_seen(at, bit):
 
 def test_headers_of_small_models_have_one_length():
     """So that a mix-up of models is read and refused instead of aborting the process."""
-    use = Use(3, True, torch.float32)
+    use = SlotUse(3, True, torch.float32)
     assert len({len(Header(1, 1, 0, (True,) * n, (use,) * n).words()) for n in range(50)}) == 1
 
 

@@ -23,7 +23,7 @@ from outergrad.step.joint import JointStep
 from outergrad.step.step import SharedStep
 
 
-class Site:
+class RankOfSite:
     """This rank among those of its site and among its counterparts at the others.
 
     Args:
@@ -79,7 +79,7 @@ class PooledStep(LevelStep):
     def __init__(
         self,
         task: int,
-        site: Site,
+        site: RankOfSite,
         used: set[str],
         carried_over: CarriedOver,
         header: Header,

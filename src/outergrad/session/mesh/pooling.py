@@ -16,7 +16,7 @@ from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Factors, Slot, Unit
-from outergrad.messages.header import Use
+from outergrad.messages.header import SlotUse
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
 from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome, fate_of, told_reasons
@@ -71,14 +71,14 @@ class Pooling:
     def _all_tapped(self, unit: Unit) -> bool:
         return all(use.tapped for slot in unit.slots for use in self._uses(slot))
 
-    def _uses(self, slot: Slot) -> list[Use]:
+    def _uses(self, slot: Slot) -> list[SlotUse]:
         """Of each rank."""
         return [report.header.uses[self._index[slot]] for report in self._reports]
 
-    def use(self, slot: Slot) -> Use:
+    def use(self, slot: Slot) -> SlotUse:
         """How the site as a whole uses a slot."""
         uses = self._uses(slot)
-        return Use(sum(use.rows for use in uses), slot in self._of_rows, _dtype(uses))
+        return SlotUse(sum(use.rows for use in uses), slot in self._of_rows, _dtype(uses))
 
     def layout(self, rank: int, owner: int) -> Layout:
         """What a rank has for the one that pools a share."""
@@ -90,7 +90,7 @@ class Pooling:
         return Layout(0, extras, [Piece(s, u[rank].rows, _dtype(u), None) for s, u in pairs])
 
 
-def _dtype(uses: Sequence[Use]) -> torch.dtype:
+def _dtype(uses: Sequence[SlotUse]) -> torch.dtype:
     dtypes = [use.dtype for use in uses if use.rows]
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 

@@ -15,7 +15,7 @@ from outergrad.record.stats import Stats
 from outergrad.session.inspect import Inspection
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.levels import Levels
-from outergrad.session.mesh.pooled_step import PooledStep, Site
+from outergrad.session.mesh.pooled_step import PooledStep, RankOfSite
 from outergrad.session.mesh.pooling import shares
 from outergrad.session.reporting import Reporter
 from outergrad.session.session import Session
@@ -203,7 +203,7 @@ class TwoLevelSession(LevelsSession):
         parts = shares(model, local.world_size)
         planner = SharePlanner(parts[local.rank], inspection.exchanges, levels.site.world_size)
         self._planner = planner
-        self._site = Site(model, parts, planner, local, levels.site)
+        self._site = RankOfSite(model, parts, planner, local, levels.site)
 
     def coverage(self) -> Coverage:
         """How each parameter travels between the sites, why, and by which rank of a site."""

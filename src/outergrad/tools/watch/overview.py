@@ -10,7 +10,7 @@ from rich.text import Text
 from outergrad._amounts import amount, duration, seconds, short, times
 from outergrad.tools.watch.chart import chart
 from outergrad.tools.watch.layer_table import agreeing
-from outergrad.tools.watch.state import Site, Watched
+from outergrad.tools.watch.state import Watched, WatchedSite
 from outergrad.tools.watch.summary import Speed, agreement, speed
 from outergrad.tools.watch.view import DIM, LABEL, View, dotted, labelled, rule, sides
 
@@ -122,7 +122,7 @@ def _sites(watched: Watched, view: View) -> Text:
     return Text.assemble(*parts)
 
 
-def _site_dot(site: Site | None, now: float) -> Text:
+def _site_dot(site: WatchedSite | None, now: float) -> Text:
     if site is None:
         return Text("·", DIM)
     if site.ended:

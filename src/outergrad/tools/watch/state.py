@@ -52,7 +52,7 @@ class SiteLayer:
             self.effective_rank.add(event.step, event.effective_rank)
 
 
-class Site:
+class WatchedSite:
     """What one site told of the present run.
 
     Attributes:
@@ -140,16 +140,16 @@ class Watched:
 
     def __init__(self) -> None:
         self.run: Run | None = None
-        self._sites: dict[int, Site] = {}
+        self._sites: dict[int, WatchedSite] = {}
 
     def take(self, event: Event, heard: float) -> None:
         """Takes the next event of a file that was last written to then."""
-        self._sites.setdefault(event.rank, Site(event.rank)).take(event, heard)
+        self._sites.setdefault(event.rank, WatchedSite(event.rank)).take(event, heard)
         if isinstance(event, Run) and (self.run is None or event.time >= self.run.time):
             self.run = event
 
     @property
-    def sites(self) -> list[Site]:
+    def sites(self) -> list[WatchedSite]:
         """Those of the present run, in order: an earlier one may have had more."""
         most = self.run.sites if self.run else math.inf
         return [site for rank, site in sorted(self._sites.items()) if rank < most]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from outergrad.events import Layer
-from outergrad.tools.watch.state import Site, SiteLayer, Watched, mean_over
+from outergrad.tools.watch.state import WatchedSite, SiteLayer, Watched, mean_over
 
 PARTS = ("compress", "replay", "wait")
 
@@ -55,7 +55,7 @@ def speed(watched: Watched) -> Speed:
     )
 
 
-def _sent_per_step(site: Site) -> float:
+def _sent_per_step(site: WatchedSite) -> float:
     """Over all steps between recorded ones, which need not be like them."""
     first, last = site.steps[0], site.steps[-1]
     if last.step == first.step:

@@ -10,7 +10,7 @@ from made_up_watch import START, watched
 
 from made_up_run import DENSE_BYTES, events, layer
 from outergrad.events import Layer, Run, Scalars, Step
-from outergrad.tools.watch.state import Series, Site, Watched, mean_over, whole_cosine
+from outergrad.tools.watch.state import Series, WatchedSite, Watched, mean_over, whole_cosine
 from outergrad.tools.watch.summary import agreement, layer_lines, scalars, speed
 
 
@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_forgets_what_it_does_again():
     assert max(ranks) == 90
 
 
-def run_of(site: Site) -> Run:
+def run_of(site: WatchedSite) -> Run:
     assert site.run is not None
     return site.run
 
@@ -132,7 +132,7 @@ def test_half_a_step_is_no_agreement():
 
 @pytest.mark.parametrize(("gap_s", "silent_after_s"), [(0.1, 10.0), (60.0, 180.0)])
 def test_silence_is_much_longer_than_usual(gap_s, silent_after_s):
-    site = Site(0)
+    site = WatchedSite(0)
     for step in range(5):
         time = START + gap_s * step
         site.take(Scalars(rank=0, step=step, time=time, values={}), heard=time)
