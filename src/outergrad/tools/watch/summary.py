@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from outergrad.events import Layer
-from outergrad.tools.watch.state import WatchedSite, SiteLayer, Watched, mean_over
+from outergrad.tools.watch.state import SiteLayer, Watched, WatchedSite, mean_over
 
 PARTS = ("compress", "replay", "wait")
 

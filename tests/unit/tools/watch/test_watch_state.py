@@ -10,7 +10,7 @@ from made_up_watch import START, watched
 
 from made_up_run import DENSE_BYTES, events, layer
 from outergrad.events import Layer, Run, Scalars, Step
-from outergrad.tools.watch.state import Series, WatchedSite, Watched, mean_over, whole_cosine
+from outergrad.tools.watch.state import Series, Watched, WatchedSite, mean_over, whole_cosine
 from outergrad.tools.watch.summary import agreement, layer_lines, scalars, speed
 
 
