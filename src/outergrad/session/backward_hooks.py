@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from outergrad.core.protocols import Comm
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.messages.header import Join
+from outergrad.core.types import ExchangeError, Factors, Slot, Unit
+from outergrad.messages.header import Header, Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
 from outergrad.replay.block_message import Blocks
@@ -32,6 +36,7 @@ from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
+from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 
 _Step = LocalStep | SharedStep | KeepingStep
@@ -213,10 +218,34 @@ class BackwardHooks(GivingUp):
         agreed = due_parts.carried_over, described(points) if self._joint else None
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
         header = header_builder.header(self._stats.step, announced, waiting, *agreed, loop)
-        parts = due_parts.carried_over, self._blocks, JointStep(points, self._comm, header, trained)
-        reading = self._reporter.reading(self._stats.step)
-        own = (model, planner, self._comm, header, due_parts.used, *parts, reading, self._buffers)
-        step = SharedStep(task, *own, skips_bad=self._mishaps.skips_bad)
+        return self._new_step(
+            header,
+            task=task,
+            model=model,
+            planner=planner,
+            used=due_parts.used,
+            carried_over=due_parts.carried_over,
+            joint=JointStep(points, self._comm, header, trained),
+        )
+
+    def _new_step(self, header: Header, **about: Any) -> SharedStep:
+        """Begins a step with the other sites: of the whole model, unless a `StepSpec` says else.
+
+        Args:
+            header: what this site announces.
+            **about: attributes of the `StepSpec` that are not the session's own.
+        """
+        own = StepSpec(
+            model=self._model,
+            planner=self._planner,
+            comm=self._comm,
+            header=header,
+            blocks=self._blocks,
+            reading=self._reporter.reading(self._stats.step),
+            buffers=self._buffers,
+            skips_bad=self._mishaps.skips_bad,
+        )
+        step = SharedStep(replace(own, **about))
         on_group(self._comm.group).running.append(self)
         return step
 

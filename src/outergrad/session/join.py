@@ -20,12 +20,14 @@ from outergrad.messages.header import Header, Join
 from outergrad.session.backward_hooks import BackwardHooks
 from outergrad.session.made_equal import Replica
 from outergrad.step.accumulated import CarriedOver
+from outergrad.core.types import ExchangeError
+from outergrad.messages.header import Header, Join
+from outergrad.session.backward_hooks import BackwardHooks
+from outergrad.session.made_equal import Replica
+from outergrad.step.commit import StepDiscardedError
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import Loop
-from outergrad.step.joint import JointStep
 from outergrad.step.step import SharedStep
-
-_NOTHING_CARRIED_OVER = CarriedOver({}, {})
 
 
 class Joining(BackwardHooks):
@@ -101,11 +103,7 @@ class Joining(BackwardHooks):
         self._forget_gradients()
         loop = Loop(0, join, self._buffers.none_written())
         header = self._header_builder.absent(self._stats.step, loop)
-        own, no_joint = (self._model, self._planner, self._comm), JointStep([], self._comm)
-        reading = self._reporter.reading(self._stats.step)
-        parts = (_NOTHING_CARRIED_OVER, self._blocks, no_joint, reading, self._buffers)
-        step = self._step = SharedStep(NO_TASK, *own, header, set(), *parts)
-        on_group(self._comm.group).running.append(self)
+        step = self._step = self._new_step(header)
         return step
 
     def _forget_gradients(self) -> None:

@@ -25,12 +25,8 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.step.accumulated import CarriedOver
-from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.groups import end_unfinished
 from outergrad.step.header_builder import Loop
-from outergrad.step.joint import JointStep
-from outergrad.step.step import SharedStep
-
-_NOTHING_CARRIED_OVER = CarriedOver({}, {})
 
 
 class LocalStepsSession(Session):
@@ -189,22 +185,13 @@ class LocalStepsSession(Session):
 
     def _share(self) -> None:
         """Makes the changes their mean over the sites, in a step without a backward."""
-        used, sessions = set(self._start), on_group(self._comm.group)
-        no_joint = JointStep([], self._comm)
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        about = (self._stats.step, used, set[str](), _NOTHING_CARRIED_OVER, None, loop)
+        about = (self._stats.step, set(self._start), set[str](), CarriedOver(), None, loop)
         header = self._header_builder.header(*about)
-        own, parts = (self._model, self._planner, self._comm), (self._blocks, no_joint)
         try:
-            last = (self._reporter.reading(self._stats.step), self._buffers)
-            skips = self._mishaps.skips_bad
-            step = SharedStep(
-                NO_TASK, *own, header, set(), _NOTHING_CARRIED_OVER, *parts, *last, skips_bad=skips
-            )
+            step = self._step = self._new_step(header)
         except ExchangeError as error:
             raise self._lost_by(error) from error
-        self._step = step
-        sessions.running.append(self)
         self._finish(step)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:

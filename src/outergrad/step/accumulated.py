@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
@@ -28,8 +28,8 @@ class CarriedOver:
         formed: number of rows per slot of the other units: only `param.grad` has their product.
     """
 
-    stacked: Mapping[Slot, Sequence[Factors]]
-    formed: Mapping[Slot, int]
+    stacked: Mapping[Slot, Sequence[Factors]] = field(default_factory=dict)
+    formed: Mapping[Slot, int] = field(default_factory=dict)
 
     def of(self, model: Model) -> CarriedOver:
         """What concerns a part of the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Captured:
     def __init__(
         self,
         model: Model,
-        used: set[str],
+        used: Set[str],
         blocks: Blocks,
         accumulated: Accumulated | None = None,
     ) -> None:

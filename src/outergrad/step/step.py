@@ -15,20 +15,19 @@ from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.model import Choice, Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import Factors, Slot, Unit
+from outergrad.core.model import Choice
+from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot, Unit
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.header import Header, digest
 from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
-from outergrad.planning.plan import Planner
-from outergrad.record.gauge import Reading
 from outergrad.record.stats import Since, Stats
-from outergrad.replay.block_message import Blocks
 from outergrad.replay.block_use import Use
-from outergrad.step.accumulated import CarriedOver
-from outergrad.step.buffers import BufferMessage, SharedBuffers
+from outergrad.step.buffers import BufferMessage
 from outergrad.step.captured import Captured
 from outergrad.step.commit import Ballot, Decision
 from outergrad.step.joint import JointStep, Point
+from outergrad.step.spec import StepSpec
 from outergrad.step.writing import Writer
 
 
@@ -43,24 +42,11 @@ class SharedStep:
     raised: so the sites never get out of step with each other.
     """
 
-    def __init__(
-        self,
-        task: int,
-        model: Model,
-        planner: Planner,
-        comm: Comm,
-        header: Header,
-        used: set[str],
-        carried_over: CarriedOver,
-        blocks: Blocks,
-        joint: JointStep,
-        reading: Reading | None = None,
-        buffers: SharedBuffers | None = None,
-        *,
-        skips_bad: bool = False,
-    ) -> None:
-        self.task, self._joint = task, joint
-        self._shared_buffers = buffers or SharedBuffers()
+    def __init__(self, spec: StepSpec) -> None:
+        model, comm, header = spec.model, spec.comm, spec.header
+        planner, carried_over = spec.planner, spec.carried_over
+        self.task, self._shared_buffers = spec.task, spec.buffers
+        self._joint = spec.joint or JointStep((), comm)
         self._sent_buffers: BufferMessage | None = None
         self._wait_s = 0.0
         self._since = Since(comm)
@@ -70,17 +56,17 @@ class SharedStep:
         self.place = "the headers"
         """What this site waits for, in words."""
         self._model, self._planner, self._comm = model, planner, comm
-        self._captured = Captured(model, used | carried_over.params, blocks)
+        self._captured = Captured(model, spec.used | carried_over.params, spec.blocks)
         for slot, parts in carried_over.stacked.items():
             for part in parts:
                 self._captured.add(slot, lambda part=part: part)
-        self._waiting = set(used)
+        self._waiting = set(spec.used)
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
         index = {slot: k for k, slot in enumerate(model.slots)}
         rows = self._captured.rows
-        own = (comm, model.params, header, index, rows, set[str](), blocks)
-        self.context = StepContext(*own, reading=reading, skips_bad=skips_bad)
+        own = (comm, model.params, header, index, rows, set[str](), spec.blocks)
+        self.context = StepContext(*own, reading=spec.reading, skips_bad=spec.skips_bad)
         self._writer = Writer(model, planner, self.context)
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
         self._ballot = Ballot(comm, header, self.subjects)

@@ -19,7 +19,7 @@ from outergrad.session.mesh.pooling import Conclusion, Pooling, pool
 from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome
 from outergrad.step.accumulated import CarriedOver
 from outergrad.step.captured import Captured, overwrite
-from outergrad.step.joint import JointStep
+from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 
 
@@ -169,10 +169,16 @@ class PooledStep(LevelStep):
         masks = tuple(name in used for name in share.params)
         uses = tuple(pooling.use(slot) for slot in share.slots)
         own = (self._header.fingerprint, self._header.step, site.between.rank)
-        header, blocks = Header(*own, masks, uses, self._alone), Blocks()
-        joint = JointStep([], site.between)
-        parts = (share, site.planner, site.between, header, used, CarriedOver(stacked, {}))
-        return SharedStep(NO_TASK, *parts, blocks, joint, self._reading)
+        spec = StepSpec(
+            model=share,
+            planner=site.planner,
+            comm=site.between,
+            header=Header(*own, masks, uses, self._alone),
+            used=used,
+            carried_over=CarriedOver(stacked),
+            reading=self._reading,
+        )
+        return SharedStep(spec)
 
     def _spread(self, outcome: ShareOutcome) -> None:
         """Tells the others of the site, and hears of their shares."""

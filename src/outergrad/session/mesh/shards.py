@@ -28,13 +28,10 @@ from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.rank_reports import Fate, told_fates
 from outergrad.session.mesh.two_levels import LevelsSession
 from outergrad.session.settings import Settings
-from outergrad.step.accumulated import CarriedOver
 from outergrad.step.captured import LocalStep
 from outergrad.step.groups import end_unfinished, on_group
-from outergrad.step.joint import JointStep
+from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
-
-_NOTHING_CARRIED_OVER = CarriedOver({}, {})
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -196,10 +193,15 @@ class ShardStep(LevelStep):
     def _shared(self) -> SharedStep:
         model, comm = self._model, self._levels.site
         masks = tuple(name in self.used for name in model.params)
-        like, blocks, joint = self._header, Blocks(), JointStep([], comm)
-        header = Header(like.fingerprint, like.step, comm.rank, masks, (), like.alone)
-        own = (model, self._planner, comm, header, set(self.used), _NOTHING_CARRIED_OVER)
-        return SharedStep(NO_TASK, *own, blocks, joint, self._reading)
+        spec = StepSpec(
+            model=model,
+            planner=self._planner,
+            comm=comm,
+            header=replace(self._header, used=masks),
+            used=set(self.used),
+            reading=self._reading,
+        )
+        return SharedStep(spec)
 
 
 class ShardedSession(LevelsSession):

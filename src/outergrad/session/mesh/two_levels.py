@@ -228,7 +228,7 @@ class TwoLevelSession(LevelsSession):
 
     def _unused_step(self) -> PooledStep:
         header = self._header_builder.absent(self._stats.step, PLAIN)
-        return self._pooled(NO_TASK, set(), CarriedOver({}, {}), header)
+        return self._pooled(NO_TASK, set(), CarriedOver(), header)
 
     def _pooled(
         self, task: int, used: set[str], carried_over: CarriedOver, header: Header

@@ -1,0 +1,50 @@
+"""What one shared step is about: everything that `SharedStep` needs, with defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from outergrad.capture.tap import NO_TASK
+from outergrad.core.model import Model
+from outergrad.core.protocols import Comm
+from outergrad.messages.header import Header
+from outergrad.planning.plan import Planner
+from outergrad.record.gauge import Reading
+from outergrad.replay.block_message import Blocks
+from outergrad.step.accumulated import CarriedOver
+from outergrad.step.buffers import SharedBuffers
+from outergrad.step.joint import JointStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """What one shared step is about; by default without a backward, blocks and buffers.
+
+    Attributes:
+        model: what is shared.
+        planner: turns the headers of all sites into messages.
+        comm: the transport.
+        header: what this site announces.
+        task: the backward that the step belongs to; NO_TASK without one.
+        used: parameters that this site's backward leaves a gradient in.
+        carried_over: rows of earlier passes.
+        blocks: what is computed again.
+        joint: the deltas that are averaged; None where there are none.
+        reading: measures the gradients, if the step is recorded.
+        buffers: what becomes of running statistics.
+        skips_bad: whether the step is skipped if a gradient is not finite.
+    """
+
+    model: Model
+    planner: Planner
+    comm: Comm
+    header: Header
+    task: int = NO_TASK
+    used: Set[str] = frozenset()
+    carried_over: CarriedOver = field(default_factory=CarriedOver)
+    blocks: Blocks = field(default_factory=Blocks)
+    joint: JointStep | None = None
+    reading: Reading | None = None
+    buffers: SharedBuffers = field(default_factory=SharedBuffers)
+    skips_bad: bool = False
