@@ -30,16 +30,15 @@ from outergrad.session.reporting import Reporter
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
 from outergrad.step.accumulated import Accumulated
-from outergrad.step.cadence import Cadence, KeepingStep, Share
-from outergrad.step.captured import LocalStep
+from outergrad.step.cadence import Cadence, Share
+from outergrad.step.captured import Captured
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, Point, described
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
-
-_Step = LocalStep | SharedStep | KeepingStep
+from outergrad.step.unsynced import Step, UnsyncedStep
 
 
 class BackwardHooks(GivingUp):
@@ -82,7 +81,7 @@ class BackwardHooks(GivingUp):
         whole = Share(model, self._planner, self._header_builder)
         self._cadence, self._due_parts = Cadence(whole, inspection.every), None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._synchronise, self._attached = True, True
         self._several = comm.world_size > 1
         self._unshared: set[str] = set()
@@ -124,42 +123,32 @@ class BackwardHooks(GivingUp):
     def on_use(self, block: Block, use: Use) -> None:
         """The deltas of a use of a block have arrived."""
         self._refuse_detached()
-        try:
-            self._due().on_use(block, use)
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
+        with self._giving_up():
+            self._current().captured.add_use(block, use)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """The delta of an output of a part that is each site's own; returns what flows back."""
         self._refuse_detached()
-        try:
-            return self._due().on_joint(point, delta)
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
+        with self._giving_up():
+            return self._current().on_joint(point, delta)
 
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """A product's delta has arrived."""
         self._refuse_detached()
-        try:
-            self._step_of(slot.weight).on_factors(slot, factors)
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
+        with self._giving_up():
+            self._step_of(slot.weight).captured.add(slot, factors)
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
-        try:
-            self._step_of(name).on_gradient(name)
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
+        with self._giving_up():
+            self._step_of(name).captured.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
-        try:
+        with self._giving_up():
             self._step_of(name).on_ready(name)
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
 
-    def _current(self) -> _Step:
+    def _current(self) -> Step:
         """The step of the backward that runs now; its first event begins it."""
         task = current_task()
         if self._step is None or self._step.task != task:
@@ -167,17 +156,11 @@ class BackwardHooks(GivingUp):
         assert self._step is not None
         return self._step
 
-    def _due(self) -> LocalStep | SharedStep:
-        """The same; blocks and averages are due every time."""
-        step = self._current()
-        assert not isinstance(step, KeepingStep)
-        return step
-
-    def _step_of(self, name: str) -> _Step:
-        """Where a parameter belongs in it."""
+    def _step_of(self, name: str) -> Step:
+        """Where a parameter belongs in it; blocks and averages are due every time."""
         step = self._current()
         later = self._due_parts.later if self._due_parts is not None else None
-        return later if later is not None and name in later.model.params else step
+        return later if later is not None and name in later.captured.model.params else step
 
     def _begin(self, task: int) -> None:
         refuse_nested_backward()
@@ -189,13 +172,14 @@ class BackwardHooks(GivingUp):
         step = self._step = begin(task, used)
         at_end_of_backward(lambda: self._finish(step))
 
-    def _unsynchronised(self, task: int, used: set[str]) -> LocalStep:
+    def _unsynchronised(self, task: int, used: set[str]) -> UnsyncedStep:
         several, self._due_parts = self._several, None
         self._unshared |= used if several else set()
-        kept = self._accumulated if several else None
-        return LocalStep(task, self._model, used, self._blocks, kept)
+        write = self._accumulated.write if several else None
+        captured = Captured(self._model, used, self._blocks, write)
+        return UnsyncedStep(task, captured, captured.settle)
 
-    def _synchronised(self, task: int, used: set[str]) -> _Step:
+    def _synchronised(self, task: int, used: set[str]) -> Step:
         """Shares what is due; on a single site that needs no messages."""
         alone = self._comm.world_size == 1 and not any(self._tap_next.values())
         carried_over = self._accumulated.take(used)
@@ -211,7 +195,8 @@ class BackwardHooks(GivingUp):
             due_parts.due.header_builder,
         )
         if alone:
-            return LocalStep(task, model, due_parts.used, self._blocks, None)
+            captured = Captured(model, due_parts.used, self._blocks)
+            return UnsyncedStep(task, captured, captured.settle)
         waiting = (self._unshared | due_parts.released) & model.params.keys()
         announced = due_parts.used | due_parts.carried_over.params
         points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
@@ -249,7 +234,7 @@ class BackwardHooks(GivingUp):
         on_group(self._comm.group).running.append(self)
         return step
 
-    def _finish(self, step: _Step) -> None:
+    def _finish(self, step: Step) -> None:
         if step is not self._step:  # left over from a backward that raised
             return
         try:
@@ -265,7 +250,7 @@ class BackwardHooks(GivingUp):
             self._close(step)
             self._take_note(step)
 
-    def _complete(self, step: _Step) -> None:
+    def _complete(self, step: Step) -> None:
         if isinstance(step, SharedStep):
             try:
                 step.finish()
@@ -275,36 +260,43 @@ class BackwardHooks(GivingUp):
         elif self._due_parts is not None and self._mishaps.skips_bad:
             self._mishaps.alone(self._stats.step)
 
-    def _take_note(self, step: _Step) -> None:
+    def _take_note(self, step: Step) -> None:
         """Of what all sites decided."""
         if isinstance(step, SharedStep) and step.decision is not None:
             self._mishaps.decided(step.decision, step.subjects.names)
 
-    def _close(self, step: _Step) -> None:
+    def _close(self, step: Step) -> None:
         self._step, due_parts, self._due_parts = None, self._due_parts, None
-        if isinstance(step, SharedStep):
+        shared = isinstance(step, SharedStep)
+        if shared:
             on_group(self._comm.group).running.remove(self)
         for layer in self._layers:
             layer.forget_awaited()
-        if isinstance(step, SharedStep) or not self._several:  # else they add up
+        if shared or not self._several:  # else they add up
             self._weighting.settle()
             self._blocks.forget()
             for layer in self._layers:
                 if due_parts is None or due_parts.shares(layer.slots):
                     layer.forget_untapped()
-        if isinstance(step, SharedStep) and step.choice is not None:
-            self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
-            self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
-            self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
-            self._stats = step.stats(self._stats.step + 1)
-            if step.decision is not None:
-                self._note_end(counted=step.applied)
-            if step.applied:
-                self._reporter.report(step.context, self._stats)
-        if isinstance(step, LocalStep) and due_parts is not None:  # a single site's
-            alone = Stats(self._stats.step + 1, total_sent_bytes=self._stats.total_sent_bytes)
-            self._stats = alone
-            self._reporter.report_alone(alone)
+        if shared:
+            self._follow_up(step)
+        elif due_parts is not None and due_parts.due is not None:  # a single site's
+            total = self._stats.total_sent_bytes
+            self._stats = Stats(self._stats.step + 1, total_sent_bytes=total)
+            self._reporter.report_alone(self._stats)
+
+    def _follow_up(self, step: SharedStep) -> None:
+        """Goes by what a step has chosen, and reports it."""
+        if step.choice is None:
+            return
+        self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
+        self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
+        self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
+        self._stats = step.stats(self._stats.step + 1)
+        if step.decision is not None:
+            self._note_end(counted=step.applied)
+        if step.applied:
+            self._reporter.report(step.context, self._stats)
 
     # -- when something went wrong --------------------------------------------------------------
 

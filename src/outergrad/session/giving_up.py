@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
 from outergrad.record.stats import Stats
+from outergrad.step import param_grad
 from outergrad.step.commit import Decision
 from outergrad.step.groups import note_lost, on_group, refuse_lost
 from outergrad.step.lost import Findings, find_out, standing_of
@@ -27,6 +30,18 @@ class GivingUp:
     _step: Any
     _model: Model
     _mishaps: Mishaps
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Around what uses the transport.
+
+        Raises:
+            SiteLostError: it failed.
+        """
+        try:
+            yield
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
 
     def _lost_by(self, error: ExchangeError) -> SiteLostError:
         """Gives up: the transport failed, and its group must not be used again."""
@@ -53,8 +68,8 @@ class GivingUp:
         place = self._step.place if isinstance(self._step, SharedStep) else "the headers"
         number = self._stats.step + found.counted
         self._mishaps.lost(note_lost(self._comm, number, place, error, found))
-        for p in () if found.counted else self._model.params.values():
-            p.grad = None  # so that nobody applies it by mistake
+        if not found.counted:
+            param_grad.drop(self._model.params.values())
         return found.counted
 
     def _find_out(self, error: ExchangeError) -> Findings:

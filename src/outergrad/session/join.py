@@ -24,6 +24,7 @@ from outergrad.core.types import ExchangeError
 from outergrad.messages.header import Header, Join
 from outergrad.session.backward_hooks import BackwardHooks
 from outergrad.session.made_equal import Replica
+from outergrad.step import param_grad
 from outergrad.step.commit import StepDiscardedError
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import Loop
@@ -110,8 +111,7 @@ class Joining(BackwardHooks):
         """As the loops of the others do before each backward; what was not shared is lost."""
         self._accumulated.clear()
         self._unshared.clear()
-        for p in (*self._model.params.values(), *self._local.values()):
-            p.grad = None
+        param_grad.drop((*self._model.params.values(), *self._local.values()))
         if self._watch is not None:
             for optimizer in self._watch.optimizers.values():
                 optimizer.zero_grad()

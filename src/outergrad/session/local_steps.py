@@ -188,10 +188,8 @@ class LocalStepsSession(Session):
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
         about = (self._stats.step, set(self._start), set[str](), CarriedOver(), None, loop)
         header = self._header_builder.header(*about)
-        try:
+        with self._giving_up():
             step = self._step = self._new_step(header)
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
         self._finish(step)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:

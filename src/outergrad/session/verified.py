@@ -13,6 +13,7 @@ from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.core.protocols import Comm
 from outergrad.session.drift import Drift, compared
+from outergrad.session.drift import Drift, DriftError, compared
 from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import Replica
 from outergrad.session.settings import Settings
@@ -104,12 +105,10 @@ class Verified(Watching):
             self._verify()
 
     def _verify(self) -> None:
-        try:
+        with self._giving_up():
             drift = compared(self._comm, self._compared())
             if drift is not None:
                 self._tell_of_drift(drift)
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
 
     def _compared(self) -> dict[str, Tensor | None]:
         parameters: dict[str, Tensor | None] = {**self._model.params, **self._frozen}

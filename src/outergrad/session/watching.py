@@ -18,10 +18,11 @@ from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.core.errors import ExchangeError
+from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.session.join import Joining
-from outergrad.step.captured import LocalStep
 from outergrad.step.groups import on_group
 from outergrad.step.step import SharedStep
+from outergrad.step.unsynced import UnsyncedStep
 
 
 class Watching(Joining):
@@ -112,9 +113,8 @@ class Watching(Joining):
         with watch.as_agreed():
             step = self._shadow(self._join)
             try:
-                step.abandon(changed=change.name)
-            except ExchangeError as error:
-                raise self._lost_by(error) from error
+                with self._giving_up():
+                    step.abandon(changed=change.name)
             finally:
                 self._close(step)
         self._take_note(step)
@@ -130,8 +130,8 @@ class Watching(Joining):
             self._run_hooks(step.context.used if step.applied else ())
         elif due_parts is not None:
             self._run_hooks(due_parts.used | due_parts.released)
-        elif isinstance(step, LocalStep):
-            self._run_hooks(step.used, shared=not self._several)
+        elif isinstance(step, UnsyncedStep):
+            self._run_hooks(step.captured.used, shared=not self._several)
 
     def _run_hooks(self, names: Iterable[str], *, shared: bool = True) -> None:
         """Calls them for these parameters, in the same order on every site.

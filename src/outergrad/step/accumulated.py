@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot, Unit
+from outergrad.step import param_grad
 
 Pays = Callable[[Unit, Sequence[int]], bool]
 """Whether a unit with so many rows per slot (K) should travel as factors."""
@@ -77,7 +78,7 @@ class Accumulated:
         self._stacks.clear()
         self._formed.clear()
 
-    def before_write(self, slot: Slot, written: Collection[str]) -> None:
+    def _before_write(self, slot: Slot, written: Collection[str]) -> None:
         """Checks, before a product is added to these parameters, that rows may be kept."""
         unit = self._unit_of[slot]
         stack = self._stacks.pop(unit, None)
@@ -89,10 +90,16 @@ class Accumulated:
         if stack is not None and set(slot.params) <= set(written):
             self._stacks[unit] = stack
 
+    def write(self, slot: Slot, factors: Factors, gradients: Mapping[str, Tensor]) -> None:
+        """Adds gradients to `param.grad`, and keeps the rows that made them if that pays."""
+        self._before_write(slot, gradients)
+        param_grad.add(self._model.params, gradients)
+        self._after_write(slot, factors)
+
     def _is_fresh(self, unit: Unit) -> bool:
         return all(self._model.params[name].grad is None for name in unit.params)
 
-    def after_write(self, slot: Slot, factors: Factors) -> None:
+    def _after_write(self, slot: Slot, factors: Factors) -> None:
         """Keeps the rows of the product that was added, if that still pays."""
         unit = self._unit_of[slot]
         self._formed[slot] += rows_of(factors)
@@ -106,7 +113,7 @@ class Accumulated:
         else:
             del self._stacks[unit]
 
-    def take(self, used: set[str]) -> CarriedOver:
+    def take(self, used: Set[str]) -> CarriedOver:
         """Hands over all that is kept, and empties the gradients that it stands for.
 
         Args:
@@ -194,9 +201,9 @@ def _sums(gradient: Tensor) -> Tensor:
     return torch.stack([gradient.sum(dtype=dtype), torch.linalg.vector_norm(gradient, dtype=dtype)])
 
 
-def is_whole(unit: Unit, used: set[str]) -> bool:
+def is_whole(unit: Unit, used: Set[str]) -> bool:
     """Whether a backward leaves gradients in all parameters of a slot or in none."""
-    return all(used.issuperset(s.params) or used.isdisjoint(s.params) for s in unit.slots)
+    return all(used >= set(s.params) or used.isdisjoint(s.params) for s in unit.slots)
 
 
 def rows_of(factors: Factors) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from outergrad.core.model import Model, part_of
-from outergrad.core.types import Factors, Slot, StateDict
+from outergrad.core.types import Slot, StateDict
 from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage
+from outergrad.step import param_grad
 from outergrad.step.accumulated import CarriedOver
+from outergrad.step.captured import Captured
 from outergrad.step.header_builder import HeaderBuilder
 from outergrad.step.kept import Kept
+from outergrad.step.unsynced import UnsyncedStep
 
 
 @dataclass(frozen=True)
@@ -45,55 +46,18 @@ class DueParts:
         used: parameters of it that the backward leaves a gradient in.
         released: those that have one already, of earlier passes.
         carried_over: rows of earlier passes.
-        later: takes the rest; None if there is none.
+        later: keeps the rest for another time; None if there is none.
     """
 
     due: Share | None
     used: set[str]
     released: set[str]
     carried_over: CarriedOver
-    later: KeepingStep | None
+    later: UnsyncedStep | None
 
     def shares(self, slots: Sequence[Slot]) -> bool:
         """Whether some of these slots are due."""
         return self.due is not None and any(s.weight in self.due.model.params for s in slots)
-
-
-class KeepingStep:
-    """A backward, or the part of it, whose parameters are not due: what it brings is kept.
-
-    Args:
-        task: of the backward.
-        model: the part that is not due.
-        keep: takes the rows of every slot, and the names that autograd had gradients for.
-    """
-
-    def __init__(
-        self,
-        task: int,
-        model: Model,
-        keep: Callable[[Mapping[Slot, Sequence[Factors]], set[str]], None],
-    ) -> None:
-        self.task, self.model, self._keep = task, model, keep
-        self._captured: dict[Slot, list[Callable[[], Factors]]] = {}
-        self._has_autograd_grad: set[str] = set()
-
-    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """Keeps a captured product until the backward has succeeded."""
-        self._captured.setdefault(slot, []).append(factors)
-
-    def on_gradient(self, name: str) -> None:
-        """Notes that autograd has a gradient, besides what taps captured."""
-        self._has_autograd_grad.add(name)
-
-    def on_ready(self, name: str) -> None:
-        """Nothing: it is not due."""
-
-    def finish(self) -> None:
-        """The backward has succeeded: a pass more is kept."""
-        with torch.no_grad():
-            rows = {slot: [make() for make in calls] for slot, calls in self._captured.items()}
-        self._keep(rows, self._has_autograd_grad)
 
 
 class Cadence:
@@ -142,9 +106,8 @@ class Cadence:
             shared: parameters whose gradient is now the sum over the passes.
         """
         for name in shared:
-            p, k = self._whole.model.params[name], self._every[name]
-            if p.grad is not None and k > 1:
-                p.grad.mul_(1 / k)
+            if self._every[name] > 1:
+                param_grad.scale([self._whole.model.params[name]], 1 / self._every[name])
         if due_parts.later is not None:
             due_parts.later.finish()
 
@@ -155,16 +118,10 @@ class Cadence:
 
     def _keeping(
         self, task: int, names: Collection[str], used: set[str], carried_over: CarriedOver
-    ) -> KeepingStep:
+    ) -> UnsyncedStep:
         part = part_of(self._whole.model, names)
-        own, before = used & part.params.keys(), carried_over.of(part)
-        return KeepingStep(
-            task,
-            part,
-            lambda new, has_autograd_grad: self.kept.keep(
-                part, own, new, before, has_autograd_grad
-            ),
-        )
+        captured, before = Captured(part, used & part.params.keys()), carried_over.of(part)
+        return UnsyncedStep(task, captured, at_end=lambda: self.kept.keep(captured, before))
 
     # -- what is said and saved -----------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a backward captures, and how gradients get into `param.grad`."""
+"""What a backward captures, until it is sent or added to `param.grad`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
 from outergrad.replay.block_message import Blocks
 from outergrad.replay.block_use import Use
-from outergrad.step.accumulated import Accumulated
-from outergrad.step.joint import Point
+from outergrad.step import param_grad
+
+Write = Callable[[Slot, Factors, Mapping[str, Tensor]], None]
+"""Takes the factors of one slot and the gradients that they make, to be added to `param.grad`."""
 
 
 class Captured:
@@ -25,20 +27,25 @@ class Captured:
         model: what they belong to.
         used: parameters that this backward leaves a gradient in.
         blocks: what is computed again.
-        accumulated: keeps the rows of what is settled, if they may be shared later.
+        write: adds to `param.grad` what is settled.
+
+    Attributes:
+        has_autograd_grad: parameters that autograd has a gradient for, besides.
+        settled: what was added to `param.grad` before it could be sent.
     """
 
     def __init__(
         self,
         model: Model,
         used: Set[str],
-        blocks: Blocks,
-        accumulated: Accumulated | None = None,
+        blocks: Blocks | None = None,
+        write: Write | None = None,
     ) -> None:
-        self._model, self._used, self._accumulated = model, used, accumulated
-        self._blocks = blocks
+        self.model, self.used = model, used
+        self._blocks, self._write = blocks or Blocks(), write or self._add_to_grad
         self._uses: list[tuple[Block, Use]] = []
         self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
+        self.has_autograd_grad: set[str] = set()
         self.settled: set[Slot | Block] = set()
         self._touching: dict[str, list[Slot]] = {}
         for slot in model.slots:
@@ -68,14 +75,20 @@ class Captured:
         parts = [factors() for factors in self._of_slot.get(slot, ())]
         missing = announced - sum(part.d_GRO.shape[1] for part in parts)
         if not parts or (missing > 0 and not slot.lookup):
-            parts.append(_zeros(slot, missing, self._model.params[slot.weight]))
+            parts.append(_zeros(slot, missing, self.model.params[slot.weight]))
         return stack(parts)
+
+    @torch.no_grad()
+    def take(self) -> dict[Slot, list[Factors]]:
+        """Hands over the rows of every use of every slot."""
+        calls_of, self._of_slot = self._of_slot, {}
+        return {slot: [make() for make in calls] for slot, calls in calls_of.items()}
 
     def settle(self, name: str) -> None:
         """Adds what was captured for a parameter to its `grad`, as autograd would have."""
         for slot in self._touching.get(name, ()):
             if slot in self._of_slot:
-                self._write(slot, self.rows(slot))
+                self._form(slot, self.rows(slot))
                 del self._of_slot[slot]
                 self.settled.add(slot)
         for block, use in [pair for pair in self._uses if name in pair[0].params]:
@@ -87,19 +100,17 @@ class Captured:
     def _compute_again(self, block: Block, use: Use) -> None:
         gradients = self._blocks[block].gradients([SentRun([use.as_sent], use.deltas)])
         use.release()
-        params = self._model.params
-        wanted = {n: g.to(params[n].dtype) for n, g in gradients.items() if n in self._used}
-        accumulate(self._model, wanted)  # under autocast they are of another dtype
+        params = self.model.params
+        wanted = {n: g.to(params[n].dtype) for n, g in gradients.items() if n in self.used}
+        param_grad.add(params, wanted)  # under autocast they are of another dtype
 
-    def _write(self, slot: Slot, factors: Factors) -> None:
+    def _form(self, slot: Slot, factors: Factors) -> None:
         gradients: dict[str, Tensor] = {}
-        add_gradients(gradients, slot, [factors], self._model.params, 1.0)
-        wanted = {n: gradient for n, gradient in gradients.items() if n in self._used}
-        if self._accumulated is not None:
-            self._accumulated.before_write(slot, wanted)
-        accumulate(self._model, wanted)
-        if self._accumulated is not None:
-            self._accumulated.after_write(slot, factors)
+        add_gradients(gradients, slot, [factors], self.model.params, 1.0)
+        self._write(slot, factors, {n: g for n, g in gradients.items() if n in self.used})
+
+    def _add_to_grad(self, slot: Slot, factors: Factors, gradients: Mapping[str, Tensor]) -> None:
+        param_grad.add(self.model.params, gradients)
 
 
 def _zeros(slot: Slot, rows: int, weight: Tensor) -> Factors:
@@ -109,67 +120,3 @@ def _zeros(slot: Slot, rows: int, weight: Tensor) -> Factors:
         return Factors(torch.zeros_like(weight[:1]).unsqueeze(0).detach(), ids_R)
     zeros = weight.new_zeros(slot.groups, rows, slot.outputs + slot.inputs, requires_grad=False)
     return Factors(*zeros.split([slot.outputs, slot.inputs], dim=2))
-
-
-@torch.no_grad()
-def accumulate(model: Model, gradients: Mapping[str, Tensor]) -> None:
-    """`param.grad += gradient`."""
-    for name, gradient in gradients.items():
-        p = model.params[name]
-        if p.grad is None:
-            p.grad = gradient
-        else:
-            p.grad.add_(gradient)
-
-
-@torch.no_grad()
-def overwrite(model: Model, gradients: Mapping[str, Tensor]) -> None:
-    """`param.grad = gradient`, in place where there is one: the gradients are views of buffers."""
-    for name, gradient in gradients.items():
-        p = model.params[name]
-        if p.grad is None:
-            p.grad = gradient.clone()
-        else:
-            p.grad.copy_(gradient)
-
-
-class LocalStep:
-    """A backward whose gradients stay on this site (`no_sync`, or a single site).
-
-    Args:
-        task: of the backward.
-        model: what it runs through.
-        used: parameters that it leaves a gradient in.
-        blocks: what is computed again.
-        accumulated: keeps its rows for the next shared step; None if there will be none.
-    """
-
-    def __init__(
-        self,
-        task: int,
-        model: Model,
-        used: set[str],
-        blocks: Blocks,
-        accumulated: Accumulated | None,
-    ) -> None:
-        self.task, self.used = task, used
-        self._captured = Captured(model, used, blocks, accumulated)
-
-    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """Keeps a captured product until its parameters are ready."""
-        self._captured.add(slot, factors)
-
-    def on_use(self, block: Block, use: Use) -> None:
-        """Keeps a use of a block until its parameters are ready."""
-        self._captured.add_use(block, use)
-
-    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """This site's own."""
-        return delta
-
-    def on_gradient(self, name: str) -> None:
-        """Nothing: autograd has put it where it belongs."""
-
-    def on_ready(self, name: str) -> None:
-        """Adds captured products to the parameter's gradient."""
-        self._captured.settle(name)

@@ -24,6 +24,7 @@ from outergrad.core.structure import flattened, rebuilt
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
 from outergrad.messages.wire import DELTAS, Preamble, State
+from outergrad.step import param_grad
 
 _START = Preamble.nbytes(0, 0)
 _LANE = 1
@@ -129,8 +130,7 @@ class JointStep:
 
     def clear(self) -> None:
         """The step does not count: what came of its averages is not to be applied."""
-        for p in self._params:
-            p.grad = None
+        param_grad.drop(self._params)
 
     def check(self, joints: Sequence[tuple[int, int]]) -> None:
         """Checks that all sites average the same deltas; none are, if they do not.

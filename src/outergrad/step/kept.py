@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch import Tensor
 from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot, StateDict, Unit
 from outergrad.linalg.gradients import add_gradients
+from outergrad.step import param_grad
 from outergrad.step.accumulated import CarriedOver, Pays, is_whole, numel_of, rows_of
-from outergrad.step.captured import accumulate
+from outergrad.step.captured import Captured
 
 Rows = Mapping[Slot, Sequence[Factors]]
 
@@ -40,27 +41,24 @@ class Kept:
     @torch.no_grad()
     def keep(
         self,
-        part: Model,
-        used: set[str],
-        new: Rows,
+        captured: Captured,
         carried_over: CarriedOver,
-        has_autograd_grad: set[str],
     ) -> None:
         """Takes in what a backward brought, and leaves no gradient in the parameters.
 
         Args:
-            part: of the model.
-            used: its parameters that the backward left a gradient in.
-            new: rows that the backward captured.
+            captured: by the backward, of a part of the model.
             carried_over: what passes in `no_sync` left before it.
-            has_autograd_grad: parameters that autograd itself had a gradient for.
         """
+        part, used, new = captured.model, captured.used, captured.take()
         for unit in part.units:
             rows = {s: [*carried_over.stacked.get(s, ()), *new.get(s, ())] for s in unit.slots}
-            fit = has_autograd_grad.isdisjoint(unit.params) and self._affordable(unit, rows)
+            fit = captured.has_autograd_grad.isdisjoint(unit.params) and self._affordable(
+                unit, rows
+            )
             if fit and self._as_rows(unit, used, carried_over):
                 self._add(rows)
-                self._reset(unit.params)
+                self._drop(unit.params)
             else:
                 self._form(rows, unless=set(unit.params) - used - carried_over.params)
                 self._form(self._popped(unit))
@@ -70,7 +68,7 @@ class Kept:
 
     @torch.no_grad()
     def release(
-        self, part: Model, used: set[str], carried_over: CarriedOver, *, rows: bool
+        self, part: Model, used: Set[str], carried_over: CarriedOver, *, rows: bool
     ) -> tuple[CarriedOver, set[str]]:
         """Gives back what is kept of a part, as rows of earlier passes or in `param.grad`.
 
@@ -94,7 +92,7 @@ class Kept:
             else:
                 written |= self._form(before) | self._form(held)
         formed = {name: self._formed.pop(name) for name in part.params if name in self._formed}
-        accumulate(self._model, formed)
+        param_grad.add(self._model.params, formed)
         counts = Counter({slot: carried_over.formed.get(slot, 0) for slot in part.slots})
         counts.update({slot: self._counted.pop(slot, 0) for slot in part.slots})
         return CarriedOver(stacked, counts), written | formed.keys()
@@ -107,7 +105,7 @@ class Kept:
 
     # -- rows or formed -------------------------------------------------------------------------
 
-    def _as_rows(self, unit: Unit, used: set[str], carried_over: CarriedOver) -> bool:
+    def _as_rows(self, unit: Unit, used: Set[str], carried_over: CarriedOver) -> bool:
         """Whether rows are all that there is of the unit."""
         untouched = all(self._model.params[name].grad is None for name in unit.params)
         fresh = untouched or any(slot in carried_over.stacked for slot in unit.slots)
@@ -134,7 +132,7 @@ class Kept:
         """Adds products of rows to `param.grad`; returns the parameters."""
         self._counted.update({slot: sum(map(rows_of, parts)) for slot, parts in rows.items()})
         products = {n: g for n, g in self._products(rows).items() if n not in unless}
-        accumulate(self._model, products)
+        param_grad.add(self._model.params, products)
         return set(products)
 
     def _products(self, rows: Rows) -> dict[str, Tensor]:
@@ -144,15 +142,14 @@ class Kept:
                 add_gradients(gradients, slot, parts, self._model.params, 1.0)
         return gradients
 
-    def _reset(self, names: Collection[str]) -> None:
-        for name in names:
-            self._model.params[name].grad = None
+    def _drop(self, names: Collection[str]) -> None:
+        param_grad.drop(self._model.params[name] for name in names)
 
     def _take_gradient(self, name: str) -> None:
         gradient = self._model.params[name].grad
         if gradient is not None:
             self._add_formed(name, gradient)
-            self._reset([name])
+            self._drop([name])
 
     def _add_formed(self, name: str, gradient: Tensor) -> None:
         if name in self._formed:

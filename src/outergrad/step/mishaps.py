@@ -11,6 +11,7 @@ from outergrad.core.errors import BadStepsError, SiteLostError
 from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.vote import NOTHING, Verdict, Vote
+from outergrad.step import param_grad
 from outergrad.step.commit import Decision
 
 _DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED, Verdict.CHANGED)
@@ -72,8 +73,7 @@ class Mishaps:
         if bad is None:
             self._bad = 0
             return
-        for name in grads:
-            self._params[name].grad = None
+        param_grad.drop(self._params[name] for name in grads)
         self._record(step, "skipped", (self._rank,), bad)
         self._skip(Vote(0, step, self._rank), bad)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,13 +16,13 @@ from outergrad.core.model import Choice, Model
 from outergrad.core.protocols import Comm
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.core.model import Choice
-from outergrad.core.types import ExchangeError, Factors, RefusedError, Slot, Unit
+from outergrad.core.types import ExchangeError, RefusedError, Unit
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.header import Header, digest
 from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
-from outergrad.replay.block_use import Use
+from outergrad.step import param_grad
 from outergrad.step.buffers import BufferMessage
 from outergrad.step.captured import Captured
 from outergrad.step.commit import Ballot, Decision
@@ -56,17 +56,24 @@ class SharedStep:
         self.place = "the headers"
         """What this site waits for, in words."""
         self._model, self._planner, self._comm = model, planner, comm
-        self._captured = Captured(model, spec.used | carried_over.params, spec.blocks)
+        self.captured = Captured(model, spec.used | carried_over.params, spec.blocks)
         for slot, parts in carried_over.stacked.items():
             for part in parts:
-                self._captured.add(slot, lambda part=part: part)
+                self.captured.add(slot, lambda part=part: part)
         self._waiting = set(spec.used)
         self._buckets: list[Bucket] = []
         self._pending: list[Pending] = []
-        index = {slot: k for k, slot in enumerate(model.slots)}
-        rows = self._captured.rows
-        own = (comm, model.params, header, index, rows, set[str](), spec.blocks)
-        self.context = StepContext(*own, reading=spec.reading, skips_bad=spec.skips_bad)
+        self.context = StepContext(
+            comm=comm,
+            params=model.params,
+            header=header,
+            slot_index={slot: k for k, slot in enumerate(model.slots)},
+            factors_of=self.captured.rows,
+            has_autograd_grad=self.captured.has_autograd_grad,
+            blocks=spec.blocks,
+            reading=spec.reading,
+            skips_bad=spec.skips_bad,
+        )
         self._writer = Writer(model, planner, self.context)
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
         self._ballot = Ballot(comm, header, self.subjects)
@@ -89,14 +96,6 @@ class SharedStep:
         """What its choice is about."""
         return self._model.units
 
-    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """Keeps a captured product until its message is started."""
-        self._captured.add(slot, factors)
-
-    def on_use(self, block: Block, use: Use) -> None:
-        """Keeps a use of a block until its message is started."""
-        self._captured.add_use(block, use)
-
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """The mean over the sites of a delta below a shared part."""
         self.agreed()
@@ -108,10 +107,6 @@ class SharedStep:
             return own  # backward goes on to the vote, with what nobody will apply
         finally:
             self._wait_s += time.perf_counter() - began
-
-    def on_gradient(self, name: str) -> None:
-        """Notes that autograd has a gradient, besides what taps captured."""
-        self.context.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """Starts what can be started."""
@@ -165,7 +160,7 @@ class SharedStep:
     def _start(self, bucket: Bucket) -> None:
         if self.context.state == State.GOOD:
             for name in bucket.dense_params:
-                self._captured.settle(name)
+                self.captured.settle(name)
         with torch.no_grad():
             self._pending.append(bucket.start(self.context))
 
@@ -201,11 +196,10 @@ class SharedStep:
         if self._sent_buffers is not None:
             self._sent_buffers.finish(write=decision.good)
         self._planner.commit(applied=decision.good)
-        self._captured.release()
+        self.captured.release()
         if not decision.good:
             self._joint.clear()
-            for name in self.context.used:
-                self._model.params[name].grad = None
+            param_grad.drop(self._model.params[name] for name in self.context.used)
 
     def stats(self, step: int) -> Stats:
         """What this site did.
@@ -228,7 +222,7 @@ class SharedStep:
         self._joint.give_up()
         self.decision = self._pass()
         self._planner.commit(applied=False)
-        self._captured.release()
+        self.captured.release()
 
     def _pass(self) -> Decision:
         """Starts what is left, takes in all messages and votes; what is last is written meanwhile.
@@ -339,7 +333,7 @@ class SharedStep:
         """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""
         self._planner.header_cache.was_wrong()
         self._planner.commit(applied=False)
-        header, settled = self.context.header, self._captured.settled
+        header, settled = self.context.header, self.captured.settled
         pairs = zip(self._model.slots, header.uses, strict=True)
         uses = tuple(replace(use, tapped=use.tapped and s not in settled) for s, use in pairs)
         members = zip(self._model.blocks, header.blocks, strict=True)

@@ -11,7 +11,7 @@ from outergrad.buckets.bucket import Bucket, Result, StepContext
 from outergrad.core.model import Model
 from outergrad.linalg.gradients import scaled
 from outergrad.planning.plan import Planner
-from outergrad.step.captured import accumulate, overwrite
+from outergrad.step import param_grad
 
 
 class Writer:
@@ -32,14 +32,14 @@ class Writer:
         used = self._context.used
         means = {name: g for name, g in result.means.items() if name in used}
         self._measure(means)
-        overwrite(self._model, means)
+        param_grad.overwrite(self._model.params, means)
         missing = (bucket.params & used) - set(result.additions) - set(means)
         additions = {name: g for name, g in result.additions.items() if name in used}
         additions.update(self._zeros(missing))
         not_yet = {n: additions.pop(n) for n in result.has_autograd_grad if n in additions}
         self._measure(additions, formed=False, not_yet=not_yet)
         self._has_autograd_grad.update(not_yet)
-        accumulate(self._model, additions)
+        param_grad.add(self._model.params, additions)
 
     @torch.no_grad()
     def _measure(
@@ -67,8 +67,8 @@ class Writer:
         self._planner.note_autograd_grad(list(has_autograd_grad), headers)
         for name in has_autograd_grad:
             bucket = self._planner.packer.dense_bucket([name])
-            overwrite(self._model, bucket.start(self._context).wait().means)
-        accumulate(self._model, has_autograd_grad)
+            param_grad.overwrite(self._model.params, bucket.start(self._context).wait().means)
+        param_grad.add(self._model.params, has_autograd_grad)
 
     def _zeros(self, names: Collection[str]) -> dict[str, Tensor]:
         params = self._model.params

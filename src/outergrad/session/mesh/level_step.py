@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.core.model import Exchanges, Model
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Unit
 from outergrad.planning.plan import Planner
-from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.rank_reports import Fate
 from outergrad.step.captured import LocalStep
+from outergrad.step import param_grad
+from outergrad.step.captured import Captured
+from outergrad.step.commit import StepDiscardedError
+from outergrad.step.joint import Point
 from outergrad.step.step import SharedStep
 
 
@@ -38,7 +42,7 @@ class SharePlanner(Planner):
             super().commit(applied=applied)
 
 
-class LevelStep(LocalStep):
+class LevelStep:
     """A backward whose gradients stay on this rank until its end, and then go to all ranks.
 
     Once begun, all ranks go through all of its messages, even if the backward of one raised.
@@ -51,6 +55,8 @@ class LevelStep(LocalStep):
         planner: of what this rank shares with its counterparts.
 
     Attributes:
+        captured: what the backward captures.
+        used: parameters that have a gradient, in the end on any rank.
         shared: the step between the sites, if this rank has a share of it.
         tap_next: per unit, whether to tap it in the next forward.
         reasons: per unit, how it travelled, where that is new.
@@ -62,7 +68,8 @@ class LevelStep(LocalStep):
     def __init__(
         self, task: int, model: Model, used: set[str], number: int, planner: SharePlanner
     ) -> None:
-        super().__init__(task, model, used, Blocks(), None)
+        self.task, self.captured = task, Captured(model, used)
+        self.used: set[str] = used
         self._number, self._planner = number, planner
         self._error: Exception | None = None
         self.shared: SharedStep | None = None
@@ -102,10 +109,16 @@ class LevelStep(LocalStep):
         except ExchangeError as error:
             raise ExchangeError(str(error)) from error
 
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """This rank's own: nothing is averaged on the way."""
+        return delta
+
+    def on_ready(self, name: str) -> None:
+        """Nothing: all goes on at the end of backward."""
+
     def clear(self) -> None:
         """The step does not count: there are to be no gradients that could be applied."""
-        for p in self.params.values():
-            p.grad = None
+        param_grad.drop(self.params.values())
 
     def _go_through(self, fate: Fate) -> None:
         raise NotImplementedError

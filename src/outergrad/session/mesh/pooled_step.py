@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from outergrad.capture.engine import NO_TASK
 from outergrad.comm.torch import TorchComm
@@ -13,12 +13,13 @@ from outergrad.core.types import Factors, Slot
 from outergrad.linalg.outer import stack
 from outergrad.messages.header import Header
 from outergrad.record.gauge import Reading
-from outergrad.replay.block_message import Blocks
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.pooling import Conclusion, Pooling, pool
 from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome
+from outergrad.session.mesh.rank_reports import Fate, Report, Verdict
+from outergrad.step import param_grad
 from outergrad.step.accumulated import CarriedOver
-from outergrad.step.captured import Captured, overwrite
+from outergrad.step.captured import Captured
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 
@@ -89,33 +90,19 @@ class PooledStep(LevelStep):
     ) -> None:
         super().__init__(task, site.model, used, header.step, site.planner)
         self._site, self._header, self._alone, self._reading = site, header, alone, reading
-        self._used = used | carried_over.params
-        self._parts: dict[Slot, list[Callable[[], Factors]]] = {
-            slot: [lambda part=part: part for part in parts]
-            for slot, parts in carried_over.stacked.items()
-        }
-        self._has_autograd_grad: set[str] = set()
-
-    def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
-        """Keeps a captured product until the end of backward."""
-        self._parts.setdefault(slot, []).append(factors)
-
-    def on_gradient(self, name: str) -> None:
-        """Notes that autograd has a gradient, besides what taps captured."""
-        self._has_autograd_grad.add(name)
-
-    def on_ready(self, name: str) -> None:
-        """Nothing: all is pooled at the end."""
+        self.captured = Captured(site.model, used | carried_over.params)
+        for slot, parts in carried_over.stacked.items():
+            for part in parts:
+                self.captured.add(slot, lambda part=part: part)
 
     def _go_through(self, fate: Fate) -> None:
         rows: dict[Slot, Factors] = {}
         if fate == Fate.GOOD:
             try:
                 self._refuse_sparse()
-                rows = {slot: stack([f() for f in parts]) for slot, parts in self._parts.items()}
+                rows = {slot: stack(parts) for slot, parts in self.captured.take().items()}
             except Exception as error:
                 fate, self._error = Fate.FAILED, error
-        self._parts.clear()
         reports = self._reports(fate)
         pooling = Pooling(self._site.model, self._site.shares, reports)
         fate = max(report.fate for report in reports)
@@ -134,9 +121,8 @@ class PooledStep(LevelStep):
     def _reports(self, fate: Fate) -> list[Report]:
         """What every rank of the site says of its backward."""
         comm, ours = self._site.local, self._header
-        has_autograd_grad = tuple(
-            name in self._has_autograd_grad for name in self._site.model.params
-        )
+        found = self.captured.has_autograd_grad
+        has_autograd_grad = tuple(name in found for name in self._site.model.params)
         words = comm.control(Report(ours, fate, has_autograd_grad).words())
         told = comm.all_gather(words, [len(words)] * comm.world_size).wait()
         try:
@@ -146,13 +132,13 @@ class PooledStep(LevelStep):
 
     def _pooled(self, pooling: Pooling, rows: Mapping[Slot, Factors]) -> dict[Slot, list[Factors]]:
         """The rows of this rank's share; gradients that are formed go into `param.grad`."""
-        captured = Captured(self._site.model, self._used, Blocks())
+        captured = Captured(self._site.model, self.captured.used)
         for slot, factors in rows.items():
             captured.add(slot, lambda factors=factors: factors)
         for name in pooling.formed:
             captured.settle(name)
         means, stacked = pool(pooling, self._site.local, rows, self._site.model.params)
-        overwrite(self._site.share, means)
+        param_grad.overwrite(self._site.share.params, means)
         return stacked
 
     def _outcome(self, fate: Fate) -> ShareOutcome:
@@ -191,4 +177,4 @@ class PooledStep(LevelStep):
             self.tap_next = conclusion.tap_next()
             site.has_told(outcome.reasons)
             others = {n: g for n, g in means.items() if n not in site.share.params}
-            overwrite(site.model, others)
+            param_grad.overwrite(site.model.params, others)

@@ -23,15 +23,17 @@ from outergrad.methods.per_layer import is_local
 from outergrad.record.gauge import Reading
 from outergrad.replay.block_message import Blocks
 from outergrad.session.inspect import Inspection, inspect
+from outergrad.session.inspect import Inspection, inspect, is_local
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.rank_reports import Fate, told_fates
 from outergrad.session.mesh.two_levels import LevelsSession
 from outergrad.session.settings import Settings
-from outergrad.step.captured import LocalStep
+from outergrad.step.captured import Captured
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
+from outergrad.step.unsynced import UnsyncedStep
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -174,7 +176,6 @@ class ShardStep(LevelStep):
         self._model, self._header, self._reading = model, header, reading
         self._levels, self._shards = levels, shards
         self.params = {name: shards.params[name] for name in model.params}
-        self.used: set[str] = set()
 
     def on_ready(self, name: str) -> None:
         """FSDP2 has the gradient of a shard."""
@@ -252,8 +253,15 @@ class ShardedSession(LevelsSession):
         step = self._step = self._sharded(task) if self._synchronise else self._kept(task)
         at_end_of_backward(lambda: self._finish(step))
 
-    def _kept(self, task: int) -> LocalStep:
-        return _KeptStep(task, self._model, self._unshared)
+    def _kept(self, task: int) -> UnsyncedStep:
+        """A backward under `no_sync()`: its gradients are the site's until the next shared one."""
+        used: set[str] = set()
+
+        def on_ready(name: str) -> None:
+            self._unshared.add(name)
+            used.add(name)
+
+        return UnsyncedStep(task, Captured(self._model, used), on_ready)
 
     def _sharded(self, task: int) -> ShardStep:
         sessions, number = on_group(self._comm.group), self._stats.step
@@ -275,19 +283,6 @@ class ShardedSession(LevelsSession):
                     f"{name!r} was frozen when the model was distributed and would not be shared: "
                     f"call session.detach() and og.distribute(model, ...) again on every rank"
                 )
-
-
-class _KeptStep(LocalStep):
-    """A backward under `no_sync()`: its gradients are the site's until the next shared one."""
-
-    def __init__(self, task: int, model: Model, unshared: set[str]) -> None:
-        super().__init__(task, model, set(), Blocks(), None)
-        self._unshared = unshared
-
-    def on_ready(self, name: str) -> None:
-        """FSDP2 has added to the gradient of a shard."""
-        self._unshared.add(name)
-        self.used.add(name)
 
 
 def broadcast_shards(levels: Levels, inspection: Inspection, model: nn.Module) -> None:

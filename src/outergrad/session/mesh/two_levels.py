@@ -22,13 +22,11 @@ from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.state import resumed
 from outergrad.step.accumulated import CarriedOver
-from outergrad.step.cadence import KeepingStep
-from outergrad.step.captured import LocalStep
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import PLAIN, HeaderBuilder
 from outergrad.step.lost import Findings
 from outergrad.step.mishaps import Mishaps
-from outergrad.step.step import SharedStep
+from outergrad.step.unsynced import Step
 
 _STATE = "two levels"
 
@@ -93,15 +91,14 @@ class LevelsSession(Session):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def _finish(self, step: LocalStep | SharedStep | KeepingStep) -> None:
+    def _finish(self, step: Step) -> None:
         if step is not self._step or not isinstance(step, LevelStep):
             super()._finish(step)
             return
         try:
-            step.finish()
+            with self._giving_up():
+                step.finish()
             self._unshared.clear()
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
         finally:
             self._close(step)
         self._run_hooks(step.used if step.applied else ())
@@ -113,10 +110,8 @@ class LevelsSession(Session):
         end_unfinished(self._comm.group)
         step = self._step = self._unused_step()
         try:
-            with watch.as_agreed():
+            with self._giving_up(), watch.as_agreed():
                 step.abandon()
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
         finally:
             self._close(step)
 
@@ -124,7 +119,7 @@ class LevelsSession(Session):
         """A step that this rank has nothing for."""
         raise NotImplementedError
 
-    def _close(self, step: LocalStep | SharedStep | KeepingStep) -> None:
+    def _close(self, step: Step) -> None:
         if not isinstance(step, LevelStep):
             super()._close(step)
             return

@@ -1,0 +1,62 @@
+"""A backward, or a part of one, of which nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from outergrad.step.captured import Captured
+from outergrad.step.joint import Point
+
+
+class Step(Protocol):
+    """What the hooks of a backward need of its step."""
+
+    task: int
+    """Of the backward."""
+    captured: Captured
+    """What it has captured so far."""
+
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """The delta of an output of a part that is each site's own; returns what flows back."""
+        ...
+
+    def on_ready(self, name: str) -> None:
+        """The backward has nothing more for a parameter."""
+        ...
+
+
+def _nothing(*_: str) -> None:
+    pass
+
+
+class UnsyncedStep:
+    """A backward under `no_sync`, on a single site, or of parameters that are not due.
+
+    Args:
+        task: of the backward.
+        captured: keeps what it captures.
+        sink: is told each parameter that the backward has nothing more for: `captured.settle`
+            puts its gradient where autograd would.
+        at_end: is called once the backward has succeeded.
+    """
+
+    def __init__(
+        self,
+        task: int,
+        captured: Captured,
+        sink: Callable[[str], None] = _nothing,
+        at_end: Callable[[], None] = _nothing,
+    ) -> None:
+        self.task, self.captured = task, captured
+        self._sink, self.finish = sink, at_end
+
+    def on_ready(self, name: str) -> None:
+        """The backward has nothing more for a parameter."""
+        self._sink(name)
+
+    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
+        """This site's own."""
+        return delta
