@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
+from outergrad.messages.header import Header
 from outergrad.replay.block_message import Blocks
 from outergrad.replay.block_use import Use
 from outergrad.step import param_grad
@@ -96,6 +98,16 @@ class Captured:
                 self._compute_again(block, use)
                 self._uses.remove((block, use))
                 self.settled.add(block)
+
+    def unsettled(self, header: Header) -> Header:
+        """A header that says of what is settled that `param.grad` has it."""
+        slots = zip(self.model.slots, header.uses, strict=True)
+        blocks = zip(self.model.blocks, header.blocks, strict=True)
+        return replace(
+            header,
+            uses=tuple(replace(u, tapped=u.tapped and s not in self.settled) for s, u in slots),
+            blocks=tuple(replace(u, tapped=u.tapped and b not in self.settled) for b, u in blocks),
+        )
 
     def _compute_again(self, block: Block, use: Use) -> None:
         gradients = self._blocks[block].gradients([SentRun([use.as_sent], use.deltas)])

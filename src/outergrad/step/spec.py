@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
+from outergrad.buckets.bucket import StepContext
 from outergrad.capture.tap import NO_TASK
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
@@ -14,6 +15,7 @@ from outergrad.record.gauge import Reading
 from outergrad.replay.block_message import Blocks
 from outergrad.step.accumulated import CarriedOver
 from outergrad.step.buffers import SharedBuffers
+from outergrad.step.captured import Captured
 from outergrad.step.joint import JointStep
 
 
@@ -48,3 +50,25 @@ class StepSpec:
     reading: Reading | None = None
     buffers: SharedBuffers = field(default_factory=SharedBuffers)
     skips_bad: bool = False
+
+    def captured(self) -> Captured:
+        """What the backward will capture, begun with the rows of earlier passes."""
+        captured = Captured(self.model, self.used | self.carried_over.params, self.blocks)
+        for slot, parts in self.carried_over.stacked.items():
+            for part in parts:
+                captured.add(slot, lambda part=part: part)
+        return captured
+
+    def context(self, captured: Captured) -> StepContext:
+        """What the messages of the step need to know."""
+        return StepContext(
+            comm=self.comm,
+            params=self.model.params,
+            header=self.header,
+            slot_index={slot: k for k, slot in enumerate(self.model.slots)},
+            factors_of=captured.rows,
+            has_autograd_grad=captured.has_autograd_grad,
+            blocks=self.blocks,
+            reading=self.reading,
+            skips_bad=self.skips_bad,
+        )

@@ -1,0 +1,172 @@
+"""From the messages of a step to `param.grad`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
+from outergrad.core.types import ExchangeError, RefusedError
+from outergrad.linalg.gradients import scaled
+from outergrad.messages.wire import State
+from outergrad.planning.plan import Planner
+from outergrad.step import param_grad
+from outergrad.step.buffers import BufferMessage
+from outergrad.step.commit import Ballot
+
+Sent = Sequence[tuple[Bucket, Pending]]
+"""Messages under way, in the order in which all sites started them."""
+
+
+class Receiver:
+    """Takes in the messages of one step, one by one, and writes the mean gradients.
+
+    Args:
+        planner: learns which units have gradients besides their factors.
+        context: of the step.
+
+    Attributes:
+        place: what this site waits for, in words.
+        error: what was raised on this site.
+        wait_s: seconds that this site waited.
+    """
+
+    def __init__(self, planner: Planner, context: StepContext) -> None:
+        self._planner, self._context = planner, context
+        self._has_autograd_grad: dict[str, Tensor] = {}
+        self.place, self.wait_s = "the headers", 0.0
+        self.error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Something raised on this site, which goes through all messages nonetheless."""
+        self.error, self._context.state = error, State.FAILED
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s += time.perf_counter() - began
+
+    def start_second_rounds(self, sent: Sent) -> None:
+        """In the order of the messages; those of one round have none."""
+        for bucket, pending in sent:
+            began, compress_s = time.perf_counter(), self._context.compress_s
+            self._wait_for(bucket)
+            try:
+                with torch.no_grad():
+                    pending.advance()
+            except ExchangeError:
+                raise
+            except Exception as error:  # the others wait for what can no more be made
+                raise ExchangeError(str(error)) from error
+            self._book(bucket, began, self._context.compress_s - compress_s)
+
+    def receive(self, sent: Sent, ballot: Ballot) -> tuple[Bucket, Result] | None:
+        """Takes in all messages; writes what they bring, if all is good, but for the last one.
+
+        Returns:
+            The last one, to be written behind the vote, if there is something to be written.
+        """
+        state, last = self._context.state, None
+        for bucket, pending in sent:
+            result = self._result(bucket, pending, ballot)
+            if last is not None and state == State.GOOD:
+                self.write(*last)
+            state, last = max(state, result.state), (bucket, result)
+        ballot.hear(state)
+        if state != State.GOOD:
+            return None
+        if last is not None and (self._has_autograd_grad or last[1].has_autograd_grad):
+            self.write(*last)
+            self._share_autograd_grad()
+            return None
+        return last
+
+    def receive_buffers(self, buffers: BufferMessage, ballot: Ballot) -> None:
+        """Takes in running statistics, which are written once the step counts."""
+        self.place = "the buffers"
+        try:
+            ballot.note_sum(buffers.receive())
+        except RefusedError as error:
+            ballot.refuse(error, buffers.first)
+
+    def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot) -> Result:
+        """What a message brings; nothing that may be applied, if it is refused."""
+        first = self._wait_for(bucket)
+        began, replay_s = time.perf_counter(), self._context.replay_s
+        try:
+            with torch.no_grad():
+                result = pending.wait()
+        except RefusedError as error:
+            ballot.refuse(error, first)
+            result = Result(state=State.FAILED)
+        except ExchangeError:
+            raise
+        except Exception as error:
+            self.fail(error)
+            result = Result(state=State.FAILED)
+        self._book(bucket, began, self._context.replay_s - replay_s)
+        if result.digest is not None:
+            ballot.note_sum(result.digest)
+        return result
+
+    def _wait_for(self, bucket: Bucket) -> str:
+        """Says that a message is what this site waits for; returns its first parameter."""
+        first = next(name for name in self._context.params if name in bucket.params)
+        others = len(bucket.params) - 1
+        self.place = f"the gradients of {first!r}" + f" and {others} others" * (others > 0)
+        return first
+
+    def _book(self, bucket: Bucket, began: float, computed_s: float) -> None:
+        """Books the time since then on the parameters of a message, but for what was computed."""
+        waited_s = time.perf_counter() - began - computed_s
+        self.wait_s += waited_s
+        self._context.add_wait(bucket.params, waited_s)
+
+    # -- into `param.grad` ----------------------------------------------------------------------
+
+    def write(self, bucket: Bucket, result: Result) -> None:
+        """Writes what one message brought."""
+        used, params = self._context.used, self._context.params
+        means = {name: g for name, g in result.means.items() if name in used}
+        self._measure(means)
+        param_grad.overwrite(params, means)
+        additions = {name: g for name, g in result.additions.items() if name in used}
+        for name in (bucket.params & used) - set(additions) - set(means):
+            additions[name] = torch.zeros_like(params[name], requires_grad=False)
+        not_yet = {n: additions.pop(n) for n in result.has_autograd_grad if n in additions}
+        self._measure(additions, formed=False, not_yet=not_yet)
+        self._has_autograd_grad.update(not_yet)
+        param_grad.add(params, additions)
+
+    @torch.no_grad()
+    def _measure(
+        self, means: Mapping[str, Tensor], *, formed: bool = True, not_yet: Collection[str] = ()
+    ) -> None:
+        """Before `param.grad` is overwritten: what is formed is this site's own gradient."""
+        reading = self._context.reading
+        if reading is not None:
+            for name in not_yet:
+                reading.leave_out(name)
+            for name, mean in means.items():
+                own = self._context.params[name].grad if formed else None
+                own = None if own is None else scaled(own, self._context.scale)
+                reading.mean(name, own, mean)
+
+    def _share_autograd_grad(self) -> None:
+        """All-reduces what autograd had for parameters whose factors were also sent."""
+        if not self._has_autograd_grad:
+            return
+        self._planner.note_autograd_grad(list(self._has_autograd_grad), self._context.headers)
+        for name in self._has_autograd_grad:
+            bucket = self._planner.packer.dense_bucket([name])
+            means = bucket.start(self._context).wait().means
+            param_grad.overwrite(self._context.params, means)
+        param_grad.add(self._context.params, self._has_autograd_grad)
