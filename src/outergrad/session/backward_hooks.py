@@ -29,8 +29,8 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.reporting import Reporter
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
-from outergrad.step.accumulated import Accumulated
-from outergrad.step.cadence import Cadence, Share
+from outergrad.step.accumulator import Accumulator
+from outergrad.step.cadence import Cadence, DueParts, Share
 from outergrad.step.captured import Captured
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import HeaderBuilder, Loop
@@ -79,13 +79,14 @@ class BackwardHooks(GivingUp):
         parts = inspection.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
         whole = Share(model, self._planner, self._header_builder)
-        self._cadence, self._due_parts = Cadence(whole, inspection.every), None
+        self._accumulator = Accumulator(model, self._planner.pays)
+        self._cadence = Cadence(whole, inspection.every, self._accumulator)
+        self._due_parts: DueParts | None = None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
         self._step: Step | None = None
         self._synchronise, self._attached = True, True
         self._several = comm.world_size > 1
         self._unshared: set[str] = set()
-        self._accumulated = Accumulated(model, self._planner.pays)
         self._weighting, self._join = settings.weighting, Join.NONE
         self._buffers = settings.buffers
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
@@ -175,14 +176,14 @@ class BackwardHooks(GivingUp):
     def _unsynchronised(self, task: int, used: set[str]) -> UnsyncedStep:
         several, self._due_parts = self._several, None
         self._unshared |= used if several else set()
-        write = self._accumulated.write if several else None
+        write = self._accumulator.write if several else None
         captured = Captured(self._model, used, self._blocks, write)
         return UnsyncedStep(task, captured, captured.settle)
 
     def _synchronised(self, task: int, used: set[str]) -> Step:
         """Shares what is due; on a single site that needs no messages."""
         alone = self._comm.world_size == 1 and not any(self._tap_next.values())
-        carried_over = self._accumulated.take(used)
+        carried_over = self._accumulator.take(used)
         due_parts = self._due_parts = self._cadence.due_parts(
             task, used, carried_over, rows=not alone
         )

@@ -109,7 +109,7 @@ class Joining(BackwardHooks):
 
     def _forget_gradients(self) -> None:
         """As the loops of the others do before each backward; what was not shared is lost."""
-        self._accumulated.clear()
+        self._accumulator.clear()
         self._unshared.clear()
         param_grad.drop((*self._model.params.values(), *self._local.values()))
         if self._watch is not None:

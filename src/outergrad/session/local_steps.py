@@ -24,7 +24,7 @@ from outergrad.record.coverage import Coverage, Travel
 from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
-from outergrad.step.accumulated import CarriedOver
+from outergrad.step.carried_over import CarriedOver
 from outergrad.step.groups import end_unfinished
 from outergrad.step.header_builder import Loop
 

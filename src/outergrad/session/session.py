@@ -146,6 +146,5 @@ class Session(Verified):
             layer.restore()
         for watched in [*self._watched.values(), *([self._joint] if self._joint else [])]:
             watched.remove()
-        self._accumulated.clear()
-        self._cadence.kept.clear()
+        self._accumulator.clear()
         self._reporter.close()

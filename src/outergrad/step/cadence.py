@@ -10,10 +10,10 @@ from outergrad.core.types import Slot, StateDict
 from outergrad.planning.plan import Planner
 from outergrad.record.coverage import Coverage
 from outergrad.step import param_grad
-from outergrad.step.accumulated import CarriedOver
+from outergrad.step.accumulator import Accumulator
 from outergrad.step.captured import Captured
+from outergrad.step.carried_over import CarriedOver
 from outergrad.step.header_builder import HeaderBuilder
-from outergrad.step.kept import Kept
 from outergrad.step.unsynced import UnsyncedStep
 
 
@@ -66,14 +66,15 @@ class Cadence:
     Args:
         whole: the model.
         every: k of every parameter.
+        kept: keeps what is not due.
     """
 
-    def __init__(self, whole: Share, every: Mapping[str, int]) -> None:
+    def __init__(self, whole: Share, every: Mapping[str, int], kept: Accumulator) -> None:
+        self._kept = kept
         self._whole, self._every = whole, dict(every)
         self._shares = {frozenset(whole.model.params): whole}
         self.always = set(self._every.values()) <= {1}
         self.passes = 0
-        self.kept = Kept(whole.model, whole.planner.pays)
 
     def due_parts(
         self, task: int, used: set[str], carried_over: CarriedOver, *, rows: bool
@@ -95,7 +96,7 @@ class Cadence:
         if due is None:
             return DueParts(None, set(), set(), carried_over, later)
         own = used & names
-        taken, released = self.kept.release(due.model, own, carried_over.of(due.model), rows=rows)
+        taken, released = self._kept.release(due.model, own, carried_over.of(due.model), rows=rows)
         return DueParts(due, own, released, taken, later)
 
     def finish(self, due_parts: DueParts, shared: Collection[str]) -> None:
@@ -121,7 +122,7 @@ class Cadence:
     ) -> UnsyncedStep:
         part = part_of(self._whole.model, names)
         captured, before = Captured(part, used & part.params.keys()), carried_over.of(part)
-        return UnsyncedStep(task, captured, at_end=lambda: self.kept.keep(captured, before))
+        return UnsyncedStep(task, captured, at_end=lambda: self._kept.keep(captured, before))
 
     # -- what is said and saved -----------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Cadence:
 
     def state(self) -> StateDict:
         """How many passes there have been, and what is kept of them."""
-        return {"passes": self.passes, **self.kept.state()}
+        return {"passes": self.passes, **self._kept.state()}
 
     def load(self, state: StateDict | Sequence[StateDict], rank: int, sites: int) -> None:
         """Goes on from saved states of sessions; sites that are more or fewer share out the kept.
@@ -148,4 +149,4 @@ class Cadence:
         first = state if isinstance(state, dict) else state[0]
         self.passes = first["cadence"]["passes"]
         self._shares = {frozenset(self._every): self._whole}  # the others foresee what has been
-        self.kept.load([one["cadence"] for one in mine], weight)
+        self._kept.load([one["cadence"] for one in mine], weight)

@@ -38,6 +38,14 @@ def scale(params: Iterable[Tensor], factor: float) -> None:
             p.grad.mul_(factor)
 
 
+@torch.no_grad()
+def zero(params: Iterable[Tensor]) -> None:
+    """`param.grad = 0`, in place, where there is one."""
+    for p in params:
+        if p.grad is not None:
+            p.grad.zero_()
+
+
 def drop(params: Iterable[Tensor]) -> None:
     """`param.grad = None`: nobody applies it by mistake."""
     for p in params:

@@ -13,9 +13,9 @@ from outergrad.messages.header import Header
 from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
 from outergrad.replay.block_message import Blocks
-from outergrad.step.accumulated import CarriedOver
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured
+from outergrad.step.carried_over import CarriedOver
 from outergrad.step.joint import JointStep
 
 

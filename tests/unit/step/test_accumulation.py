@@ -596,9 +596,9 @@ def test_many_passes_keep_few_rows_and_go_dense(method):
         limit, most = sum(p.numel() for p in site.model.parameters()), 0
         for k in range(60):
             site.local(k % PASSES)
-            most = max(most, session._accumulated.numel)
+            most = max(most, session._accumulator.numel)
         assert 0 < most <= limit
-        assert session._accumulated.numel == 0
+        assert session._accumulator.numel == 0
         site.shared(0)
         assert "middle.weight" in session.stats().layers
         return grads_of(site.model)
@@ -623,7 +623,7 @@ def test_layers_that_do_not_pay_are_left_alone_in_the_next_round():
             site.model.zero_grad()
             for k in range(12):
                 site.local(k % PASSES)
-                assert session._accumulated.numel == 0 or session.stats().step == 0
+                assert session._accumulator.numel == 0 or session.stats().step == 0
             site.shared(0)
 
     run_on_lasting_groups(SITES, body)
@@ -634,9 +634,9 @@ def test_detach_drops_the_rows_and_leaves_the_gradient():
         alone = Site(copy.deepcopy(NET).double(), rank, 2)
         site, session = start(rank, group, og.DAD(), rows=2)
         site.local(0)
-        assert session._accumulated.numel > 0
+        assert session._accumulator.numel > 0
         session.detach()
-        assert session._accumulated.numel == 0
+        assert session._accumulator.numel == 0
         site.local(1)
         alone.local(0)
         alone.local(1)
@@ -652,7 +652,7 @@ def test_rows_of_a_reset_gradient_are_not_kept_alive():
         for _ in range(3):
             site.local(0)
             site.model.zero_grad()
-            sizes.append(session._accumulated.numel)
+            sizes.append(session._accumulator.numel)
         assert sizes == sizes[:1] * 3
 
     run_on_lasting_groups(SITES, body)

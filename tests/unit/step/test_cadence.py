@@ -206,7 +206,7 @@ def test_rows_are_kept_while_they_pay(rows, k, way):
         for number in range(2 * k):
             site.zero()
             site.step(number, rows=rows)
-            assert site.session._cadence.kept.numel <= limit
+            assert site.session._accumulator.numel <= limit
         travels = {name: layer.travels for name, layer in site.session.stats().layers.items()}
         assert_close(site.gradients(), expected)
         site.session.detach()
@@ -570,7 +570,7 @@ def test_a_discarded_exchange_takes_its_passes_with_it(name):
         with pytest.raises(error):
             stumble(site, 1)
         site.session.state_dict()  # ends the step on the site that raised
-        assert site.session._cadence.kept.numel == 0
+        assert site.session._accumulator.numel == 0
         site.zero()
         passes(2, 3)(site)
         assert_close(site.gradients(), expected)
@@ -716,9 +716,9 @@ def test_detach_drops_what_is_kept():
     def body(rank, group):
         site = Site(rank, og.DAD(every=3), group)
         site.step(0)
-        assert site.session._cadence.kept.numel > 0
+        assert site.session._accumulator.numel > 0
         site.session.detach()
-        assert site.session._cadence.kept.numel == 0
+        assert site.session._accumulator.numel == 0
 
     run_on_lasting_groups(2, body)
 

@@ -18,8 +18,8 @@ from outergrad.session.mesh.pooling import Conclusion, Pooling, pool
 from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome
 from outergrad.session.mesh.rank_reports import Fate, Report, Verdict
 from outergrad.step import param_grad
-from outergrad.step.accumulated import CarriedOver
 from outergrad.step.captured import Captured
+from outergrad.step.carried_over import CarriedOver
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 

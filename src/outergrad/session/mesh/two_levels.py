@@ -21,7 +21,7 @@ from outergrad.session.reporting import Reporter
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.state import resumed
-from outergrad.step.accumulated import CarriedOver
+from outergrad.step.carried_over import CarriedOver
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import PLAIN, HeaderBuilder
 from outergrad.step.lost import Findings
@@ -214,7 +214,7 @@ class TwoLevelSession(LevelsSession):
         )
 
     def _synchronised(self, task: int, used: set[str]) -> PooledStep:
-        carried_over, step = self._accumulated.take(used), self._stats.step
+        carried_over, step = self._accumulator.take(used), self._stats.step
         announced = used | carried_over.params
         header = self._header_builder.header(
             step, announced, self._unshared, carried_over, None, PLAIN

@@ -1,4 +1,4 @@
-"""What synchronised backward passes leave for a later exchange, of methods with `every=k`."""
+"""What several backward passes leave for one shared step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from outergrad.core.model import Model
 from outergrad.core.types import Factors, Slot, StateDict, Unit
 from outergrad.linalg.gradients import add_gradients
 from outergrad.step import param_grad
-from outergrad.step.accumulated import CarriedOver, Pays, is_whole, numel_of, rows_of
 from outergrad.step.captured import Captured
+from outergrad.step.carried_over import CarriedOver, Pays, Rows, RowStore, is_whole, rows_of
+from outergrad.step.seals import Seals
 
-Rows = Mapping[Slot, Sequence[Factors]]
 
+class Accumulator:
+    """Sums of this site's gradients over several backward passes: as rows while they pay.
 
-class Kept:
-    """Sums of this site's gradients, outside `param.grad`: as rows while they pay, else formed.
+    Passes in `no_sync` leave their gradients in `param.grad`, where the user may look at them.
+    A unit's rows are kept beside them, to travel in their place, only while they are all that is
+    in `param.grad`: from when there was no gradient, and until somebody else, autograd itself
+    too, writes one. What methods with `every=k` do not share yet is kept outside `param.grad`: as
+    rows, else formed.
 
     Args:
         model: what they belong to.
@@ -27,23 +32,83 @@ class Kept:
     """
 
     def __init__(self, model: Model, pays: Pays) -> None:
-        self._model, self._pays = model, pays
-        self._rows: dict[Slot, list[Factors]] = {}
-        self._formed: dict[str, Tensor] = {}
+        self._model = model
+        self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
+        self._beside, self._seals = RowStore(pays), dict[Unit, Seals]()
+        self._only_in_grad: Counter[Slot] = Counter()
+        self._rows, self._formed = RowStore(pays), dict[str, Tensor]()
         self._counted: Counter[Slot] = Counter()
 
     @property
     def numel(self) -> int:
         """Numbers that are kept."""
-        rows = sum(numel_of(part) for parts in self._rows.values() for part in parts)
-        return rows + sum(t.numel() for t in self._formed.values())
+        formed = sum(t.numel() for t in self._formed.values())
+        return self._beside.numel + self._rows.numel + formed
+
+    def clear(self) -> None:
+        """Drops all of it."""
+        self._clear_beside()
+        self._clear_outside()
+
+    def _clear_beside(self) -> None:
+        for kept in (self._beside, self._seals, self._only_in_grad):
+            kept.clear()
+
+    def _clear_outside(self) -> None:
+        for kept in (self._rows, self._formed, self._counted):
+            kept.clear()
+
+    # -- beside `param.grad` --------------------------------------------------------------------
+
+    def write(self, slot: Slot, factors: Factors, gradients: Mapping[str, Tensor]) -> None:
+        """Adds gradients to `param.grad`, and keeps the rows that made them if that pays."""
+        unit = self._unit_of[slot]
+        may_keep = self._may_keep(unit, slot, gradients)
+        param_grad.add(self._model.params, gradients)
+        self._only_in_grad[slot] += rows_of(factors)
+        if may_keep and self._beside.affords(unit, {slot: [factors]}):
+            self._beside.add({slot: [factors]})
+            self._seals[unit].seal(slot.params)
+        else:
+            self._forget(unit)
+
+    def _may_keep(self, unit: Unit, slot: Slot, written: Collection[str]) -> bool:
+        """Whether rows are all that there is of a unit, before a product is added to it."""
+        seals = self._seals.get(unit)
+        if seals is not None and not seals.hold(slot.params):
+            self._forget(unit)
+        if unit not in self._seals and self._is_fresh(unit):
+            self._seals[unit] = Seals({name: self._model.params[name] for name in unit.params})
+            for one in unit.slots:
+                self._only_in_grad.pop(one, None)
+        return unit in self._seals and set(slot.params) <= set(written)
+
+    def _forget(self, unit: Unit) -> None:
+        self._seals.pop(unit, None)
+        self._beside.take(unit)
+
+    def _is_fresh(self, unit: Unit) -> bool:
+        return all(self._model.params[name].grad is None for name in unit.params)
+
+    def take(self, used: Set[str]) -> CarriedOver:
+        """Hands over the rows beside `param.grad`, and sets to zero what they stand for.
+
+        Args:
+            used: parameters that the backward of the shared step leaves a gradient in.
+        """
+        stacked: dict[Slot, Sequence[Factors]] = {}
+        for unit, seals in self._seals.items():
+            if is_whole(unit, used) and seals.intact():
+                param_grad.zero(seals.params.values())
+                stacked.update({slot: self._beside.get(slot, ()) for slot in unit.slots})
+        formed = {slot: n for slot, n in self._only_in_grad.items() if slot not in stacked}
+        self._clear_beside()
+        return CarriedOver(stacked, formed)
+
+    # -- outside `param.grad` -------------------------------------------------------------------
 
     @torch.no_grad()
-    def keep(
-        self,
-        captured: Captured,
-        carried_over: CarriedOver,
-    ) -> None:
+    def keep(self, captured: Captured, carried_over: CarriedOver) -> None:
         """Takes in what a backward brought, and leaves no gradient in the parameters.
 
         Args:
@@ -53,15 +118,14 @@ class Kept:
         part, used, new = captured.model, captured.used, captured.take()
         for unit in part.units:
             rows = {s: [*carried_over.stacked.get(s, ()), *new.get(s, ())] for s in unit.slots}
-            fit = captured.has_autograd_grad.isdisjoint(unit.params) and self._affordable(
-                unit, rows
-            )
+            tapped = captured.has_autograd_grad.isdisjoint(unit.params)
+            fit = tapped and self._rows.affords(unit, rows)
             if fit and self._as_rows(unit, used, carried_over):
-                self._add(rows)
+                self._rows.add(rows)
                 self._drop(unit.params)
             else:
                 self._form(rows, unless=set(unit.params) - used - carried_over.params)
-                self._form(self._popped(unit))
+                self._form(self._rows.take(unit))
         for name in part.params:
             self._take_gradient(name)
         self._counted.update({slot: carried_over.formed.get(slot, 0) for slot in part.slots})
@@ -85,7 +149,7 @@ class Kept:
         written: set[str] = set()
         for unit in part.units:
             before = {s: carried_over.stacked[s] for s in unit.slots if s in carried_over.stacked}
-            held = self._popped(unit)
+            held = self._rows.take(unit)
             if rows and self._as_rows(unit, used, carried_over):
                 both = {s: [*before.get(s, ()), *held.get(s, ())] for s in unit.slots}
                 stacked.update({slot: parts for slot, parts in both.items() if before or held})
@@ -97,36 +161,11 @@ class Kept:
         counts.update({slot: self._counted.pop(slot, 0) for slot in part.slots})
         return CarriedOver(stacked, counts), written | formed.keys()
 
-    def clear(self) -> None:
-        """Drops all of it."""
-        self._rows.clear()
-        self._formed.clear()
-        self._counted.clear()
-
-    # -- rows or formed -------------------------------------------------------------------------
-
     def _as_rows(self, unit: Unit, used: Set[str], carried_over: CarriedOver) -> bool:
         """Whether rows are all that there is of the unit."""
-        untouched = all(self._model.params[name].grad is None for name in unit.params)
-        fresh = untouched or any(slot in carried_over.stacked for slot in unit.slots)
+        in_rows = any(slot in carried_over.stacked for slot in unit.slots)
+        fresh = in_rows or self._is_fresh(unit)
         return fresh and is_whole(unit, used) and self._formed.keys().isdisjoint(unit.params)
-
-    def _affordable(self, unit: Unit, rows: Rows) -> bool:
-        """Whether they pay, with those that are kept, and take no more memory than gradients."""
-        parts = {slot: [*self._rows.get(slot, ()), *rows[slot]] for slot in unit.slots}
-        numel = sum(numel_of(factors) for all_ in parts.values() for factors in all_)
-        rows_K = [sum(map(rows_of, parts[slot])) for slot in unit.slots]
-        return numel <= unit.dense_numel and self._pays(unit, rows_K)
-
-    def _add(self, rows: Rows) -> None:
-        """Keeps copies: rows may be views of what the user overwrites."""
-        for slot, parts in rows.items():
-            if parts:
-                copies = [Factors(d.clone(), a.clone()) for d, a, *_ in parts]
-                self._rows.setdefault(slot, []).extend(copies)
-
-    def _popped(self, unit: Unit) -> dict[Slot, list[Factors]]:
-        return {slot: self._rows.pop(slot) for slot in unit.slots if slot in self._rows}
 
     def _form(self, rows: Rows, unless: Collection[str] = ()) -> set[str]:
         """Adds products of rows to `param.grad`; returns the parameters."""
@@ -176,7 +215,7 @@ class Kept:
             states: of these sites.
             weight: how many times they count.
         """
-        self.clear()
+        self._clear_outside()
         slots, params = self._model.slots, self._model.params
         for state in states:
             rows = {slots[int(k)]: _loaded(v, params) for k, v in state["rows"].items()}

@@ -1,0 +1,69 @@
+"""Whether somebody else wrote to a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+
+class Seals:
+    """How the gradients of some parameters were left.
+
+    Args:
+        params: by name.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self.params = params
+        self._seals: dict[str, _Seal] = {}
+        self._altered: list[Tensor] = []
+
+    def seal(self, names: Collection[str]) -> None:
+        """These gradients are left as they are now."""
+        for name in names:
+            gradient = self.params[name].grad
+            assert gradient is not None
+            self._seals[name] = _Seal(gradient)
+
+    def hold(self, names: Collection[str]) -> bool:
+        """Whether these gradients are as they were left, as far as can be told at once."""
+        return all(self._is_as_left(name) for name in names)
+
+    def intact(self) -> bool:
+        """Whether all gradients are as they were left; waits for the device."""
+        return self.hold(self.params) and not any(map(bool, self._altered))
+
+    def _is_as_left(self, name: str) -> bool:
+        gradient, seal = self.params[name].grad, self._seals.get(name)
+        if gradient is None or seal is None:
+            return gradient is None and seal is None
+        if not seal.fits(gradient):
+            return False
+        self._altered.append((_sums(gradient) != seal.sums).any())
+        return True
+
+
+class _Seal:
+    """Tells whether a gradient is still as it was.
+
+    Its version does not count what is written through `.data`, by numpy or by
+    `GradScaler.unscale_`, so its sums are compared, too, without waiting for the device.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = TensorWeakRef(gradient)
+        self._version, self.sums = gradient._version, _sums(gradient)
+
+    def fits(self, gradient: Tensor) -> bool:
+        """Whether it is the same tensor, in the same version."""
+        return self._gradient() is gradient and gradient._version == self._version
+
+
+@torch.no_grad()
+def _sums(gradient: Tensor) -> Tensor:
+    """Numbers that change with a gradient: its sum, and its norm for when that is zero."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.stack([gradient.sum(dtype=dtype), torch.linalg.vector_norm(gradient, dtype=dtype)])
