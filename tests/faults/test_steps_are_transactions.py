@@ -45,7 +45,7 @@ def faulty(monkeypatch):
     class Comm(FaultyComm):
         pass
 
-    monkeypatch.setattr("outergrad.session.attach.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.session.topology.TorchComm", Comm)
     return Comm
 
 

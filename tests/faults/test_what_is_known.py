@@ -182,7 +182,7 @@ def faulty(monkeypatch):
     class Comm(FaultyComm):
         pass
 
-    monkeypatch.setattr("outergrad.session.attach.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.session.topology.TorchComm", Comm)
 
 
 METHODS = {"dad": og.DAD(), "local steps": og.LocalSteps(1, method=og.Dense())}

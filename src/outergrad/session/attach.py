@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,35 +13,24 @@ from outergrad.capture import weighting as _weighting
 from outergrad.capture.parameters import OwnParameters
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.capture.weighting import Weighting
-from outergrad.comm.agree import agree, all_came, broadcast_all, fingerprint
+from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
-from outergrad.comm.torch import TorchComm
 from outergrad.core.protocols import Comm, Method, Rules
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.methods import DAD, LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders, recorders_of
-from outergrad.replay.block_tap import TappedBlock
-from outergrad.replay.blocks_found import FoundBlock
 from outergrad.session import drift as _drift
-from outergrad.session.description import describe, shared_tensors
+from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.local_steps import LocalStepsSession
-from outergrad.session.mesh.levels import Levels, Mesh, levels_of, refuse_inspection, refuse_method
-from outergrad.session.mesh.shards import (
-    ShardedSession,
-    Shards,
-    broadcast_shards,
-    is_sharded,
-    look_at,
-)
-from outergrad.session.mesh.two_levels import TwoLevelSession
+from outergrad.session.mesh.levels import Mesh
 from outergrad.session.options import check_drift, check_settings, time_span
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
+from outergrad.session.topology import topology_of
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
@@ -115,18 +103,21 @@ def distribute(
         SiteLostError: another site does not come, or went.
     """
     model, method = _uncompiled(model), DAD() if method is None else method
-    if mesh is not None and group is not None:
-        raise ValueError("mesh= and group= both say who takes part: pass one of them")
-    device, span = _device(model), time_span(timeout)
-    levels = None if mesh is None else levels_of(mesh, device, span)
-    comm = TorchComm(_group(group), device, span) if levels is None else levels.site
+    topology = topology_of(group, mesh, _device(model), time_span(timeout))
+    comm = topology.site
     refuse_lost(comm.group)
-    error, inspection, shards, recorders = None, None, None, ()
+    error, inspection, recorders = None, None, ()
     try:
         recorders = recorders_of(recorder)
-        inspection, shards = _look_at(model, method, rules, mesh)
-        check_settings(inspection, mesh, weighting, max_bad_steps, buffers)
-        check_drift(verify_every, on_drift, mesh)
+        inspection = topology.look_at(model, method, rules)
+        topology.refuse_settings(
+            weighting=weighting,
+            max_bad_steps=max_bad_steps,
+            buffers=buffers,
+            verify_every=verify_every,
+        )
+        check_settings(inspection, weighting, buffers)
+        check_drift(verify_every, on_drift)
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.group)
@@ -135,14 +126,12 @@ def distribute(
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]
     with lost_sites_told(comm, "og.distribute on all sites"):
-        agreed = agree(comm, lines, error) if levels is None else levels.agree(lines, error)
+        agreed = topology.agree(lines, error)
         assert inspection is not None
-        _make_equal(comm, levels, shards, model, inspection)
+        tensors = topology.make_equal(model, inspection)
         _settle_reduce(inspection, comm.world_size, lambda: measured_link(comm))
-        shared = [] if shards is not None else [t for _, _, t in shared_tensors(model, inspection)]
-        all_came(comm, combined(checksums(shared)))
-    counted = Weighting(weighting)
-    kind = buffers or ("broadcast" if mesh is None else "local")
+        all_came(comm, combined(checksums(tensors)))
+    counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
         method=repr(method),
         recorders=recorders,
@@ -152,48 +141,12 @@ def distribute(
         verify_every=verify_every,
         on_drift=on_drift,
     )
-    session = _session(inspection, comm, levels, shards, agreed, method, settings)
+    session = topology.session(inspection, agreed, settings, method)
+    session.tap(inspection)
     counted.watch(model)
     session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
     return session
-
-
-def _session(
-    inspection: Inspection,
-    comm: Comm,
-    levels: Levels | None,
-    shards: Shards | None,
-    agreed: int,
-    method: Any,
-    settings: Settings,
-) -> Session:
-    if isinstance(method, LocalSteps):
-        return LocalStepsSession(inspection, comm, agreed, settings, method)
-    if levels is not None and shards is not None:
-        return ShardedSession(inspection, levels, agreed, settings, shards)
-    if levels is not None:
-        return _attach(TwoLevelSession(inspection, levels, agreed, settings), inspection)
-    return _attach(Session(inspection, comm, agreed, settings), inspection)
-
-
-def _make_equal(
-    comm: TorchComm,
-    levels: Levels | None,
-    shards: Shards | None,
-    model: nn.Module,
-    inspection: Inspection,
-) -> None:
-    """Parameters and buffers, to those of the first site."""
-    if shards is not None:
-        assert levels is not None
-        broadcast_shards(levels, inspection, model)
-        return
-    tensors = [t for _, _, t in shared_tensors(model, inspection)]
-    if levels is None:
-        broadcast_all(comm, tensors)
-    else:
-        levels.broadcast_all(tensors)
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
@@ -202,39 +155,6 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     By the name of its class: importing it takes a second.
     """
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
-
-
-def _look_at(
-    model: nn.Module, method: Method | PerLayer | LocalSteps, rules: Rules, mesh: Mesh | None
-) -> tuple[Inspection, Shards | None]:
-    """What is shared, of shards of the model if ranks of a site hold such.
-
-    A change of the weights has no factors, so that no rule is of use for `LocalSteps`.
-    """
-    if mesh is None and isinstance(method, LocalSteps):
-        return inspect(model, method.method, {}), None
-    if mesh is None:
-        return inspect(model, method, rules), None
-    refuse_method(method)
-    sharded = is_sharded(model)
-    inspection, shards = (
-        look_at(model, method, mesh) if sharded else (inspect(model, method, rules), None)
-    )
-    refuse_inspection(inspection)
-    return inspection, shards
-
-
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is not None:
-        return group
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group('gloo') first, in a "
-            "program started by torchrun, or pass group="
-        )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -276,31 +196,6 @@ def attach(
     agreed = fingerprint(describe(model, method, inspection))
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
-    return _attach(Session(inspection, comm, agreed, settings), inspection)
-
-
-def _attach(session: Session, inspection: Inspection) -> Session:
-    for layer in inspection.layers:
-        watched = [session.watched(slot.params) for slot in layer.slots]
-        session.attach(TappedLayer(layer.module, layer.rule, layer.slots, watched, session))
-    for found in inspection.blocks:
-        _attach_block(session, found)
+    session = Session(inspection, comm, agreed, settings)
+    session.tap(inspection)
     return session
-
-
-def _attach_block(session: Session, found: FoundBlock) -> None:
-    watched = [session.watched(params) for params in found.params_of]
-    own = [OwnParameters(*pair) for pair in zip(found.modules_of, watched, strict=True)]
-    tapped = TappedBlock(
-        found.block,
-        found.names,
-        found.replayer,
-        watched,
-        own,
-        codecs=found.codecs,
-        raw_inputs=found.raw_inputs,
-        explicit=found.explicit,
-        sink=session,
-    )
-    found.swap(tapped)
-    session.attach_block(tapped)

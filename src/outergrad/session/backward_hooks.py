@@ -1,16 +1,18 @@
-"""What autograd tells of a model, and the steps that come of it."""
+"""What autograd tells a session of its model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from outergrad.capture.engine import at_end_of_backward, current_task, refuse_nested_backward
 from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
+from outergrad.capture.own_parameters import OwnParameters
+from outergrad.capture.tap import WatchedParameter, current_task
+from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
@@ -22,27 +24,20 @@ from outergrad.messages.header import Header, Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
 from outergrad.replay.block_message import Blocks
+from outergrad.core.types import ExchangeError, Factors, Slot
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use
-from outergrad.session.giving_up import GivingUp
+from outergrad.replay.blocks_found import FoundBlock
 from outergrad.session.inspect import Inspection
-from outergrad.session.reporting import Reporter
 from outergrad.session.settings import Settings
-from outergrad.session.state import Owner
-from outergrad.step.accumulator import Accumulator
-from outergrad.step.cadence import Cadence, DueParts, Share
-from outergrad.step.captured import Captured
-from outergrad.step.groups import end_unfinished, on_group
-from outergrad.step.header_builder import HeaderBuilder, Loop
-from outergrad.step.joint import JointParts, JointStep, Point, described
-from outergrad.step.mishaps import Mishaps
-from outergrad.step.spec import StepSpec
-from outergrad.step.step import SharedStep
-from outergrad.step.unsynced import Step, UnsyncedStep
+from outergrad.session.stepping import Stepping
+from outergrad.step.groups import on_group
+from outergrad.step.joint import JointParts, Point
+from outergrad.step.unsynced import Step
 
 
-class BackwardHooks(GivingUp):
-    """Begins a step at the first event of a backward, tells it the others, and ends it.
+class BackwardHooks(Stepping):
+    """Tells the step of the backward that runs what happens; its first event begins it.
 
     Args:
         inspection: of the model.
@@ -52,74 +47,46 @@ class BackwardHooks(GivingUp):
     """
 
     def __init__(
-        self,
-        inspection: Inspection,
-        comm: Comm,
-        fingerprint: int,
-        settings: Settings,
+        self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
     ) -> None:
-        model, exchanges = inspection.model, inspection.exchanges
-        self._model, self._comm, self._exchanges = model, comm, exchanges
-        self._frozen, self._local, self._number = inspection.frozen, inspection.local, fingerprint
-        method = settings.method
-        self._local_buffers = inspection.local_buffers
-        self._norms_over_sites = inspection.norms_over_sites
-        told = (method, model, exchanges, inspection.every)
-        self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
-        self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
-        self._planner = Planner(model, exchanges, comm.world_size)
-        self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
-        self._unit_of: dict[Slot | Block, Unit] = {
-            part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
-        }
-        self._layers: list[TappedLayer] = []
-        self._graphs = GraphTaps()
-        self._blocks = Blocks()
-        self._header_builder = HeaderBuilder(model, fingerprint, comm, self._blocks)
-        parts = inspection.joint_parts
+        super().__init__(inspection, comm, fingerprint, settings)
+        params, parts = inspection.model.params, inspection.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
-        whole = Share(model, self._planner, self._header_builder)
-        self._accumulator = Accumulator(model, self._planner.pays)
-        self._cadence = Cadence(whole, inspection.every, self._accumulator)
-        self._due_parts: DueParts | None = None
-        self._watched = {name: WatchedParameter(name, p, self) for name, p in model.params.items()}
-        self._step: Step | None = None
-        self._synchronise, self._attached = True, True
-        self._several = comm.world_size > 1
-        self._unshared: set[str] = set()
-        self._weighting, self._join = settings.weighting, Join.NONE
-        self._buffers = settings.buffers
-        self._stats = Stats(total_sent_bytes=comm.sent_bytes)
-        self._chosen: dict[Unit, Reason] = {}
-        tell = self._reporter.mishap
-        self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
+        self._watched = {name: WatchedParameter(name, p, self) for name, p in params.items()}
         on_group(comm.group).attached.add(self)
         self._note_end(counted=False)
 
-    # -- what distribute() calls ----------------------------------------------------------------
+    def tap(self, inspection: Inspection) -> None:
+        """Swaps the classes of layers and blocks, so that they tell of their products."""
+        for layer in inspection.layers:
+            watched = [self._watches(slot.params) for slot in layer.slots]
+            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self)
+            self._layers.append(tapped)
+            self._header_builder.add(tapped)
+        for found in inspection.blocks:  # in the order of the model
+            self._tap_block(found)
 
-    def attach(self, layer: TappedLayer) -> None:
-        """Adds a layer whose class was swapped."""
-        self._layers.append(layer)
-        self._header_builder.add(layer)
+    def _tap_block(self, found: FoundBlock) -> None:
+        watched = [self._watches(params) for params in found.params_of]
+        own = [OwnParameters(*pair) for pair in zip(found.modules_of, watched, strict=True)]
+        tapped = TappedBlock(
+            found.block,
+            found.names,
+            found.replayer,
+            watched,
+            own,
+            codecs=found.codecs,
+            raw_inputs=found.raw_inputs,
+            explicit=found.explicit,
+            sink=self,
+        )
+        found.swap(tapped)
+        self._blocks.add(tapped)
 
-    def attach_block(self, block: TappedBlock) -> None:
-        """Adds a block whose modules' classes were swapped, in the order of the model."""
-        self._blocks.add(block)
-
-    def watched(self, names: Sequence[str]) -> list[WatchedParameter]:
-        """Parameters by name."""
+    def _watches(self, names: Sequence[str]) -> list[WatchedParameter]:
         return [self._watched[name] for name in names]
 
     # -- what autograd calls, through the taps --------------------------------------------------
-
-    def taps(self, layer: TappedLayer) -> bool:
-        """Whether some product of the layer should travel as factors in the next step."""
-        return any(self._tap_next[self._unit_of[slot]] for slot in layer.slots)
-
-    def taps_block(self, block: Block) -> bool:
-        """Whether the block should be computed again in the next step."""
-        return self._tap_next[self._unit_of[block]]
 
     def on_use(self, block: Block, use: Use) -> None:
         """The deltas of a use of a block have arrived."""
@@ -149,6 +116,18 @@ class BackwardHooks(GivingUp):
         with self._giving_up():
             self._step_of(name).on_ready(name)
 
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Around what uses the transport.
+
+        Raises:
+            SiteLostError: it failed.
+        """
+        try:
+            yield
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
+
     def _current(self) -> Step:
         """The step of the backward that runs now; its first event begins it."""
         task = current_task()
@@ -163,162 +142,9 @@ class BackwardHooks(GivingUp):
         later = self._due_parts.later if self._due_parts is not None else None
         return later if later is not None and name in later.captured.model.params else step
 
-    def _begin(self, task: int) -> None:
-        refuse_nested_backward()
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
-        self._refuse_changed()
-        used = {name for name, watched in self._watched.items() if watched.accumulates()}
-        begin = self._synchronised if self._synchronise else self._unsynchronised
-        step = self._step = begin(task, used)
-        at_end_of_backward(lambda: self._finish(step))
-
-    def _unsynchronised(self, task: int, used: set[str]) -> UnsyncedStep:
-        several, self._due_parts = self._several, None
-        self._unshared |= used if several else set()
-        write = self._accumulator.write if several else None
-        captured = Captured(self._model, used, self._blocks, write)
-        return UnsyncedStep(task, captured, captured.settle)
-
-    def _synchronised(self, task: int, used: set[str]) -> Step:
-        """Shares what is due; on a single site that needs no messages."""
-        alone = self._comm.world_size == 1 and not any(self._tap_next.values())
-        carried_over = self._accumulator.take(used)
-        due_parts = self._due_parts = self._cadence.due_parts(
-            task, used, carried_over, rows=not alone
-        )
-        if due_parts.due is None:
-            assert due_parts.later is not None
-            return due_parts.later
-        model, planner, header_builder = (
-            due_parts.due.model,
-            due_parts.due.planner,
-            due_parts.due.header_builder,
-        )
-        if alone:
-            captured = Captured(model, due_parts.used, self._blocks)
-            return UnsyncedStep(task, captured, captured.settle)
-        waiting = (self._unshared | due_parts.released) & model.params.keys()
-        announced = due_parts.used | due_parts.carried_over.params
-        points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
-        agreed = due_parts.carried_over, described(points) if self._joint else None
-        loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        header = header_builder.header(self._stats.step, announced, waiting, *agreed, loop)
-        return self._new_step(
-            header,
-            task=task,
-            model=model,
-            planner=planner,
-            used=due_parts.used,
-            carried_over=due_parts.carried_over,
-            joint=JointStep(points, self._comm, header, trained),
-        )
-
-    def _new_step(self, header: Header, **about: Any) -> SharedStep:
-        """Begins a step with the other sites: of the whole model, unless a `StepSpec` says else.
-
-        Args:
-            header: what this site announces.
-            **about: attributes of the `StepSpec` that are not the session's own.
-        """
-        own = StepSpec(
-            model=self._model,
-            planner=self._planner,
-            comm=self._comm,
-            header=header,
-            blocks=self._blocks,
-            reading=self._reporter.reading(self._stats.step),
-            buffers=self._buffers,
-            skips_bad=self._mishaps.skips_bad,
-        )
-        step = SharedStep(replace(own, **about))
-        on_group(self._comm.group).running.append(self)
-        return step
-
-    def _finish(self, step: Step) -> None:
-        if step is not self._step:  # left over from a backward that raised
-            return
-        try:
-            self._complete(step)
-            if self._due_parts is not None:
-                shares = isinstance(step, SharedStep)
-                own = (
-                    step.context.used if shares else self._due_parts.used | self._due_parts.released
-                )
-                self._cadence.finish(self._due_parts, own)
-                self._unshared.clear()
-        finally:
-            self._close(step)
-            self._take_note(step)
-
-    def _complete(self, step: Step) -> None:
-        if isinstance(step, SharedStep):
-            try:
-                step.finish()
-            except ExchangeError as error:
-                if not self._counts_elsewhere(step, error):
-                    raise self._lost_error() from error
-        elif self._due_parts is not None and self._mishaps.skips_bad:
-            self._mishaps.alone(self._stats.step)
-
-    def _take_note(self, step: Step) -> None:
-        """Of what all sites decided."""
-        if isinstance(step, SharedStep) and step.decision is not None:
-            self._mishaps.decided(step.decision, step.subjects.names)
-
-    def _close(self, step: Step) -> None:
-        self._step, due_parts, self._due_parts = None, self._due_parts, None
-        shared = isinstance(step, SharedStep)
-        if shared:
-            on_group(self._comm.group).running.remove(self)
-        for layer in self._layers:
-            layer.forget_awaited()
-        if shared or not self._several:  # else they add up
-            self._weighting.settle()
-            self._blocks.forget()
-            for layer in self._layers:
-                if due_parts is None or due_parts.shares(layer.slots):
-                    layer.forget_untapped()
-        if shared:
-            self._follow_up(step)
-        elif due_parts is not None and due_parts.due is not None:  # a single site's
-            total = self._stats.total_sent_bytes
-            self._stats = Stats(self._stats.step + 1, total_sent_bytes=total)
-            self._reporter.report_alone(self._stats)
-
-    def _follow_up(self, step: SharedStep) -> None:
-        """Goes by what a step has chosen, and reports it."""
-        if step.choice is None:
-            return
-        self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
-        self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
-        self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
-        self._stats = step.stats(self._stats.step + 1)
-        if step.decision is not None:
-            self._note_end(counted=step.applied)
-        if step.applied:
-            self._reporter.report(step.context, self._stats)
-
-    # -- when something went wrong --------------------------------------------------------------
-
-    def end_unfinished(self, *, unless: int) -> None:
-        """Ends a step whose backward raised here, so that all sites are in step again."""
-        step = self._step
-        if not isinstance(step, SharedStep) or step.task == unless:
-            return  # another session may be in the middle of the same backward
-        try:
-            step.abandon()
-        except ExchangeError as error:
-            self._lost_by(error)
-        self._close(step)
-        self._take_note(step)
-
     def _refuse_detached(self) -> None:
         if not self._attached:
             raise RuntimeError("this forward ran before session.detach(): run it again")
-
-    def _refuse_changed(self) -> None:
-        """Checks that the model is what the sites agreed on."""
 
     def on_stale(self, name: str) -> None:
         """A gradient for the parameter has come by another node than the one that was watched."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,18 +28,6 @@ class GivingUp:
     _step: Any
     _model: Model
     _mishaps: Mishaps
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Around what uses the transport.
-
-        Raises:
-            SiteLostError: it failed.
-        """
-        try:
-            yield
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
 
     def _lost_by(self, error: ExchangeError) -> SiteLostError:
         """Gives up: the transport failed, and its group must not be used again."""

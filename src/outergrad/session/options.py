@@ -7,15 +7,12 @@ from datetime import timedelta
 from outergrad.capture import weighting as _weighting
 from outergrad.session.drift import ON_DRIFT
 from outergrad.session.inspect import Inspection
-from outergrad.session.mesh.levels import Mesh, refuse_settings
 from outergrad.step import buffers as _buffers
 
 
 def check_settings(
     inspection: Inspection,
-    mesh: Mesh | None,
     weighting: _weighting.Kind,
-    max_bad_steps: int | None,
     buffers: _buffers.Kind | None,
 ) -> None:
     """The settings of a session, and whether they go with the model and its methods.
@@ -23,8 +20,6 @@ def check_settings(
     Raises:
         ValueError: names one that cannot be.
     """
-    if mesh is not None:
-        refuse_settings(weighting, max_bad_steps, buffers)
     if weighting not in _weighting.KINDS:
         raise ValueError(f"weighting={weighting!r}: pass one of {', '.join(_weighting.KINDS)}")
     if buffers not in (None, *_buffers.KINDS):
@@ -38,7 +33,7 @@ def check_settings(
         )
 
 
-def check_drift(verify_every: int | None, on_drift: str, mesh: object | None) -> None:
+def check_drift(verify_every: int | None, on_drift: str) -> None:
     """When replicas are compared, and what comes of it.
 
     Raises:
@@ -50,11 +45,6 @@ def check_drift(verify_every: int | None, on_drift: str, mesh: object | None) ->
         return
     if type(verify_every) is not int or verify_every < 1:
         raise ValueError(f"verify_every={verify_every!r}: pass a number of steps, 1 or more")
-    if mesh is not None:
-        raise ValueError(
-            f"mesh= with verify_every={verify_every}: what the ranks of a site hold is not "
-            f"compared; leave it out"
-        )
 
 
 def time_span(timeout: float | timedelta | None) -> timedelta | None:

@@ -115,7 +115,9 @@ def refuse_method(method: Any) -> None:
         )
 
 
-def refuse_settings(weighting: str, max_bad_steps: int | None, buffers: str | None) -> None:
+def refuse_settings(
+    *, weighting: str, max_bad_steps: int | None, buffers: str | None, verify_every: int | None
+) -> None:
     """Raises for settings that need one level.
 
     Raises:
@@ -134,6 +136,11 @@ def refuse_settings(weighting: str, max_bad_steps: int | None, buffers: str | No
         raise ValueError(
             f"mesh= with max_bad_steps={max_bad_steps}: what is not finite goes where it goes "
             f"with DDP; check the gradients before optimizer.step()"
+        )
+    if verify_every is not None:
+        raise ValueError(
+            f"mesh= with verify_every={verify_every}: what the ranks of a site hold is not "
+            f"compared; leave it out"
         )
 
 
