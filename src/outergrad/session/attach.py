@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad.capture import weighting as _weighting
-from outergrad.capture.parameters import OwnParameters
-from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link

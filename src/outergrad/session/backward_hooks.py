@@ -7,24 +7,13 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from outergrad.capture.engine import at_end_of_backward, current_task, refuse_nested_backward
-from outergrad.capture.parameters import WatchedParameter
-from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
-from outergrad.capture.own_parameters import OwnParameters
-from outergrad.capture.tap import WatchedParameter, current_task
+from outergrad.capture.engine import current_task
+from outergrad.capture.parameters import OwnParameters, WatchedParameter
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.reasons import Reason
-from outergrad.core.types import Factors, Slot, Unit
-from outergrad.messages.header import Join
-from outergrad.core.types import ExchangeError, Factors, Slot, Unit
-from outergrad.messages.header import Header, Join
-from outergrad.planning.plan import Planner
-from outergrad.record.stats import Stats
-from outergrad.replay.block_message import Blocks
-from outergrad.core.types import ExchangeError, Factors, Slot
+from outergrad.core.types import Factors, Slot
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use
 from outergrad.replay.blocks_found import FoundBlock

@@ -13,19 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from outergrad.capture.engine import NO_TASK
 from outergrad.capture.loop_watch import LoopWatch
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.messages.header import Header, Join
 from outergrad.session.backward_hooks import BackwardHooks
 from outergrad.session.made_equal import Replica
-from outergrad.step.accumulated import CarriedOver
-from outergrad.core.types import ExchangeError
-from outergrad.messages.header import Header, Join
-from outergrad.session.backward_hooks import BackwardHooks
-from outergrad.session.made_equal import Replica
 from outergrad.step import param_grad
-from outergrad.step.commit import StepDiscardedError
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import Loop
 from outergrad.step.step import SharedStep

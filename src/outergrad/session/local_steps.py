@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
-from outergrad.capture.engine import NO_TASK
 from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
-from outergrad.core.errors import DriftError, ExchangeError
+from outergrad.core.errors import DriftError
 from outergrad.core.protocols import Comm
 from outergrad.core.types import StateDict
 from outergrad.methods import LocalSteps

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outergrad.capture.nested import refuse_nested_backward
-from outergrad.capture.tap import WatchedParameter, at_end_of_backward
+from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
+from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
+from outergrad.core.errors import ExchangeError
 from outergrad.core.protocols import Comm
-from outergrad.core.types import ExchangeError, Slot, Unit
+from outergrad.core.reasons import Reason
+from outergrad.core.types import Slot, Unit
 from outergrad.messages.header import Header, Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
@@ -82,7 +84,7 @@ class Stepping(GivingUp):
         self._weighting, self._join = settings.weighting, Join.NONE
         self._buffers = settings.buffers
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
-        self._chosen: dict[Unit, str] = {}
+        self._chosen: dict[Unit, Reason] = {}
         tell = self._reporter.mishap
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
 

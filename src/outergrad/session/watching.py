@@ -17,8 +17,6 @@ from outergrad.capture.claims import HeldHooks
 from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
-from outergrad.core.errors import ExchangeError
-from outergrad.capture.tap import NO_TASK, current_task
 from outergrad.session.join import Joining
 from outergrad.step.groups import on_group
 from outergrad.step.step import SharedStep

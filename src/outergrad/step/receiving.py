@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
-from outergrad.core.types import ExchangeError, RefusedError
+from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner

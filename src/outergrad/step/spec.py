@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from outergrad.buckets.bucket import StepContext
-from outergrad.capture.tap import NO_TASK
+from outergrad.capture.engine import NO_TASK
 from outergrad.core.model import Model
 from outergrad.core.protocols import Comm
 from outergrad.messages.header import Header

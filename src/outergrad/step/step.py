@@ -7,15 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
-from outergrad.core.blocks import Block
-from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.core.model import Choice, Model
-from outergrad.core.protocols import Comm
-from outergrad.core.types import Factors, Slot, Unit
 from outergrad.buckets.bucket import Bucket, Pending
+from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.model import Choice
-from outergrad.core.types import ExchangeError, RefusedError, Unit
+from outergrad.core.types import Unit
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.header import Header, digest
 from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict

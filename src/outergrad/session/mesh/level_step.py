@@ -14,10 +14,8 @@ from outergrad.core.reasons import Reason
 from outergrad.core.types import Unit
 from outergrad.planning.plan import Planner
 from outergrad.session.mesh.rank_reports import Fate
-from outergrad.step.captured import LocalStep
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
-from outergrad.step.commit import StepDiscardedError
 from outergrad.step.joint import Point
 from outergrad.step.step import SharedStep
 

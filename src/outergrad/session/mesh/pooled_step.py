@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from outergrad.capture.engine import NO_TASK
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model
@@ -16,7 +15,6 @@ from outergrad.record.gauge import Reading
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.pooling import Conclusion, Pooling, pool
 from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome
-from outergrad.session.mesh.rank_reports import Fate, Report, Verdict
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
 from outergrad.step.carried_over import CarriedOver

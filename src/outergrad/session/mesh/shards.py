@@ -21,9 +21,7 @@ from outergrad.messages.header import Header
 from outergrad.methods import PerLayer
 from outergrad.methods.per_layer import is_local
 from outergrad.record.gauge import Reading
-from outergrad.replay.block_message import Blocks
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.inspect import Inspection, inspect, is_local
 from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.rank_reports import Fate, told_fates
