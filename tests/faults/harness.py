@@ -33,7 +33,7 @@ from faulty_site import come_again, run
 from judge import Seen, Verdict, judge, summary
 from trials import Trial, draw
 
-from outergrad.launch.links import Link, Place, what_is_missing
+from outergrad.launch.links import Place, ShapedLink, what_is_missing
 from outergrad.launch.namespaces import INTERFACE
 
 AT_ONCE = 4
@@ -43,7 +43,7 @@ LONGEST_S = 10.0
 LIMIT_S = 120.0
 """After which a trial that is not over has failed, and its processes are ended."""
 MOST_SITES = 4
-_CAN_CUT = what_is_missing(Link(rate_bit_per_s=None), MOST_SITES) is None
+_CAN_CUT = what_is_missing(ShapedLink(rate_bit_per_s=None), MOST_SITES) is None
 _PORTS = iter(range(20000, 30000))
 """Of the stores in namespaces, where nobody else listens."""
 

@@ -18,10 +18,10 @@ from outergrad.comm.pace import LEAST_BYTES, Pace
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.work import TorchWork
 from outergrad.core.errors import ExchangeError
-from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.links import ShapedLink, what_is_missing
 from ranks import run_ranks
 
-SLOW = Link(rate_bit_per_s=64e3)
+SLOW = ShapedLink(rate_bit_per_s=64e3)
 MISSING = what_is_missing(SLOW, 2)
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class ShapedLink:
     """What joins every site to the others.
 
     Attributes:
@@ -89,7 +89,7 @@ class Place:
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
 
-def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> Link:
+def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> ShapedLink:
     """Reads a link from the command line.
 
     Args:
@@ -103,11 +103,13 @@ def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> Link:
     word = rate.strip().lower()
     rtt_s = _quantity(option, rtt, _TIME_UNITS, _RTT_HELP)
     if word in ("none", "loopback"):
-        return Link(rate_bit_per_s=None, rtt_s=rtt_s, loopback=word == "loopback")
-    return Link(rate_bit_per_s=_quantity("--link", rate, _RATE_UNITS, _RATE_HELP), rtt_s=rtt_s)
+        return ShapedLink(rate_bit_per_s=None, rtt_s=rtt_s, loopback=word == "loopback")
+    return ShapedLink(
+        rate_bit_per_s=_quantity("--link", rate, _RATE_UNITS, _RATE_HELP), rtt_s=rtt_s
+    )
 
 
-def what_is_missing(link: Link, sites: int) -> str | None:
+def what_is_missing(link: ShapedLink, sites: int) -> str | None:
     """Tells in one line why sites cannot be joined by a link here; None if they can."""
     if link.loopback:
         return None
@@ -126,7 +128,7 @@ def what_is_missing(link: Link, sites: int) -> str | None:
 
 
 @contextmanager
-def places(sites: int, link: Link) -> Iterator[list[Place]]:
+def places(sites: int, link: ShapedLink) -> Iterator[list[Place]]:
     """Yields one place per site, joined by a link; removes them on leaving.
 
     Until then SIGTERM and SIGHUP end the program in order. What the link needs is removed

@@ -14,6 +14,7 @@ from rich.console import Console
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.links import Link
 from outergrad.report.recording import require
+from outergrad.launch.links import ShapedLink
 from outergrad_lab.bench.check import Check, check
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import LinkResult, Results
@@ -94,7 +95,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise RecipeError(f"--out {path}: {error.strerror}") from error
 
 
-def result_file(out: Path, plan: Plan, links: Sequence[Link]) -> Path:
+def result_file(out: Path, plan: Plan, links: Sequence[ShapedLink]) -> Path:
     """The file that was asked for, or a new one in the folder that was."""
     if out.suffix == ".json":
         return out

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from outergrad.launch.links import Link, places
+from outergrad.launch.links import ShapedLink, places
 from outergrad.launch.machine import cores, describe
 from outergrad.launch.processes import run_processes
 from outergrad_lab.bench.combine import arrivals, timings
@@ -26,7 +26,7 @@ COPIES = 6
 
 def bench(
     plan: Plan,
-    links: Sequence[Link],
+    links: Sequence[ShapedLink],
     command: list[str],
     done: Callable[[Results, LinkResult], None],
     *,
@@ -62,7 +62,9 @@ def bench(
     return results
 
 
-def measure_link(plan: Plan, link: Link, keep: bool, verbose: bool, shown: bool) -> LinkResult:
+def measure_link(
+    plan: Plan, link: ShapedLink, keep: bool, verbose: bool, shown: bool
+) -> LinkResult:
     """Starts a process per site, each at its place, and puts together what they found."""
     # Else gloo warns that the addresses of a namespace have no host names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -77,7 +79,7 @@ def measure_link(plan: Plan, link: Link, keep: bool, verbose: bool, shown: bool)
         return _result(plan, link, run_processes(works, verbose=verbose))
 
 
-def _result(plan: Plan, link: Link, found: list[Found]) -> LinkResult:
+def _result(plan: Plan, link: ShapedLink, found: list[Found]) -> LinkResult:
     return LinkResult(
         link=link.name,
         rate_bit_per_s=link.rate_bit_per_s,
@@ -102,7 +104,7 @@ def fits(plan: Plan, parameters: int) -> bool:
     return plan.until_loss is not None or 2 * needed_bytes < psutil.virtual_memory().available
 
 
-def notes(plan: Plan, links: Sequence[Link]) -> list[str]:
+def notes(plan: Plan, links: Sequence[ShapedLink]) -> list[str]:
     """What a reader must know to believe the figures."""
     said = []
     wanted, there = plan.sites * plan.threads, cores()

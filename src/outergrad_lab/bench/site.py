@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from outergrad.launch.console import step_bars
-from outergrad.launch.links import Link, Place
+from outergrad.launch.links import Place, ShapedLink
 from outergrad.launch.traffic import Counter
 from outergrad_lab.bench.measure import Block, time_steps
 from outergrad_lab.bench.meeting import PATIENCE, Meeting
@@ -46,7 +46,7 @@ class Found:
 
 def run_site(
     plan: Plan,
-    link: Link,
+    link: ShapedLink,
     place: Place,
     folder: Path,
     site: int,
@@ -80,7 +80,7 @@ def run_site(
 
 
 def _measure(
-    plan: Plan, link: Link, counter: Counter, meeting: Meeting, keep: bool, shown: bool
+    plan: Plan, link: ShapedLink, counter: Counter, meeting: Meeting, keep: bool, shown: bool
 ) -> Found:
     data, name = dataset(plan)
     found = Found(name, probe(link.rate_bit_per_s))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import Link, parse_link, what_is_missing
+from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
 from outergrad.launch.processes import exit_on_signals
 from outergrad.tools.commands.options import DATA_DIR, METHOD_HELP, DataDir
 from outergrad_lab.bench.plan import COMPARED, Plan
@@ -115,7 +115,7 @@ def bench(
         report.end(results)
 
 
-def choose_links(rates: str, rtt: str, sites: int) -> list[Link]:
+def choose_links(rates: str, rtt: str, sites: int) -> list[ShapedLink]:
     """Reads the links that were asked for; without any, takes what this machine can do.
 
     Raises:

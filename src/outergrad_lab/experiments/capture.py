@@ -16,7 +16,7 @@ import outergrad as og
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.types import Factors, Part, place_name
-from outergrad.launch.links import Link
+from outergrad.launch.links import ShapedLink
 from outergrad.methods.dad import DADExchange
 from outergrad.session.attach import attach
 from outergrad.tools.plan.link_time import as_settled
@@ -108,7 +108,7 @@ def capture(
     data = load(recipe.data, data_dir)
     torch.manual_seed(seed)
     model, watching = recipe.build(), _Watching()
-    no_link = as_settled(Link(rate_bit_per_s=None))
+    no_link = as_settled(ShapedLink(rate_bit_per_s=None))
     session = attach(model, watching, MirrorComm(1, Tracer()), no_link)
     optimizer = Adam(model.parameters(), lr=recipe.lr, eps=ADAM_EPS)
     kept: list[dict[str, Factors]] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import Link, parse_link, what_is_missing
+from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import Timing
 from outergrad_lab.bench.run import bench
@@ -59,11 +59,11 @@ def _plan(read: Settings, data_dir: Path) -> Plan:
     )
 
 
-def _link(read: Settings) -> Link:
+def _link(read: Settings) -> ShapedLink:
     return parse_link(str(read["link"]), str(read["rtt"]))
 
 
-def _measured(plan: Plan, link: Link) -> dict[str, Any]:
+def _measured(plan: Plan, link: ShapedLink) -> dict[str, Any]:
     results = bench(plan, [link], sys.argv, lambda *_: None, shown=False)
     steps = {timing.method: _step(timing) for timing in results.links[0].timings}
     return {"steps": steps, "notes": results.notes}

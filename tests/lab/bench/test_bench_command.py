@@ -13,13 +13,13 @@ import pytest
 from made_up import link, results, timing
 from typer.testing import CliRunner
 
-from outergrad.launch.links import Link, parse_link, what_is_missing
+from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
 from outergrad.tools.commands import app
 from outergrad_lab.bench.plan import COMPARED
 from outergrad_lab.workloads import WORKLOADS
 
 command = import_module("outergrad_lab.commands.bench")  # the package's own name is the function
-MISSING = what_is_missing(Link(rate_bit_per_s=1e8), 3)
+MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 LOOPBACK = ["--link", "loopback"]
 MISTAKES = {

@@ -17,11 +17,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.tools.commands import app
 from outergrad_lab.bench.trainer import Phases
 
-MISSING = what_is_missing(Link(rate_bit_per_s=1e8), 3)
+MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 pytestmark = pytest.mark.slow
 

@@ -15,21 +15,21 @@ import pytest
 
 from outergrad.launch import links
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import Link, Place, parse_link, places, what_is_missing
+from outergrad.launch.links import Place, ShapedLink, parse_link, places, what_is_missing
 
 READABLE = [
-    ("none", "0ms", Link(rate_bit_per_s=None), "none"),
-    ("loopback", "0ms", Link(rate_bit_per_s=None, loopback=True), "loopback"),
-    ("10mbit", "0ms", Link(rate_bit_per_s=1e7), "10mbit"),
-    ("1Gbit", "0s", Link(rate_bit_per_s=1e9), "1gbit"),
-    (" 2.5 MBIT ", "0ms", Link(rate_bit_per_s=2.5e6), "2.5mbit"),
-    ("8kbit", "0ms", Link(rate_bit_per_s=8e3), "8kbit"),
-    ("1500kbit", "0ms", Link(rate_bit_per_s=1.5e6), "1.5mbit"),
-    ("100gbit", "0ms", Link(rate_bit_per_s=1e11), "100gbit"),
-    ("100mbit", "40ms", Link(rate_bit_per_s=1e8, rtt_s=0.04), "100mbit-40ms"),
-    ("100mbit", "0.04s", Link(rate_bit_per_s=1e8, rtt_s=0.04), "100mbit-40ms"),
-    ("none", "0.5ms", Link(rate_bit_per_s=None, rtt_s=0.0005), "none-0.5ms"),
-    (".5gbit", "10s", Link(rate_bit_per_s=5e8, rtt_s=10), "500mbit-10000ms"),
+    ("none", "0ms", ShapedLink(rate_bit_per_s=None), "none"),
+    ("loopback", "0ms", ShapedLink(rate_bit_per_s=None, loopback=True), "loopback"),
+    ("10mbit", "0ms", ShapedLink(rate_bit_per_s=1e7), "10mbit"),
+    ("1Gbit", "0s", ShapedLink(rate_bit_per_s=1e9), "1gbit"),
+    (" 2.5 MBIT ", "0ms", ShapedLink(rate_bit_per_s=2.5e6), "2.5mbit"),
+    ("8kbit", "0ms", ShapedLink(rate_bit_per_s=8e3), "8kbit"),
+    ("1500kbit", "0ms", ShapedLink(rate_bit_per_s=1.5e6), "1.5mbit"),
+    ("100gbit", "0ms", ShapedLink(rate_bit_per_s=1e11), "100gbit"),
+    ("100mbit", "40ms", ShapedLink(rate_bit_per_s=1e8, rtt_s=0.04), "100mbit-40ms"),
+    ("100mbit", "0.04s", ShapedLink(rate_bit_per_s=1e8, rtt_s=0.04), "100mbit-40ms"),
+    ("none", "0.5ms", ShapedLink(rate_bit_per_s=None, rtt_s=0.0005), "none-0.5ms"),
+    (".5gbit", "10s", ShapedLink(rate_bit_per_s=5e8, rtt_s=10), "500mbit-10000ms"),
 ]
 IMPOSSIBLE = [
     *[(rate, "0ms", r"--link .*(such as 10mbit)") for rate in ("", "10", "mbit", "10mb", "fast")],
@@ -39,13 +39,13 @@ IMPOSSIBLE = [
     ("none", "10.1s", r"--rtt: 10\.1 s .*to 10s"),
     ("loopback", "40ms", r"--rtt: .*leave out --rtt, or use --link none"),
 ]
-TEN_MBIT = Link(rate_bit_per_s=1e7)
+TEN_MBIT = ShapedLink(rate_bit_per_s=1e7)
 shaped = pytest.mark.skipif(
     what_is_missing(TEN_MBIT, 3) is not None, reason=str(what_is_missing(TEN_MBIT, 3))
 )
 delayed = pytest.mark.skipif(
-    what_is_missing(Link(rate_bit_per_s=None, rtt_s=0.04), 3) is not None,
-    reason=str(what_is_missing(Link(rate_bit_per_s=None, rtt_s=0.04), 3)),
+    what_is_missing(ShapedLink(rate_bit_per_s=None, rtt_s=0.04), 3) is not None,
+    reason=str(what_is_missing(ShapedLink(rate_bit_per_s=None, rtt_s=0.04), 3)),
 )
 
 
@@ -65,13 +65,13 @@ def test_an_impossible_link_is_refused_in_one_line(rate, rtt, said):
 
 def test_a_link_checks_itself():
     with pytest.raises(RecipeError, match=r"--link: a rate of 1 bit/s"):
-        Link(rate_bit_per_s=1)
+        ShapedLink(rate_bit_per_s=1)
     with pytest.raises(RecipeError, match="loopback has neither"):
-        Link(rate_bit_per_s=1e6, loopback=True)
+        ShapedLink(rate_bit_per_s=1e6, loopback=True)
 
 
 def test_what_is_missing_is_told_with_a_remedy(monkeypatch):
-    late = Link(rate_bit_per_s=1e7, rtt_s=0.04)
+    late = ShapedLink(rate_bit_per_s=1e7, rtt_s=0.04)
     has = {"ip": "ip", "tc": "tc"}
     monkeypatch.setattr(links.os, "geteuid", lambda: 0)
     monkeypatch.setattr(links.shutil, "which", has.get)

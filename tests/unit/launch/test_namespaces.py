@@ -16,10 +16,10 @@ import pytest
 import outergrad
 from outergrad.launch import namespaces as module
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.namespaces import mark, namespaces, qdiscs
 
-LATE = Link(rate_bit_per_s=None, rtt_s=0.01)
+LATE = ShapedLink(rate_bit_per_s=None, rtt_s=0.01)
 real = pytest.mark.skipif(
     what_is_missing(LATE, 3) is not None, reason=str(what_is_missing(LATE, 3))
 )

@@ -9,11 +9,11 @@ import pytest
 
 from outergrad.launch import relay as module
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.namespaces import namespaces
 from outergrad.launch.relay import can_relay, relay
 
-LATE = Link(rate_bit_per_s=None, rtt_s=0.01)
+LATE = ShapedLink(rate_bit_per_s=None, rtt_s=0.01)
 MISSING = what_is_missing(LATE, 2) or (None if can_relay() else "no `cc` or no /dev/net/tun")
 pytestmark = [
     pytest.mark.slow,

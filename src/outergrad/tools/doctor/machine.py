@@ -17,6 +17,7 @@ import torch.distributed as dist
 import outergrad
 from outergrad._amounts import amount
 from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.machine import cores
 from outergrad.tools.doctor.findings import Finding, many, note, ok, problem, warning
 from outergrad.tools.doctor.interface import check_interface, interfaces, taken_here
@@ -84,7 +85,7 @@ def look_at_machine(environment: Mapping[str, str], *, sites_here: int = 1) -> l
         *check_variables(environment),
         check_open_files(_most_open_files()),
         check_disk(folder, shutil.disk_usage(folder).free),
-        check_shaping(what_is_missing(Link(rate_bit_per_s=1e8), 2)),
+        check_shaping(what_is_missing(ShapedLink(rate_bit_per_s=1e8), 2)),
     ]
 
 

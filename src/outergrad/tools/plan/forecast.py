@@ -8,7 +8,7 @@ from typing import Any
 
 import outergrad as og
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import Link
+from outergrad.launch.links import ShapedLink
 from outergrad.tools.plan.layers import LayerPlan, Layers
 from outergrad.tools.plan.measure import Planned, measure, method_of
 from outergrad.tools.plan.subject import Subject, subject, try_step
@@ -33,7 +33,7 @@ class Question:
     model: str
     rows: int | None = None
     sites: int = 2
-    link: Link
+    link: ShapedLink
     methods: tuple[str, ...]
     seconds: float = 60
 
@@ -71,7 +71,7 @@ class Forecast:
 
     subject: Subject
     sites: int
-    link: Link
+    link: ShapedLink
     layers: list[LayerPlan]
     alone: Planned
     methods: list[Planned]

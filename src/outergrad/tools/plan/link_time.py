@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outergrad.comm.trace import Kind, Started, Trace
-from outergrad.core.types import Link as SettledLink
-from outergrad.launch.links import Link
+from outergrad.core.types import Link
+from outergrad.launch.links import ShapedLink
 from outergrad.launch.traffic import HEADER_BYTES
 
 SEGMENT_BYTES = 1448
@@ -27,7 +27,7 @@ def wire_bytes(payload_bytes: float, kind: Kind, sites: int) -> float:
     return nbytes + HEADER_BYTES * nbytes / SEGMENT_BYTES * (1 + 1 / PACKETS_PER_ACK)
 
 
-def step_seconds(trace: Trace, link: Link, sites: int) -> float:
+def step_seconds(trace: Trace, link: ShapedLink, sites: int) -> float:
     """Seconds of a step: what it computes, and what it waits for messages.
 
     A site's messages take their turns on its link, in the order in which they are started, while
@@ -51,14 +51,14 @@ def step_seconds(trace: Trace, link: Link, sites: int) -> float:
     return trace.compute_s + waited_s
 
 
-def _transfer_s(message: Started, link: Link, sites: int) -> float:
+def _transfer_s(message: Started, link: ShapedLink, sites: int) -> float:
     if link.rate_bit_per_s is None:
         return 0.0
     return 8 * wire_bytes(message.busy_bytes, message.kind, sites) / link.rate_bit_per_s
 
 
-def as_settled(link: Link) -> SettledLink:
+def as_settled(link: ShapedLink) -> Link:
     """What `og.distribute` would measure of it."""
     headers = HEADER_BYTES * (1 + 1 / PACKETS_PER_ACK) / SEGMENT_BYTES
     rate = 1e11 if link.rate_bit_per_s is None else link.rate_bit_per_s
-    return SettledLink(max(link.rtt_s, LEAST_RTT_S), rate / 8 / (1 + headers))
+    return Link(max(link.rtt_s, LEAST_RTT_S), rate / 8 / (1 + headers))

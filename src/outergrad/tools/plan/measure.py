@@ -14,7 +14,7 @@ from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Trace, Tracer
 from outergrad.core.protocols import Method
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import Link
+from outergrad.launch.links import ShapedLink
 from outergrad.record.stats import Stats
 from outergrad.session.attach import attach
 from outergrad.tools.named_methods.attach import (
@@ -104,7 +104,7 @@ class Planned:
         """Median seconds that a step computes."""
         return median(trace.compute_s for trace in self.traces)
 
-    def seconds(self, link: Link) -> float:
+    def seconds(self, link: ShapedLink) -> float:
         """Median seconds of a step on a link."""
         return median(step_seconds(trace, link, self.sites) for trace in self.traces)
 
@@ -113,7 +113,7 @@ def measure(
     subject: Subject,
     methods: dict[str, Method],
     sites: int,
-    link: Link,
+    link: ShapedLink,
     seconds: float,
     progress: Callable[[str], None],
 ) -> tuple[Planned, list[Planned]]:
@@ -154,7 +154,7 @@ def _rotated(turns: Sequence[str | None], turn: int) -> list[str | None]:
     return [*turns[first:], *turns[:first]]
 
 
-def _run_shared(subject: Subject, method: Method, link: Link, planned: Planned) -> None:
+def _run_shared(subject: Subject, method: Method, link: ShapedLink, planned: Planned) -> None:
     tracer = Tracer()
     comm = MirrorComm(planned.sites, tracer)
     try:

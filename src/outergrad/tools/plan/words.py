@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from outergrad._amounts import milliseconds, times
 from outergrad.launch.links import Link
+from outergrad.launch.links import ShapedLink
 from outergrad.tools.plan.forecast import HIGHEST_BIT_PER_S, Forecast
 from outergrad.tools.plan.measure import Planned
 
@@ -47,9 +48,9 @@ def _from_where_on(plan: Forecast, best: Planned) -> str:
         return ""
     rate = plan.even_rate(best)
     if rate is None:
-        highest = Link(rate_bit_per_s=HIGHEST_BIT_PER_S).name
+        highest = ShapedLink(rate_bit_per_s=HIGHEST_BIT_PER_S).name
         return f"Dense is slower than it up to {highest}."
-    return f"From {Link(rate_bit_per_s=_rounded(rate)).name} on dense is as fast."
+    return f"From {ShapedLink(rate_bit_per_s=_rounded(rate)).name} on dense is as fast."
 
 
 def _rows(plan: Forecast, lows: list[float], highs: list[float]) -> str:

@@ -15,13 +15,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.loopback import loopback_name
 from outergrad.launch.namespaces import INTERFACE, namespaces
 from outergrad.tools.commands import app
 
 DOCTOR = [sys.executable, "-m", "outergrad", "doctor"]
-SHAPED = Link(rate_bit_per_s=2e7)
+SHAPED = ShapedLink(rate_bit_per_s=2e7)
 shaped = pytest.mark.skipif(
     what_is_missing(SHAPED, 2) is not None, reason=str(what_is_missing(SHAPED, 2))
 )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from outergrad.comm.trace import Awaited, Kind, Started, Trace, Tracer
-from outergrad.launch.links import Link
+from outergrad.launch.links import ShapedLink
 from outergrad.tools.plan.link_time import LEAST_RTT_S, step_seconds, wire_bytes
 
 MB = 1_000_000
-FAST = Link(rate_bit_per_s=None)
+FAST = ShapedLink(rate_bit_per_s=None)
 
 
-def link(transfer_s: float, rtt_s: float = 0.0, kind: Kind = Kind.PAIRS) -> Link:
+def link(transfer_s: float, rtt_s: float = 0.0, kind: Kind = Kind.PAIRS) -> ShapedLink:
     """On which a message of a megabyte takes so long."""
-    return Link(rate_bit_per_s=8 * wire_bytes(MB, kind, 2) / transfer_s, rtt_s=rtt_s)
+    return ShapedLink(rate_bit_per_s=8 * wire_bytes(MB, kind, 2) / transfer_s, rtt_s=rtt_s)
 
 
 def trace(*events: tuple[str, float], compute_s: float = 1.0, kind: Kind = Kind.PAIRS) -> Trace:
@@ -72,7 +72,7 @@ def test_a_step_takes_what_it_computes_and_waits(step, on, seconds):
 @pytest.mark.parametrize("sites", [2, 3, 8])
 def test_a_ring_of_small_messages_takes_two_rounds_of_all_sites(sites):
     step = trace(("start", 1.0), ("wait", 1.0), kind=Kind.RING)
-    on = Link(rate_bit_per_s=None, rtt_s=1)
+    on = ShapedLink(rate_bit_per_s=None, rtt_s=1)
     assert step_seconds(step, on, sites) == pytest.approx(1 + 2 * (sites - 1))
 
 

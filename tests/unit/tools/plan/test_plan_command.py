@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 import outergrad as og
-from outergrad.launch.links import Link, what_is_missing
+from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.record.stats import Stats
 from outergrad.tools.commands import app
 from outergrad.tools.plan.measure import Planned
 from outergrad.tools.plan.table import shortened
 
-MISSING = what_is_missing(Link(rate_bit_per_s=1e8), 3)
+MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 MINE = textwrap.dedent("""
