@@ -68,7 +68,7 @@ class HookedClaim(Claim):
         ready: called when a backward has accumulated all that it has for the parameter.
 
     Attributes:
-        hooks: of others.
+        hooks: those that others registered on the parameter.
     """
 
     def __init__(self, parameter: nn.Parameter, owner: Any, ready: Callable[[], None]) -> None:

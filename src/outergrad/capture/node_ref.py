@@ -86,7 +86,7 @@ _FEW = 16
 
 
 class LiveUse(NamedTuple):
-    """One use.
+    """One use of a slot in forward.
 
     Attributes:
         node: of its tap, as long as it lives.
@@ -100,7 +100,7 @@ class LiveUse(NamedTuple):
 
 
 class LiveUses:
-    """Those that a backward may still reach; of the others nothing is kept for long."""
+    """The uses of one slot that a backward may still reach; others are dropped in time."""
 
     def __init__(self) -> None:
         self._uses: list[LiveUse] = []

@@ -123,7 +123,7 @@ class Exchanges:
         return self._units_of
 
     def commit(self, *, applied: bool) -> None:
-        """The step is over, for all of them."""
+        """Ends the step of every exchange: its residuals are kept if the step was applied."""
         for exchange, _ in self._units_of:
             exchange.commit(applied=applied)
 

@@ -15,13 +15,13 @@ from outergrad.messages.wire import Piece
 
 
 class Layout:
-    """A message of a preamble, of gradients that ride along, and of the rows of slots.
+    """A message of a preamble, of whole gradients (the extras), and of the rows of slots.
 
-    Riders of one dtype stand side by side, so that they can be added in one piece.
+    Extras of one dtype stand side by side, so that they can be added in one piece.
 
     Args:
         start: length of the preamble, bytes.
-        extras: parameters by name.
+        extras: parameters, by name, whose gradients it holds whole.
         pieces: the rows.
         blobs: lengths of what is no rows.
 
@@ -52,18 +52,18 @@ class Layout:
         self._blobs = [self._spot((nbytes,), torch.uint8) for nbytes in blobs]
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
-        """The next one."""
+        """The place of the next tensor, behind those before it."""
         start = self.nbytes
         self.nbytes += aligned(math.prod(shape) * dtype.itemsize)
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return _Spot(shape, strides, start // dtype.itemsize, dtype)
 
     def extra_bytes(self) -> dict[str, int]:
-        """Of each extra."""
+        """Bytes of each extra, by name."""
         return {name: p.nbytes for name, p in self.extras.items()}
 
     def blob_bytes(self) -> list[int]:
-        """Of each blob."""
+        """Bytes of each blob."""
         return [spot.shape[0] for spot in self._blobs]
 
     def flats(self, message: Tensor) -> list[Tensor]:
@@ -130,7 +130,7 @@ class _Spot(NamedTuple):
 
 
 class Rows:
-    """Views of a message.
+    """The rows of one slot in a message, as views of it.
 
     Args:
         fields: the deltas, the activations or ids, and the bias gradient if it has one.

@@ -26,20 +26,20 @@ class Sizes:
         self._settings = settings
 
     def codecs(self, slot: Slot) -> Codecs:
-        """Of rows by id, of which nothing is remembered, those that only round."""
+        """The codecs of a slot; rows by id have no memory, so nothing of them may be dropped."""
         wire = self._settings.wire
         return without_drops(wire) if slot.lookup and self._settings.keeps_loss else wire
 
     def row(self, slot: Slot) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return row_bytes(slot, self.codecs(slot))
 
     def triplets(self, matrix: Slot) -> int:
-        """Of a site's triplets at full rank: a layer whose rank adapts does not change its way."""
+        """Bytes of triplets at full rank: a layer whose rank adapts does not change its way."""
         return min(self._settings.rank, matrix.outputs, matrix.inputs) * self.row(matrix)
 
     def low_rank(self, unit: Unit, sites: int, *, gathers: bool) -> float:
-        """Of triplets or sketches, and of vectors.
+        """Bytes of triplets or sketches, and of vectors.
 
         All-gathered factors cost a site (S - 1) times their size, a ring all-reduce and two ways
         through the owners 2 (S - 1) / S times it.
@@ -51,7 +51,7 @@ class Sizes:
         return (triplets + FLOAT_BYTES * numel) * (1.0 if gathers else 2 / sites)
 
     def exact(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
-        """Of factors that hold all of the gradient, on the site that has most."""
+        """Bytes of factors that hold all of the gradient, on the site that has most."""
         if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
             return math.inf
         if self._settings.tolerance and not any(slot.lookup for slot in unit.slots):
