@@ -25,10 +25,11 @@ from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh
+from outergrad.session.mesh.topology import MeshTopology
 from outergrad.session.options import check_drift, check_settings, time_span
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
-from outergrad.session.topology import topology_of
+from outergrad.session.topology import Topology
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
@@ -101,7 +102,7 @@ def distribute(
         SiteLostError: another site does not come, or went.
     """
     model, method = _uncompiled(model), DAD() if method is None else method
-    topology = topology_of(group, mesh, _device(model), time_span(timeout))
+    topology = _topology(group, mesh, _device(model), time_span(timeout))
     comm = topology.site
     refuse_lost(comm.group)
     error, inspection, recorders = None, None, ()
@@ -145,6 +146,20 @@ def distribute(
     session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
     return session
+
+
+def _topology(
+    group: dist.ProcessGroup | None,
+    mesh: Mesh | None,
+    device: torch.device,
+    timeout: timedelta | None,
+) -> Topology:
+    """Decides, once, how the ranks stand to each other."""
+    if mesh is None:
+        return Topology(group, device, timeout)
+    if group is not None:
+        raise ValueError("mesh= and group= both say who takes part: pass one of them")
+    return MeshTopology(mesh, device, timeout)
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

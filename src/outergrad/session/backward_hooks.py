@@ -19,21 +19,13 @@ from outergrad.replay.block_use import Use
 from outergrad.replay.blocks_found import FoundBlock
 from outergrad.session.inspect import Inspection
 from outergrad.session.settings import Settings
-from outergrad.session.stepping import Stepping
+from outergrad.session.stepping import Step, Stepping
 from outergrad.step.groups import on_group
 from outergrad.step.joint import JointParts, Point
-from outergrad.step.unsynced import Step
 
 
 class BackwardHooks(Stepping):
-    """Tells the step of the backward that runs what happens; its first event begins it.
-
-    Args:
-        inspection: of the model.
-        comm: the transport.
-        fingerprint: what the sites have agreed on.
-        settings: of the user's.
-    """
+    """Tells the step of the backward that runs what happens; its first event begins it."""
 
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings

@@ -31,7 +31,9 @@ from outergrad.step.joint import JointParts, JointStep, described
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
-from outergrad.step.unsynced import Step, UnsyncedStep
+from outergrad.step.unsynced import UnsyncedStep
+
+Step = UnsyncedStep | SharedStep
 
 
 class Stepping(GivingUp):

@@ -17,6 +17,7 @@ from outergrad.messages.header import Header
 from outergrad.replay.block_message import Blocks
 from outergrad.replay.block_use import Use
 from outergrad.step import param_grad
+from outergrad.step.carried_over import CarriedOver
 
 Write = Callable[[Slot, Factors, Mapping[str, Tensor]], None]
 """Takes the factors of one slot and the gradients that they make, to be added to `param.grad`."""
@@ -30,6 +31,7 @@ class Captured:
         used: parameters that this backward leaves a gradient in.
         blocks: what is computed again.
         write: adds to `param.grad` what is settled.
+        carried_over: rows of earlier passes, which count as captured.
 
     Attributes:
         has_autograd_grad: parameters that autograd has a gradient for, besides.
@@ -42,11 +44,17 @@ class Captured:
         used: Set[str],
         blocks: Blocks | None = None,
         write: Write | None = None,
+        carried_over: CarriedOver | None = None,
     ) -> None:
-        self.model, self.used = model, used
+        before = carried_over or CarriedOver()
+        self.model, self.used = model, {*used, *before.params}
         self._blocks, self._write = blocks or Blocks(), write or self._add_to_grad
         self._uses: list[tuple[Block, Use]] = []
-        self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {}
+        self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {
+            slot: [lambda part=part: part for part in parts]
+            for slot, parts in before.stacked.items()
+            if parts
+        }
         self.has_autograd_grad: set[str] = set()
         self.settled: set[Slot | Block] = set()
         self._touching: dict[str, list[Slot]] = {}

@@ -53,11 +53,7 @@ class StepSpec:
 
     def captured(self) -> Captured:
         """What the backward will capture, begun with the rows of earlier passes."""
-        captured = Captured(self.model, self.used | self.carried_over.params, self.blocks)
-        for slot, parts in self.carried_over.stacked.items():
-            for part in parts:
-                captured.add(slot, lambda part=part: part)
-        return captured
+        return Captured(self.model, self.used, self.blocks, carried_over=self.carried_over)
 
     def context(self, captured: Captured) -> StepContext:
         """What the messages of the step need to know."""

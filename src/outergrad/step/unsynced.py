@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 
 from outergrad.step.captured import Captured
 from outergrad.step.joint import Point
-
-
-class Step(Protocol):
-    """What the hooks of a backward need of its step."""
-
-    task: int
-    """Of the backward."""
-    captured: Captured
-    """What it has captured so far."""
-
-    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """The delta of an output of a part that is each site's own; returns what flows back."""
-        ...
-
-    def on_ready(self, name: str) -> None:
-        """The backward has nothing more for a parameter."""
-        ...
 
 
 def _nothing(*_: str) -> None:
@@ -51,12 +33,16 @@ class UnsyncedStep:
         at_end: Callable[[], None] = _nothing,
     ) -> None:
         self.task, self.captured = task, captured
-        self._sink, self.finish = sink, at_end
+        self._sink, self._at_end = sink, at_end
 
     def on_ready(self, name: str) -> None:
         """The backward has nothing more for a parameter."""
         self._sink(name)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """This site's own."""
+        """This site's own delta."""
         return delta
+
+    def finish(self) -> None:
+        """The backward has succeeded."""
+        self._at_end()

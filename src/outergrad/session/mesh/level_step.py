@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.core.model import Exchanges, Model
@@ -17,7 +16,9 @@ from outergrad.session.mesh.rank_reports import Fate
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
 from outergrad.step.joint import Point
+from outergrad.step.commit import StepDiscardedError
 from outergrad.step.step import SharedStep
+from outergrad.step.unsynced import UnsyncedStep
 
 
 class SharePlanner(Planner):
@@ -40,7 +41,7 @@ class SharePlanner(Planner):
             super().commit(applied=applied)
 
 
-class LevelStep:
+class LevelStep(UnsyncedStep):
     """A backward whose gradients stay on this rank until its end, and then go to all ranks.
 
     Once begun, all ranks go through all of its messages, even if the backward of one raised.
@@ -66,7 +67,7 @@ class LevelStep:
     def __init__(
         self, task: int, model: Model, used: set[str], number: int, planner: SharePlanner
     ) -> None:
-        self.task, self.captured = task, Captured(model, used)
+        super().__init__(task, Captured(model, used))
         self.used: set[str] = used
         self._number, self._planner = number, planner
         self._error: Exception | None = None
@@ -106,13 +107,6 @@ class LevelStep:
             self._go_through(fate)
         except ExchangeError as error:
             raise ExchangeError(str(error)) from error
-
-    def on_joint(self, point: Point, delta: Tensor) -> Tensor:
-        """This rank's own: nothing is averaged on the way."""
-        return delta
-
-    def on_ready(self, name: str) -> None:
-        """Nothing: all goes on at the end of backward."""
 
     def clear(self) -> None:
         """The step does not count: there are to be no gradients that could be applied."""

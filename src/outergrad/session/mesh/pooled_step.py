@@ -88,10 +88,7 @@ class PooledStep(LevelStep):
     ) -> None:
         super().__init__(task, site.model, used, header.step, site.planner)
         self._site, self._header, self._alone, self._reading = site, header, alone, reading
-        self.captured = Captured(site.model, used | carried_over.params)
-        for slot, parts in carried_over.stacked.items():
-            for part in parts:
-                self.captured.add(slot, lambda part=part: part)
+        self.captured = Captured(site.model, used, carried_over=carried_over)
 
     def _go_through(self, fate: Fate) -> None:
         rows: dict[Slot, Factors] = {}

@@ -253,13 +253,13 @@ class ShardedSession(LevelsSession):
 
     def _kept(self, task: int) -> UnsyncedStep:
         """A backward under `no_sync()`: its gradients are the site's until the next shared one."""
-        used: set[str] = set()
+        captured = Captured(self._model, set())
 
         def on_ready(name: str) -> None:
             self._unshared.add(name)
-            used.add(name)
+            captured.used.add(name)
 
-        return UnsyncedStep(task, Captured(self._model, used), on_ready)
+        return UnsyncedStep(task, captured, on_ready)
 
     def _sharded(self, task: int) -> ShardStep:
         sessions, number = on_group(self._comm.group), self._stats.step

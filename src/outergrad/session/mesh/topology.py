@@ -29,10 +29,10 @@ from outergrad.session.mesh.shards import (
 )
 from outergrad.session.mesh.two_levels import LevelsSession, TwoLevelSession
 from outergrad.session.settings import Settings
-from outergrad.step.buffers import Kind
+from outergrad.session.topology import Topology
 
 
-class MeshTopology:
+class MeshTopology(Topology):
     """Ranks whose gradients are pooled inside a site before they travel between sites.
 
     Args:
@@ -41,7 +41,7 @@ class MeshTopology:
         timeout: as for `distribute`.
     """
 
-    buffers: Kind = "local"
+    buffers = "local"
 
     def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta | None) -> None:
         self._mesh = mesh

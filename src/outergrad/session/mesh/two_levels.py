@@ -21,12 +21,12 @@ from outergrad.session.reporting import Reporter
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.state import resumed
+from outergrad.session.stepping import Step
 from outergrad.step.carried_over import CarriedOver
 from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.header_builder import PLAIN, HeaderBuilder
 from outergrad.step.lost import Findings
 from outergrad.step.mishaps import Mishaps
-from outergrad.step.unsynced import Step
 
 _STATE = "two levels"
 
