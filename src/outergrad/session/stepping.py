@@ -51,11 +51,7 @@ class Stepping(GivingUp):
     _watched: dict[str, WatchedParameter]
 
     def __init__(
-        self,
-        inspection: Inspection,
-        comm: Comm,
-        fingerprint: int,
-        settings: Settings,
+        self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
     ) -> None:
         model, exchanges = inspection.model, inspection.exchanges
         self._model, self._comm, self._exchanges = model, comm, exchanges
@@ -125,11 +121,7 @@ class Stepping(GivingUp):
         if due_parts.due is None:
             assert due_parts.later is not None
             return due_parts.later
-        model, planner, header_builder = (
-            due_parts.due.model,
-            due_parts.due.planner,
-            due_parts.due.header_builder,
-        )
+        model = due_parts.due.model
         if alone:
             captured = Captured(model, due_parts.used, self._blocks)
             return UnsyncedStep(task, captured, captured.settle)
@@ -138,12 +130,13 @@ class Stepping(GivingUp):
         points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
         agreed = due_parts.carried_over, described(points) if self._joint else None
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        header = header_builder.header(self._stats.step, announced, waiting, *agreed, loop)
+        about = (self._stats.step, announced, waiting, *agreed, loop)
+        header = due_parts.due.header_builder.header(*about)
         return self._new_step(
             header,
             task=task,
             model=model,
-            planner=planner,
+            planner=due_parts.due.planner,
             used=due_parts.used,
             carried_over=due_parts.carried_over,
             joint=JointStep(points, self._comm, header, trained),
@@ -176,11 +169,9 @@ class Stepping(GivingUp):
         try:
             self._complete(step)
             if self._due_parts is not None:
-                shares = isinstance(step, SharedStep)
-                own = (
-                    step.context.used if shares else self._due_parts.used | self._due_parts.released
-                )
-                self._cadence.finish(self._due_parts, own)
+                used = self._due_parts.used | self._due_parts.released
+                shared = step.context.used if isinstance(step, SharedStep) else used
+                self._cadence.finish(self._due_parts, shared)
                 self._unshared.clear()
         finally:
             self._close(step)

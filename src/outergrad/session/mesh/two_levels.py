@@ -35,11 +35,7 @@ class LevelsSession(Session):
     """What a session is whose ranks are those of a mesh."""
 
     def __init__(
-        self,
-        inspection: Inspection,
-        levels: Levels,
-        fingerprint: int,
-        settings: Settings,
+        self, inspection: Inspection, levels: Levels, fingerprint: int, settings: Settings
     ) -> None:
         super().__init__(inspection, levels.site, fingerprint, settings)
         self._levels, self._several = levels, levels.ranks > 1
@@ -186,11 +182,7 @@ class TwoLevelSession(LevelsSession):
     """
 
     def __init__(
-        self,
-        inspection: Inspection,
-        levels: Levels,
-        fingerprint: int,
-        settings: Settings,
+        self, inspection: Inspection, levels: Levels, fingerprint: int, settings: Settings
     ) -> None:
         super().__init__(inspection, levels, fingerprint, settings)
         local, model = levels.local, inspection.model
