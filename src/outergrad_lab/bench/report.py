@@ -12,9 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from outergrad.launch.errors import CheckError, RecipeError
-from outergrad.launch.links import Link
-from outergrad.report.recording import require
 from outergrad.launch.links import ShapedLink
+from outergrad.report.recording import require
 from outergrad_lab.bench.check import Check, check
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import LinkResult, Results

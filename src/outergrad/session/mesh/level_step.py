@@ -15,8 +15,6 @@ from outergrad.planning.plan import Planner
 from outergrad.session.mesh.rank_reports import Fate
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
-from outergrad.step.joint import Point
-from outergrad.step.commit import StepDiscardedError
 from outergrad.step.step import SharedStep
 from outergrad.step.unsynced import UnsyncedStep
 

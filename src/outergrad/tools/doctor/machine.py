@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import outergrad
 from outergrad._amounts import amount
-from outergrad.launch.links import Link, what_is_missing
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.machine import cores
 from outergrad.tools.doctor.findings import Finding, many, note, ok, problem, warning

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outergrad._amounts import milliseconds, times
-from outergrad.launch.links import Link
 from outergrad.launch.links import ShapedLink
 from outergrad.tools.plan.forecast import HIGHEST_BIT_PER_S, Forecast
 from outergrad.tools.plan.measure import Planned
