@@ -48,7 +48,7 @@ class Captured:
     ) -> None:
         before = carried_over or CarriedOver()
         self.model, self.used = model, {*used, *before.params}
-        self._blocks, self._write = blocks or Blocks(), write or self._add_to_grad
+        self._blocks, self._write = Blocks() if blocks is None else blocks, write
         self._uses: list[tuple[Block, Use]] = []
         self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {
             slot: [lambda part=part: part for part in parts]
@@ -127,7 +127,8 @@ class Captured:
     def _form(self, slot: Slot, factors: Factors) -> None:
         gradients: dict[str, Tensor] = {}
         add_gradients(gradients, slot, [factors], self.model.params, 1.0)
-        self._write(slot, factors, {n: g for n, g in gradients.items() if n in self.used})
+        write = self._write or self._add_to_grad  # not kept: a cycle would keep nodes of autograd
+        write(slot, factors, {n: g for n, g in gradients.items() if n in self.used})
 
     def _add_to_grad(self, slot: Slot, factors: Factors, gradients: Mapping[str, Tensor]) -> None:
         param_grad.add(self.model.params, gradients)
