@@ -8,7 +8,7 @@ def main() -> None:
     try:
         import outergrad.launch  # noqa: F401  (says what is missing)
         from outergrad.launch.console import leave_at_once
-        from outergrad.tools.commands import app
+        from outergrad.tools.commands.app import app
     except ImportError as error:
         sys.exit(f"outergrad: {error}")
     except KeyboardInterrupt:  # PyTorch takes seconds to import

@@ -50,8 +50,8 @@ _PORTS = iter(range(20000, 30000))
 # In a process of its own: what is forked here would take the namespaces down when it ends.
 _KEEPER = """
 import sys
-from outergrad.launch.links import Link, places
-with places(int(sys.argv[1]), Link(rate_bit_per_s=None)) as found:
+from outergrad.launch.links import ShapedLink, places
+with places(int(sys.argv[1]), ShapedLink(rate_bit_per_s=None)) as found:
     print(*[place.namespace for place in found], flush=True)
     sys.stdin.read()
 """

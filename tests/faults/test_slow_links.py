@@ -31,7 +31,7 @@ import os, subprocess, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist, torch._dynamo
 import outergrad as og
-from outergrad.launch.links import Link, places
+from outergrad.launch.links import ShapedLink, places
 
 T = 3.0
 
@@ -63,7 +63,7 @@ def site(rank, place):
     except og.SiteLostError as error:
         say(rank, "lost after", time.monotonic() - began, error)
 
-with places(2, Link(rate_bit_per_s=64e3)) as found:
+with places(2, ShapedLink(rate_bit_per_s=64e3)) as found:
     children = []
     for rank, place in enumerate(found):
         if (pid := os.fork()) == 0:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 from outergrad.tools.named_methods.attach import METHODS
 from outergrad_lab.commands import data
 from outergrad_lab.data import SOURCES, folder_of

@@ -14,7 +14,7 @@ from made_up import link, results, timing
 from typer.testing import CliRunner
 
 from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 from outergrad_lab.bench.plan import COMPARED
 from outergrad_lab.workloads import WORKLOADS
 

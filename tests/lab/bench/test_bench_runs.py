@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outergrad.launch.links import ShapedLink, what_is_missing
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 from outergrad_lab.bench.trainer import Phases
 
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)

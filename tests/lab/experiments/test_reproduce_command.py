@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from full_disk import longest_file
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 from outergrad_lab.experiments.spec import names
 
 YAML = """

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from full_disk import longest_file
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.saving import Saving
 from outergrad_lab.training.train import Files, train

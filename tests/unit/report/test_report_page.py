@@ -17,7 +17,7 @@ from outergrad.report.files import thin
 from outergrad.report.page import names
 from outergrad.report.series import series, time_split
 from outergrad.report.summary import summary
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 
 
 def report(*args: object):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.launch.loopback import loopback_name
 from outergrad.launch.namespaces import INTERFACE, namespaces
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 
 DOCTOR = [sys.executable, "-m", "outergrad", "doctor"]
 SHAPED = ShapedLink(rate_bit_per_s=2e7)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import outergrad as og
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.record.stats import Stats
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 from outergrad.tools.plan.measure import Planned
 from outergrad.tools.plan.table import shortened
 

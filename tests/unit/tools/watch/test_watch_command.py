@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from made_up_run import write_run
-from outergrad.tools.commands import app
+from outergrad.tools.commands.app import app
 
 COMMAND = [sys.executable, "-m", "outergrad", "watch"]
 

@@ -1,4 +1,4 @@
-"""The commands of ``outergrad``, one file each, and those that other packages add to it."""
+"""The ``outergrad`` command: the commands beside this file, and those that other packages add."""
 
 from importlib.metadata import entry_points
 
