@@ -1,7 +1,7 @@
 """A GPT of any size, made of GPT-2's layers.
 
-It repeats that of `outergrad.recipes` on purpose, as the machine with the GPU may lack the extra
-`cli` that recipes need.
+It repeats that of `outergrad_lab.models` on purpose, as the machine with the GPU may lack the extra
+`cli` that the lab needs.
 """
 
 from __future__ import annotations

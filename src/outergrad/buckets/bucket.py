@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
-from outergrad.core.protocols import Comm, FactorsOf
+from outergrad.core.protocols import FactorsOf
+from outergrad.core.transport import Comm
 from outergrad.core.types import Factors, Gradient, Slot, Unit
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.gradients import scaled

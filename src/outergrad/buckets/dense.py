@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Pending, Result, StepContext, copy_scaled
 from outergrad.comm.torch import ring_bytes
-from outergrad.core.protocols import Work
+from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import checksum
 from outergrad.messages.wire import State

@@ -16,7 +16,7 @@ from outergrad.buckets.message import (
     read_all,
     sums_of_extras,
 )
-from outergrad.core.protocols import Work
+from outergrad.core.transport import Work
 from outergrad.core.types import Factors
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.layout import Layout

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext, copy_scaled
 from outergrad.comm.torch import ring_bytes
 from outergrad.core.coding import sum_dtype
-from outergrad.core.protocols import Comm, Exchange, Work
+from outergrad.core.protocols import Exchange
+from outergrad.core.transport import Comm, Work
 from outergrad.core.types import Factors, Gradient, Slot, tensors_of
 from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum

@@ -20,7 +20,8 @@ from outergrad.buckets.message import (
     sums_of_extras,
 )
 from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.core.protocols import Merger, Work
+from outergrad.core.protocols import Merger
+from outergrad.core.transport import Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined

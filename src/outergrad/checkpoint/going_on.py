@@ -15,7 +15,7 @@ from outergrad.checkpoint.residuals import with_lost
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.unusable import require_nothing
 from outergrad.comm.agree import agree
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 
 Read = dict[int, StateDict]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.session.session import Session
 
 _END = b"\0"

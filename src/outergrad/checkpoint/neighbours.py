@@ -11,7 +11,7 @@ from outergrad._whole_files import write_whole
 from outergrad.checkpoint import claims
 from outergrad.checkpoint.messaging import gathered
 from outergrad.comm.agree import agree
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 
 
 def first_of_folder(

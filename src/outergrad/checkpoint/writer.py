@@ -15,7 +15,7 @@ from outergrad.checkpoint.messaging import gathered
 from outergrad.checkpoint.tree import digests, tensors, without
 from outergrad.comm.agree import agree
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 
 _TOGETHER = "call it on every site, after the same step"

@@ -13,7 +13,7 @@ from torch import Tensor
 from outergrad.comm.course import Course
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 
 _MOST_TEXT = 1 << 24
 _CHUNK_BYTES = 1 << 26

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outergrad.core.protocols import Enough
+from outergrad.core.transport import Enough
 
 _LIMIT_S = 2.0
 _POLL_S = 0.02

@@ -8,7 +8,7 @@ import time
 import torch
 
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.core.types import Link
 
 _SMALL_PAIRS = 4

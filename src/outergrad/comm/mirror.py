@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad.comm.torch import ring_bytes
 from outergrad.comm.trace import Kind, Tracer
-from outergrad.core.protocols import Enough
+from outergrad.core.transport import Enough
 from outergrad.messages.wire import as_from
 
 

@@ -16,7 +16,7 @@ from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Enough
+from outergrad.core.transport import Enough
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""

@@ -13,7 +13,8 @@ from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
-from outergrad.core.protocols import Comm, Method, Rules
+from outergrad.core.protocols import Method, Rules
+from outergrad.core.transport import Comm
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined

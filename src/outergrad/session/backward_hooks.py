@@ -12,7 +12,7 @@ from outergrad.capture.parameters import OwnParameters, WatchedParameter
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.core.types import Factors, Slot
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use

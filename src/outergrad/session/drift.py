@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.messages.checksum import checksum, combined
 
 OnDrift = Literal["raise", "warn", "mend"]

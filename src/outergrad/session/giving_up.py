@@ -8,7 +8,7 @@ from typing import Any
 from outergrad.comm.standing import End
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.model import Model
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
 from outergrad.step import param_grad
 from outergrad.step.commit import Decision

@@ -25,7 +25,7 @@ from outergrad.step.step import SharedStep
 
 
 class Joining(BackwardHooks):
-    """A listener whose loop may be shorter or longer than the others'."""
+    """The hooks of a site whose loop may be shorter or longer than the others'."""
 
     _watch: LoopWatch | None = None
     _has_left = False

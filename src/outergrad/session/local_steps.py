@@ -16,7 +16,7 @@ from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
 from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
 from outergrad.core.errors import DriftError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.methods import LocalSteps
 from outergrad.record.coverage import Coverage, Travel

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
 from outergrad.core.structure import flattened, rebuilt
+from outergrad.core.transport import Comm
 from outergrad.replay.run import DTYPES, told_shape
 
 _MOST_TEXT = 1 << 24

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad.comm.agree import agree
 from outergrad.core.model import Exchanges, Model
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 
 VERSION = 2

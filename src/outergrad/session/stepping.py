@@ -10,8 +10,8 @@ from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
-from outergrad.core.protocols import Comm
 from outergrad.core.reasons import Reason
+from outergrad.core.transport import Comm
 from outergrad.core.types import Slot, Unit
 from outergrad.messages.header import Header, Join
 from outergrad.planning.plan import Planner

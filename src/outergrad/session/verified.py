@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 from outergrad.core.errors import DriftError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.session.drift import Drift, compared
 from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import Replica

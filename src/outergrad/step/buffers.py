@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import StepContext
-from outergrad.core.protocols import Work
+from outergrad.core.transport import Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, Join
 from outergrad.messages.wire import BUFFERS, Preamble

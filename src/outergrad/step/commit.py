@@ -1,7 +1,7 @@
 """Whether a step counts: every site votes, and it counts where all votes are good.
 
 A site that has every vote goes on; one that lost another before it had them cannot know whether
-the others did: what they leave behind tells it (`_lost.py`).
+the others did: what they leave behind tells it (`lost.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, RefusedError, StepDiscardedError
-from outergrad.core.protocols import Comm, Work
+from outergrad.core.transport import Comm, Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, WORDS, Subjects, Verdict, Vote

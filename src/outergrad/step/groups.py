@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from outergrad.capture.engine import current_task
 from outergrad.comm.standing import End
 from outergrad.core.errors import ExchangeError, SiteLostError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.step.lost import Findings, find_out, lost_error, standing_of
 
 _MOST_SESSIONS = 64

@@ -9,7 +9,7 @@ import torch
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.model import Model
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
 from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, SlotUse
 from outergrad.replay.block_message import Blocks

@@ -19,8 +19,8 @@ from outergrad.capture.engine import will_run
 from outergrad.capture.tap import DeltaTap
 from outergrad.capture.untappable import is_transformed
 from outergrad.comm.agree import fingerprint
-from outergrad.core.protocols import Comm
 from outergrad.core.structure import flattened, rebuilt
+from outergrad.core.transport import Comm
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
 from outergrad.messages.wire import DELTAS, Preamble, State

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from outergrad.comm.standing import End, Standing
 from outergrad.comm.work import CLOSED, LATE
 from outergrad.core.errors import ExchangeError, SiteLostError
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 
 _SOON_S = 2.0
 _FAREWELL_S = 0.25

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.engine import NO_TASK
 from outergrad.core.model import Model
-from outergrad.core.protocols import Comm
+from outergrad.core.transport import Comm
 from outergrad.messages.header import Header
 from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
