@@ -1,10 +1,4 @@
-"""Tasks of kind "iterations": how good rank-dAD's triplets are, and what they cost to find.
-
-Gradients of a real training are compressed in every way that there is. Settings: `workload`, one of
-`WORKLOADS_IN_FACTORS`; `batch_size` and `rank`; `largest_rank` that the layers must be large enough
-for, so that means over layers of several ranks are of the same ones; `steps` of exact training at
-one site before, and its `seed`.
-"""
+"""Tasks of kind "iterations": how good rank-dAD's triplets are, and what they cost to find."""
 
 from __future__ import annotations
 
@@ -22,11 +16,9 @@ from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad_lab.experiments.capture import Captured, capture, formed
-from outergrad_lab.experiments.settings import whole_number, with_defaults
-from outergrad_lab.experiments.task import Context, Kind, Settings
+from outergrad_lab.experiments.settings import at_least
+from outergrad_lab.experiments.task import Context
 
-NEEDED = ("workload", "batch_size", "rank")
-DEFAULTS = {"largest_rank": None, "steps": 50, "seed": 0}
 COUNTS = (1, 2, 4, 8, 16, 32)
 TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)
 CONSECUTIVE = 4
@@ -53,54 +45,58 @@ class Trial:
     tolerance: float | None = None
 
 
-def _read(settings: Settings) -> dict[str, Any]:
-    read = with_defaults(settings, DEFAULTS, NEEDED)
-    if read["workload"] not in WORKLOADS_IN_FACTORS:
-        known = ", ".join(WORKLOADS_IN_FACTORS)
-        raise RecipeError(f"workload must be one of {known}, not {read['workload']!r}")
-    for name, least in (("batch_size", 1), ("rank", 1), ("steps", CONSECUTIVE), ("seed", 0)):
-        whole_number(read, name, least)
-    return read
+@dataclass(frozen=True, kw_only=True)
+class IterationsWork:
+    """Compresses gradients of a real training in every way that there is.
 
+    Attributes:
+        workload: One of `WORKLOADS_IN_FACTORS`.
+        batch_size: Rows per step.
+        rank: How many triplets are looked for.
+        largest_rank: That the layers must be large enough for, so that means over layers of several
+            ranks are of the same ones.
+        steps: Of exact training at one site before.
+        seed: Of that training.
+    """
 
-def _run(settings: Settings, context: Context) -> dict[str, Any]:
-    """Trains and compresses; a step of progress for the training, and one per trial."""
-    read = _read(settings)
-    context.steps(1 + len(TRIALS))
-    layers = _layers(read, context)
-    context.advance()
-    rows: list[dict[str, Any]] = []
-    for trial in TRIALS:
-        rows += [_row(read, trial, layer) for layer in layers]
+    workload: str
+    batch_size: int = at_least(1)
+    rank: int = at_least(1)
+    largest_rank: int = 0
+    steps: int = at_least(CONSECUTIVE, 50)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses workloads whose gradients are more than two factors."""
+        if self.workload not in WORKLOADS_IN_FACTORS:
+            known = ", ".join(WORKLOADS_IN_FACTORS)
+            raise RecipeError(f"workload must be one of {known}, not {self.workload!r}")
+
+    def run(self, context: Context) -> dict[str, Any]:
+        """A step of progress for the training, and one per trial."""
+        context.steps(1 + len(TRIALS))
+        layers = self._layers(context)
         context.advance()
-    return {"rows": rows, "threads": torch.get_num_threads()}
+        rows: list[dict[str, Any]] = []
+        for trial in TRIALS:
+            rows += [_row(self, trial, layer) for layer in layers]
+            context.advance()
+        return {"rows": rows, "threads": torch.get_num_threads()}
+
+    def _layers(self, context: Context) -> list[Captured]:
+        """Those with more triplets than are looked for: of the others every way finds all."""
+        training = self.workload, self.batch_size, self.steps, CONSECUTIVE, self.seed
+        rank = max(self.rank, self.largest_rank) + OVERSAMPLING
+        return [one for one in capture(*training, context.data_dir) if rank < one.largest_rank]
 
 
-ITERATIONS = Kind(check=_read, run=_run)
-
-
-def _layers(read: Settings, context: Context) -> list[Captured]:
-    """Those with more triplets than are looked for: of the others every way finds all."""
-    found = capture(
-        read["workload"],
-        read["batch_size"],
-        read["steps"],
-        CONSECUTIVE,
-        read["seed"],
-        context.data_dir,
-    )
-    rank = max(read["rank"], read["largest_rank"] or 0)
-    return [layer for layer in found if rank + OVERSAMPLING < layer.largest_rank]
-
-
-def _row(read: Settings, trial: Trial, layer: Captured) -> dict[str, Any]:
-    work = WAYS[trial.way](layer, read["rank"], trial)
-    found, ms = _timed(work)
+def _row(work: IterationsWork, trial: Trial, layer: Captured) -> dict[str, Any]:
+    found, ms = _timed(WAYS[trial.way](layer, work.rank, trial))
     error, best_error = _error(layer, found), _best_error(layer, found.rank)
     return {
-        "case": f"{read['workload']}, {read['batch_size']} rows, {trial.way}",
+        "case": f"{work.workload}, {work.batch_size} rows, {trial.way}",
         "layer": layer.name,
-        "rank": read["rank"],
+        "rank": work.rank,
         "way": trial.way,
         "swept": "iterations" if trial.tolerance is None else "tolerance",
         "iterations": trial.iterations,
@@ -113,13 +109,13 @@ def _row(read: Settings, trial: Trial, layer: Captured) -> dict[str, Any]:
     }
 
 
-def _timed(work: Callable[[], LowRank]) -> tuple[LowRank, float]:
+def _timed(find: Callable[[], LowRank]) -> tuple[LowRank, float]:
     """What comes out, and median milliseconds, after a call to warm up."""
-    found = work()
+    found = find()
     times_s: list[float] = []
     while _wants_more(times_s):
         began = time.perf_counter()
-        work()
+        find()
         times_s.append(time.perf_counter() - began)
     return found, 1e3 * median(times_s)
 

@@ -1,14 +1,19 @@
 """The kinds of tasks, by name."""
 
-from outergrad_lab.experiments.iterations import ITERATIONS
-from outergrad_lab.experiments.sites import SITES
-from outergrad_lab.experiments.task import Kind
-from outergrad_lab.experiments.timing import TIMING
-from outergrad_lab.experiments.training import TRAINING
+from collections.abc import Callable
+from functools import partial
 
-KINDS: dict[str, Kind] = {
-    "training": TRAINING,
-    "timing": TIMING,
-    "sites": SITES,
-    "iterations": ITERATIONS,
+from outergrad_lab.experiments.iterations import IterationsWork
+from outergrad_lab.experiments.settings import read
+from outergrad_lab.experiments.sites import SitesWork
+from outergrad_lab.experiments.task import Settings, Work
+from outergrad_lab.experiments.timing import TimingWork
+from outergrad_lab.experiments.training import TrainingWork
+
+KINDS: dict[str, Callable[[Settings], Work]] = {
+    "training": TrainingWork.of,
+    "timing": partial(read, TimingWork),
+    "sites": partial(read, SitesWork),
+    "iterations": partial(read, IterationsWork),
 }
+"""What makes the work of a task of its settings."""

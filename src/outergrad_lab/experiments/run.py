@@ -70,7 +70,7 @@ def _run(experiment: Experiment, folder: Path, data_dir: Path) -> Outcome:
         whole = bars.add_task(experiment.name, total=len(tasks), completed=done)
         for at, task in enumerate(missing, start=done + 1):
             began = time.perf_counter()
-            values = KINDS[task.kind].run(task.settings, _context(bars, task, data_dir))
+            values = KINDS[task.kind](task.settings).run(_context(bars, task, data_dir))
             seconds = time.perf_counter() - began
             if "skipped" in values:
                 skipped.append(f"{task.kind}: {values['skipped']}")

@@ -1,68 +1,74 @@
-"""Reads the settings of a task."""
+"""Reads what a YAML says into a dataclass: its fields are what can be said."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, field, fields
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.experiments.task import Settings
+
+T = TypeVar("T")
+
+_WORDS = {str: "a text", bool: "true or false", dict: "names with values"}
+_LISTS = {str: "names", int: "whole numbers", dict: "names with values"}
+"""What a list holds, in words."""
 
 
-def with_defaults(
-    settings: Settings, defaults: Settings, needed: Collection[str]
-) -> dict[str, Any]:
-    """All settings of a task.
+def at_least(least: int, default: Any = MISSING) -> Any:
+    """A field that is a whole number, and how small it may be."""
+    return field(default=default, metadata={"least": least})
+
+
+def read(kind: type[T], given: Mapping[str, Any], what: str = "setting") -> T:
+    """Makes a dataclass of what is given; a field that is empty counts as left out.
 
     Args:
-        settings: As they were written.
-        defaults: Of what may be left out.
-        needed: What may not.
+        kind: Its fields are texts, numbers above 0, whole numbers, truths, dicts, or tuples of
+            these.
+        given: Plain values by name.
+        what: A field is called in errors.
 
     Raises:
-        RecipeError: One is missing or unknown.
+        RecipeError: A name is missing or unknown, or a value not of its field's type.
     """
-    known = [*needed, *defaults]
-    for name in settings:
-        if name not in known:
-            raise RecipeError(f"{name}: there is no such setting here: use {', '.join(known)}")
+    known = {one.name: one for one in fields(kind)}  # pyright: ignore[reportArgumentType]
+    require_known(given, known, what)
+    needed = [name for name, one in known.items() if one.default is one.default_factory is MISSING]
     for name in needed:
-        if name not in settings:
-            raise RecipeError(f"{name} is missing: the task needs {', '.join(needed)}")
-    return {**defaults, **settings}
+        if given.get(name) is None:
+            raise RecipeError(f"{name} is missing: {', '.join(needed)} are needed")
+    hints = get_type_hints(kind)
+    values = {name: value for name, value in given.items() if value is not None}
+    return kind(**{name: _read(known[name], hints[name], values[name]) for name in values})
 
 
-def whole_number(settings: Settings, name: str, least: int) -> int:
-    """A setting that counts.
-
-    Raises:
-        RecipeError: It is no whole number, or too small.
-    """
-    value = settings[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise RecipeError(f"{name} must be a whole number of {least} or more, not {value!r}")
-    return value
+def require_known(given: Collection[str], known: Collection[str], what: str) -> None:
+    """Refuses names that are none of those that are known."""
+    for name in given:
+        if name not in known:
+            raise RecipeError(f"no {what} {name!r}: there are {', '.join(known)}")
 
 
-def positive_number(settings: Settings, name: str) -> float:
-    """A setting that measures.
-
-    Raises:
-        RecipeError: It is no number above 0.
-    """
-    value = settings[name]
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise RecipeError(f"{name} must be a number above 0, not {value!r}")
-    return float(value)
+def _read(one: Field[Any], hint: Any, value: Any) -> Any:
+    if get_origin(hint) is UnionType:  # with None
+        hint = get_args(hint)[0]
+    right, wanted = _judged(hint, value, one.metadata.get("least", 0))
+    if not right:
+        raise RecipeError(f"{one.name} must be {wanted}, not {value!r}")
+    return tuple(value) if isinstance(value, list) else value
 
 
-def names(settings: Settings, name: str) -> tuple[str, ...]:
-    """A setting that lists names.
-
-    Raises:
-        RecipeError: It is no list of words.
-    """
-    value = settings[name]
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise RecipeError(f"{name} must be a list of names, not {value!r}")
-    return tuple(value)
+def _judged(hint: Any, value: Any, least: int) -> tuple[bool, str]:
+    """Whether a value is of a type, and what that is in words."""
+    if get_origin(hint) is tuple:
+        item = get_origin(get_args(hint)[0]) or get_args(hint)[0]
+        right = isinstance(value, list | tuple) and all(type(one) is item for one in value)
+        return right, f"a list of {_LISTS[item]}"
+    if hint is int:
+        return type(value) is int and value >= least, f"a whole number of {least} or more"
+    if hint is float:
+        return type(value) in (int, float) and value > 0, "a number above 0, as 0.001"
+    plain = get_origin(hint) or hint
+    return type(value) is plain, _WORDS[plain]

@@ -1,47 +1,60 @@
-"""Tasks of kind "sites": what a step would cost among so many sites, found in one process.
-
-Bytes are exact, seconds those of sites like this machine. Settings: `workload`, `sites`, `link` and
-`methods` as `outergrad plan` has them, `latency`, and `seconds`, after which no further round of
-steps begins.
-"""
+"""Tasks of kind "sites": what a step would cost among so many sites, found in one process."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import parse_link
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
 from outergrad.tools.plan.measure import ROUNDS, Planned
-from outergrad_lab.experiments.settings import names, positive_number, whole_number, with_defaults
-from outergrad_lab.experiments.task import Context, Kind, Settings
+from outergrad_lab.experiments.settings import at_least
+from outergrad_lab.experiments.task import Context
 from outergrad_lab.workloads import WORKLOADS
 
-NEEDED = ("workload", "sites", "link", "methods")
-DEFAULTS = {"latency": "0ms", "seconds": 10}
 
+@dataclass(frozen=True, kw_only=True)
+class SitesWork:
+    """Plans a step. Bytes are exact, seconds those of sites like this machine.
 
-def _question(settings: Settings) -> Question:
-    read = with_defaults(settings, DEFAULTS, NEEDED)
-    if read["workload"] not in WORKLOADS:
-        known = ", ".join(WORKLOADS)
-        raise RecipeError(f"workload must be one of {known}, not {read['workload']!r}")
-    return Question(
-        model=read["workload"],
-        sites=whole_number(read, "sites", 2),
-        link=parse_link(str(read["link"]), str(read["latency"]), "latency"),
-        methods=names(read, "methods"),
-        seconds=positive_number(read, "seconds"),
-    )
+    Attributes:
+        workload, sites, link, methods: As `outergrad plan` has them.
+        latency: There and back.
+        seconds: After which no further round of steps begins.
+    """
 
+    workload: str
+    sites: int = at_least(2)
+    link: str
+    methods: tuple[str, ...]
+    latency: str = "0ms"
+    seconds: float = 10
 
-def _run(settings: Settings, context: Context) -> dict[str, Any]:
-    """Plans; a step of progress per method and round, and as many more for no exchange."""
-    question = _question(settings)
-    context.steps(ROUNDS * (len({"dense", *question.methods}) + 1))
-    planned = forecast(question, lambda _: context.advance())
-    steps = {method.method: _step(planned, method) for method in planned.methods}
-    return {"steps": steps, "alone_s": planned.alone.compute_s}
+    def __post_init__(self) -> None:
+        """Refuses what cannot be planned."""
+        if self.workload not in WORKLOADS:
+            known = ", ".join(WORKLOADS)
+            raise RecipeError(f"workload must be one of {known}, not {self.workload!r}")
+        _ = self.question
+
+    @property
+    def question(self) -> Question:
+        """As the planner takes it."""
+        return Question(
+            model=self.workload,
+            sites=self.sites,
+            link=parse_link(self.link, self.latency, "latency"),
+            methods=self.methods,
+            seconds=self.seconds,
+        )
+
+    def run(self, context: Context) -> dict[str, Any]:
+        """A step of progress per method and round, and as many more for no exchange."""
+        context.steps(ROUNDS * (len({"dense", *self.methods}) + 1))
+        planned = forecast(self.question, lambda _: context.advance())
+        steps = {method.method: _step(planned, method) for method in planned.methods}
+        return {"steps": steps, "alone_s": planned.alone.compute_s}
 
 
 def _step(planned: Forecast, method: Planned) -> dict[str, Any]:
@@ -53,6 +66,3 @@ def _step(planned: Forecast, method: Planned) -> dict[str, Any]:
         "wire_bytes": method.wire_bytes,
         "messages": method.messages,
     }
-
-
-SITES = Kind(check=_question, run=_run)

@@ -1,13 +1,14 @@
 """An experiment as its YAML describes it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.kinds import KINDS
+from outergrad_lab.experiments.settings import read, require_known
 from outergrad_lab.experiments.task import Settings, Task
 
 IN_PACKAGE = Path(__file__).with_name("experiments")
@@ -15,9 +16,6 @@ IN_REPOSITORY = Path(__file__).parents[3] / "experiments"
 
 LISTS = ("methods", "widths", "local")
 """Settings that are lists by nature; other lists mean one task for each of their values."""
-
-_TEXTS = ("title", "shows", "claim")
-_PARTS = ("minutes", "common", "small", "full", "runs", "tables", "figures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,35 @@ class Experiment:
         return f"outergrad reproduce {self.name}{' --full' if self.full else ''}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Settings of one size alone."""
+
+    small: dict[str, Any] = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry(_Sizes):
+    """What an entry of `runs` may have besides settings."""
+
+    kind: str = "training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts(_Sizes):
+    """The parts of a YAML; sizes and `common` are of all trainings."""
+
+    title: str
+    shows: str
+    claim: str
+    minutes: float
+    common: dict[str, Any] = field(default_factory=dict)
+    runs: tuple[dict[str, Any], ...] = ()
+    tables: tuple[dict[str, Any], ...] = ()
+    figures: tuple[dict[str, Any], ...] = ()
+
+
 def names() -> list[str]:
     """Of all experiments."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
@@ -86,22 +113,25 @@ def _folder() -> Path:
 
 
 def _read(path: Path, *, full: bool) -> Experiment:
-    given = _parsed(path)
-    _require_known(given, (*_TEXTS, *_PARTS), "part")
-    texts = {name: " ".join(_typed(given, name, str, "be a text").split()) for name in _TEXTS}
+    given = read(_Parts, _parsed(path), "part")
     tasks = tuple(dict.fromkeys(_tasks(given, full=full)))
     if not tasks:
         raise RecipeError("runs: there are none")
     for task in tasks:
-        KINDS[task.kind].check(task.settings)
+        KINDS[task.kind](task.settings)
+    _require_shown("tables", given.tables, ("name", "rows", "value"))
+    _require_shown("figures", given.figures, ("name", "x", "y", "lines"))
+    title, shows, claim = (" ".join(t.split()) for t in (given.title, given.shows, given.claim))
     return Experiment(
         name=path.stem,
-        **texts,
-        minutes=float(_typed(given, "minutes", int | float, "be a number")),
+        title=title,
+        shows=shows,
+        claim=claim,
+        minutes=given.minutes,
         full=full,
         tasks=tasks,
-        tables=_shown(given, "tables"),
-        figures=_shown(given, "figures"),
+        tables=given.tables,
+        figures=given.figures,
     )
 
 
@@ -117,53 +147,26 @@ def _parsed(path: Path) -> dict[str, Any]:
     return given
 
 
-def _typed(given: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
-    if not isinstance(given.get(name), kind):
-        raise RecipeError(f"{name} must {what}")
-    return given[name]
-
-
-def _dicts(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
-    values = given.get(name) or []
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise RecipeError(f"{name} must be a list of names with values")
-    return tuple(values)
-
-
-def _shown(given: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
+def _require_shown(name: str, found: tuple[dict[str, Any], ...], needed: tuple[str, ...]) -> None:
     """Tables or figures: each has a file of its name."""
-    found = _dicts(given, name)
-    needed = ("name", "rows", "value") if name == "tables" else ("name", "x", "y", "lines")
     for entry in found:
         for part in needed:
             if part not in entry:
                 raise RecipeError(f"{name}: {entry.get('name', 'one')} lacks {part}")
     if len({entry["name"] for entry in found}) < len(found):
         raise RecipeError(f"{name}: each needs a name of its own")
-    return found
 
 
-def _settings(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return _typed({name: given.get(name) or {}}, name, dict, "have names with values")
-
-
-def _require_known(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    for name in given:
-        if name not in known:
-            raise RecipeError(f"no {what} {name!r}: there are {', '.join(known)}")
-
-
-def _tasks(given: Mapping[str, Any], *, full: bool) -> Iterator[Task]:
+def _tasks(given: _Parts, *, full: bool) -> Iterator[Task]:
     """Every combination of the values of every entry of `runs`, which may have sizes of its own."""
-    size = "full" if full else "small"
-    for entry in _dicts(given, "runs"):
-        kind = entry.get("kind", "training")
-        _require_known({kind: None}, tuple(KINDS), "kind")
-        own = {name: entry[name] for name in entry if name not in ("kind", "small", "full")}
-        own |= _settings(entry, size)
-        shared = {**_settings(given, "common"), **_settings(given, size)}
-        for settings in _crossed({**(shared if kind == "training" else {}), **own}):
-            yield Task(kind=kind, settings=settings)
+    size, reserved = "full" if full else "small", {one.name for one in fields(_Entry)}
+    for settings in given.runs:
+        entry = read(_Entry, {name: settings[name] for name in reserved & settings.keys()})
+        require_known([entry.kind], KINDS, "kind")
+        own = {name: settings[name] for name in settings if name not in reserved}
+        shared = given.common | getattr(given, size) if entry.kind == "training" else {}
+        for chosen in _crossed(shared | own | getattr(entry, size)):
+            yield Task(kind=entry.kind, settings=chosen)
 
 
 def _crossed(settings: Settings) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 Settings = Mapping[str, Any]
 """Plain values, as YAML and JSON have them."""
@@ -26,19 +26,20 @@ class Context:
     advance: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of task.
+class Work(Protocol):
+    """What a kind of task does: a dataclass whose fields are the settings of the kind.
 
-    Attributes:
-        check: Looks at settings before anything runs; raises a `RecipeError` that names the wrong
-            one.
-        run: Does it and returns plain values; raises `RecipeError` where the user must mend
-            something, and `SiteError` where a site failed.
+    Settings that cannot be are refused by a `RecipeError` when it is made, before anything runs.
     """
 
-    check: Callable[[Settings], object]
-    run: Callable[[Settings, Context], dict[str, Any]]
+    def run(self, context: Context) -> dict[str, Any]:
+        """Does it and returns plain values.
+
+        Raises:
+            RecipeError: The user must mend something.
+            SiteError: A site failed.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

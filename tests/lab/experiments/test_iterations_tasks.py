@@ -15,7 +15,8 @@ from outergrad_lab.data import synthetic
 from outergrad_lab.experiments import capture as captures
 from outergrad_lab.experiments import iterations
 from outergrad_lab.experiments.capture import capture, formed
-from outergrad_lab.experiments.iterations import ITERATIONS, TRIALS
+from outergrad_lab.experiments.iterations import TRIALS, IterationsWork
+from outergrad_lab.experiments.settings import read
 from outergrad_lab.experiments.task import Context
 from outergrad_lab.workloads import WORKLOADS
 
@@ -25,7 +26,7 @@ REFUSED = [
     ({"batch_size": 0}, "batch_size must be a whole number of 1"),
     ({"rank": 1.5}, "rank must be a whole number"),
     ({"steps": 3}, "steps must be a whole number of 4"),
-    ({"tolerance": 0.1}, "tolerance: there is no such setting"),
+    ({"tolerance": 0.1}, "no setting 'tolerance'"),
 ]
 
 
@@ -47,7 +48,7 @@ def made_up_data(monkeypatch):
 @pytest.mark.parametrize(("changed", "said"), REFUSED)
 def test_a_wrong_setting_is_refused_by_name(changed, said):
     with pytest.raises(RecipeError, match=said):
-        ITERATIONS.check({**SETTINGS, **changed})
+        read(IterationsWork, {**SETTINGS, **changed})
 
 
 @pytest.mark.parametrize("workload", iterations.WORKLOADS_IN_FACTORS)
@@ -68,7 +69,7 @@ def test_what_is_captured_is_the_gradient_of_every_weight(workload):
 def test_no_error_is_below_the_best_and_many_iterations_reach_it():
     told: list[int] = []
     context = Context(data_dir=Path(), steps=told.append, advance=lambda: told.append(1))
-    found = ITERATIONS.run(SETTINGS, context)
+    found = read(IterationsWork, SETTINGS).run(context)
     assert told == [len(TRIALS) + 1] + [1] * (len(TRIALS) + 1)
     assert json.loads(json.dumps(found)) == found
     assert len({row["layer"] for row in found["rows"]}) > 1
@@ -80,7 +81,7 @@ def test_no_error_is_below_the_best_and_many_iterations_reach_it():
 
 
 def test_a_tolerance_keeps_no_more_triplets_than_it_needs():
-    rows = ITERATIONS.run({**SETTINGS, "rank": 6}, Context(data_dir=Path()))["rows"]
+    rows = read(IterationsWork, {**SETTINGS, "rank": 6}).run(Context(data_dir=Path()))["rows"]
     loose = [row for row in rows if row["tolerance"] == 0.3]
     assert loose
     for row in loose:
@@ -88,5 +89,5 @@ def test_a_tolerance_keeps_no_more_triplets_than_it_needs():
 
 
 def test_layers_of_which_every_way_finds_all_are_left_out():
-    found = ITERATIONS.run({**SETTINGS, "rank": 100}, Context(data_dir=Path()))
+    found = read(IterationsWork, {**SETTINGS, "rank": 100}).run(Context(data_dir=Path()))
     assert found["rows"] == []

@@ -64,7 +64,7 @@ def test_the_full_size_is_another(written) -> None:
         (("title: Digits", "title: 3"), "title must be a text"),
         (("runs:", "tables:"), "runs: there are none"),
         (("seed: [0, 1]", "sead: 0"), "no setting 'sead'"),
-        (("steps: 5", "steps: 0"), "steps must be a whole number above 0"),
+        (("steps: 5", "steps: 0"), "steps must be a whole number of 1 or more"),
         (("steps: 5, ", ""), "give either steps or epochs"),
         (("method: dad}", "method: dat}"), "must be one of"),
         (("sites: 2,", "kind: nothing, sites: 2,"), "no kind 'nothing'"),

@@ -12,7 +12,7 @@ from torch import nn
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.scores import area_under_curve, effective_ranks
 from outergrad_lab.experiments.task import Context
-from outergrad_lab.experiments.training import TRAINING, Plan
+from outergrad_lab.experiments.training import TrainingWork
 
 SETTINGS = {"data": "digits", "widths": [32], "split": "class", "batch_size": 16, "steps": 12}
 
@@ -20,7 +20,7 @@ SETTINGS = {"data": "digits", "widths": [32], "split": "class", "batch_size": 16
 def run(tmp_path, **settings):
     told = []
     context = Context(data_dir=tmp_path, steps=told.append, advance=lambda: told.append(1))
-    found = TRAINING.run({**SETTINGS, **settings}, context)
+    found = TrainingWork.of({**SETTINGS, **settings}).run(context)
     assert told == [12] + [1] * 12
     return found
 
@@ -99,4 +99,4 @@ def test_area_under_the_curve_is_that_of_one_versus_the_rest(classes) -> None:
 )
 def test_settings_that_cannot_be_are_refused(settings, expected) -> None:
     with pytest.raises(RecipeError, match=expected):
-        Plan.of({**SETTINGS, **settings})
+        TrainingWork.of({**SETTINGS, **settings})

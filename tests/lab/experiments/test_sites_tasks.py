@@ -10,7 +10,8 @@ import pytest
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.run import count_parameters
-from outergrad_lab.experiments.sites import SITES
+from outergrad_lab.experiments.settings import read
+from outergrad_lab.experiments.sites import SitesWork
 from outergrad_lab.experiments.task import Context
 
 SETTINGS = {
@@ -27,20 +28,20 @@ REFUSED = [
     ({"link": "loopback", "latency": "0ms"}, "loopback has no rate"),
     ({"latency": "20"}, "latency '20' cannot be read"),
     ({"methods": ["ddp"]}, "ddp cannot be planned"),
-    ({"method": "dad"}, "method: there is no such setting"),
+    ({"method": "dad"}, "no setting 'method'"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "said"), REFUSED)
 def test_a_wrong_setting_is_refused_by_name(changed, said):
     with pytest.raises(RecipeError, match=said):
-        SITES.check({**SETTINGS, **changed})
+        read(SitesWork, {**SETTINGS, **changed})
 
 
 def test_bytes_of_a_step_are_exact_and_progress_is_told():
     told: list[int] = []
     context = Context(data_dir=Path(), steps=told.append, advance=lambda: told.append(1))
-    found = SITES.run(SETTINGS, context)
+    found = read(SitesWork, SETTINGS).run(context)
     parameters = count_parameters(Plan(workload="deep-mlp"))
     dense = found["steps"]["dense"]
     ring_bytes = 2 * (4 - 1) / 4 * 4 * parameters
@@ -50,7 +51,7 @@ def test_bytes_of_a_step_are_exact_and_progress_is_told():
 
 
 def test_every_method_has_its_step():
-    found = SITES.run(SETTINGS, Context(data_dir=Path()))
+    found = read(SitesWork, SETTINGS).run(Context(data_dir=Path()))
     assert set(found["steps"]) == set(SETTINGS["methods"])
     for step in found["steps"].values():
         assert step["step_s"] >= step["compute_s"] + 0.02

@@ -10,8 +10,9 @@ import pytest
 from outergrad.launch import links
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink, what_is_missing
+from outergrad_lab.experiments.settings import read
 from outergrad_lab.experiments.task import Context
-from outergrad_lab.experiments.timing import TIMING
+from outergrad_lab.experiments.timing import TimingWork
 
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 2)
 SETTINGS = {"workload": "deep-mlp", "sites": 2, "link": "100mbit", "methods": ["ddp", "dad"]}
@@ -25,34 +26,32 @@ REFUSED = [
     ({"methods": []}, "--methods"),
     ({"methods": ["magic"]}, "magic"),
     ({"seconds": 0}, "seconds must be a number above 0"),
-    ({"steps": 3}, "steps: there is no such setting"),
+    ({"steps": 3}, "no setting 'steps'"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "said"), REFUSED)
 def test_a_wrong_setting_is_refused_by_name(changed, said):
     with pytest.raises(RecipeError, match=said):
-        TIMING.check({**SETTINGS, "optional": True, **changed})
+        read(TimingWork, {**SETTINGS, "optional": True, **changed})
 
 
 def test_a_missing_setting_is_named():
     with pytest.raises(RecipeError, match=r"methods is missing"):
-        TIMING.check({name: SETTINGS[name] for name in ("workload", "sites", "link")})
+        read(TimingWork, {name: SETTINGS[name] for name in ("workload", "sites", "link")})
 
 
 def test_a_machine_that_cannot_shape_links_says_what_it_lacks(monkeypatch):
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
-    for ask in (TIMING.check, lambda settings: TIMING.run(settings, Context(data_dir=Path()))):
-        with pytest.raises(RecipeError, match=r"needs root.*optional: true"):
-            ask(SETTINGS)
+    with pytest.raises(RecipeError, match=r"needs root.*optional: true"):
+        read(TimingWork, SETTINGS)
 
 
 def test_an_optional_task_is_left_out_there(monkeypatch):
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
     settings, done = {**SETTINGS, "optional": True}, []
-    TIMING.check(settings)
     context = Context(data_dir=Path(), advance=lambda: done.append(1))
-    found = TIMING.run(settings, context)
+    found = read(TimingWork, settings).run(context)
     assert "needs root" in found["skipped"]
     assert "steps" not in found
     assert done == [1]
@@ -62,7 +61,7 @@ def test_an_optional_task_is_left_out_there(monkeypatch):
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_steps_are_timed_on_the_link(tmp_path, capfd):
     settings = {**SETTINGS, "seconds": 1}
-    found = TIMING.run(settings, Context(data_dir=tmp_path))
+    found = read(TimingWork, settings).run(Context(data_dir=tmp_path))
     assert json.loads(json.dumps(found)) == found
     assert list(found["steps"]) == SETTINGS["methods"]
     for step in found["steps"].values():
