@@ -1,5 +1,6 @@
 """What every data set looks like to a training loop."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +39,7 @@ class Format:
         return f"rows of {' x '.join(map(str, self.shape))} {what} in {self.classes} classes"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dataset:
     """Labelled rows to train on and to be tested on.
 
@@ -72,9 +73,16 @@ class Dataset:
 
     def to(self, dtype: torch.dtype) -> "Dataset":
         """The same with inputs of another precision; ids stay what they are."""
-        if self.format.tokens:
-            return self
-        return replace(self, x_train=self.x_train.to(dtype), x_test=self.x_test.to(dtype))
+        return self if self.format.tokens else self.mapped(lambda x: x.to(dtype))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Dataset":
+        """The same with other inputs."""
+        return replace(self, x_train=change(self.x_train), x_test=change(self.x_test))
+
+    def standardised(self, dims: tuple[int, ...]) -> "Dataset":
+        """With training inputs of mean 0 and variance 1 over ``dims``, test inputs scaled alike."""
+        variance, mean = torch.var_mean(self.x_train, dims, keepdim=True)
+        return self.mapped(lambda x: (x - mean) / variance.sqrt())
 
 
 def synthetic(format: Format, rows: int, seed: int) -> Dataset:
@@ -86,16 +94,9 @@ def synthetic(format: Format, rows: int, seed: int) -> Dataset:
         seed: Of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
-    x_train, y_train = _random_rows(format, rows, generator)
-    x_test, y_test = _random_rows(format, SYNTHETIC_TEST_ROWS, generator)
-    return Dataset(
-        x_train=x_train,
-        y_train=y_train,
-        x_test=x_test,
-        y_test=y_test,
-        classes=format.classes,
-        vocabulary=format.vocabulary,
-    )
+    train = _random_rows(format, rows, generator)
+    test = _random_rows(format, SYNTHETIC_TEST_ROWS, generator)
+    return Dataset(*train, *test, classes=format.classes, vocabulary=format.vocabulary)
 
 
 def _random_rows(format: Format, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,15 @@
 
 import gzip
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from outergrad_lab.data.dataset import Dataset
 
 
 class DamagedFileError(ValueError):
@@ -37,6 +39,29 @@ def reading_arrays(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     """Lends the arrays of an ``.npz`` file, read under the same guard."""
     with reading(path), path.open("rb") as file, np.load(file) as arrays:
         yield arrays
+
+
+def read_parts(
+    path: Path, inputs: str, labels: str, classes: int, as_inputs: Callable[[np.ndarray], Tensor]
+) -> Dataset:
+    """Reads the two parts of a data set from an ``.npz`` file.
+
+    Args:
+        path: The file.
+        inputs: Name of an array, with ``{}`` for ``train`` or ``test``.
+        labels: Of another.
+        classes: Number of classes.
+        as_inputs: Turns the first into a tensor, (rows, ...).
+
+    Raises:
+        DamagedFileError: The file is damaged, or of other arrays.
+    """
+    tensors: list[Tensor] = []
+    with reading_arrays(path) as arrays:
+        for part in ("train", "test"):
+            x = as_inputs(arrays[inputs.format(part)])
+            tensors += [x, as_labels(arrays[labels.format(part)], len(x), classes)]
+    return Dataset(*tensors, classes=classes)
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from outergrad_lab.data.dataset import Dataset
-from outergrad_lab.data.files import as_labels, read_idx, reading, reading_arrays
-from outergrad_lab.data.scaling import standardise
+from outergrad_lab.data.files import as_labels, read_idx, read_parts, reading
 
 
 def read_digits(_folder: Path) -> Dataset:
@@ -17,23 +16,15 @@ def read_digits(_folder: Path) -> Dataset:
     from sklearn.model_selection import train_test_split
 
     x, y = load_digits(return_X_y=True)
-    x_train, x_test, y_train, y_test = train_test_split(
-        x / 16, y, test_size=0.2, stratify=y, random_state=0
-    )
-    return Dataset(
-        x_train=torch.tensor(x_train, dtype=torch.float32),
-        y_train=torch.tensor(y_train),
-        x_test=torch.tensor(x_test, dtype=torch.float32),
-        y_test=torch.tensor(y_test),
-        classes=10,
-    )
+    parts = train_test_split(x / 16, y, test_size=0.2, stratify=y, random_state=0)
+    x_train, x_test, y_train, y_test = map(torch.tensor, parts)
+    return Dataset(x_train, y_train, x_test, y_test, classes=10).to(torch.float32)
 
 
 def read_mnist(folder: Path) -> Dataset:
     """Reads MNIST from its four original files, flattened, with values in [0, 1]."""
-    x_train, y_train = _read_mnist_part(folder, "train")
-    x_test, y_test = _read_mnist_part(folder, "t10k")
-    return Dataset(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=10)
+    parts = _read_mnist_part(folder, "train"), _read_mnist_part(folder, "t10k")
+    return Dataset(*parts[0], *parts[1], classes=10)
 
 
 def _read_mnist_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
@@ -50,13 +41,7 @@ def read_mnist_512(folder: Path) -> Dataset:
     """Reads MNIST and keeps the 512 pixels that vary most in training, in their order."""
     data = read_mnist(folder)
     pixels = data.x_train.var(dim=0).topk(512).indices.sort().values
-    return Dataset(
-        x_train=data.x_train[:, pixels],
-        y_train=data.y_train,
-        x_test=data.x_test[:, pixels],
-        y_test=data.y_test,
-        classes=10,
-    )
+    return data.mapped(lambda x: x[:, pixels])
 
 
 def read_cifar10(folder: Path) -> Dataset:
@@ -66,18 +51,12 @@ def read_cifar10(folder: Path) -> Dataset:
     differences of neighbours along channels, rows and columns, which compress better.
     """
     path = folder / "cifar10_subset.npz"
-    with reading_arrays(path) as arrays:
-        x_train = _add_up(arrays["x_train_delta"].reshape(-1, 3, 32, 32))
-        x_test = _add_up(arrays["x_test_delta"].reshape(-1, 3, 32, 32))
-        y_train = as_labels(arrays["y_train"], len(x_train), classes=10)
-        y_test = as_labels(arrays["y_test"], len(x_test), classes=10)
-    x_train, x_test = standardise(x_train, x_test, dims=(0, 2, 3))
-    return Dataset(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=10)
+    return read_parts(path, "x_{}_delta", "y_{}", 10, _add_up).standardised(dims=(0, 2, 3))
 
 
 def _add_up(differences: np.ndarray) -> Tensor:
     """Pixels from 0 to 255, float32; the sums wrap around as the differences did."""
-    pixels = differences
+    pixels = differences.reshape(-1, 3, 32, 32)
     for axis in (1, 2, 3):
         pixels = np.cumsum(pixels, axis=axis, dtype=np.uint8)
     return torch.from_numpy(pixels).float()
@@ -85,10 +64,9 @@ def _add_up(differences: np.ndarray) -> Tensor:
 
 def read_pneumonia(folder: Path) -> Dataset:
     """Reads PneumoniaMNIST: X-rays of one channel, 0 normal or 1 pneumonia, in [0, 1]."""
+
+    def in_one_channel(images: np.ndarray) -> Tensor:
+        return torch.from_numpy(images.reshape(-1, 1, 28, 28)).float() / 255
+
     path = folder / "pneumoniamnist.npz"
-    with reading_arrays(path) as arrays:
-        x_train = torch.from_numpy(arrays["train_images"].reshape(-1, 1, 28, 28)).float() / 255
-        x_test = torch.from_numpy(arrays["test_images"].reshape(-1, 1, 28, 28)).float() / 255
-        y_train = as_labels(arrays["train_labels"], len(x_train), classes=2)
-        y_test = as_labels(arrays["test_labels"], len(x_test), classes=2)
-    return Dataset(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=2)
+    return read_parts(path, "{}_images", "{}_labels", 2, in_one_channel)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from outergrad_lab.data.dataset import Dataset
-from outergrad_lab.data.files import as_labels, reading_arrays
-from outergrad_lab.data.scaling import standardise
+from outergrad_lab.data.files import as_labels, read_parts, reading_arrays
 
 FRAMES = 40
 SPEAKERS = 66
@@ -30,15 +29,10 @@ def read_spoken_digits(folder: Path) -> Dataset:
         y_test = as_labels(arrays["y_test"], len(x_test), classes=10)
         speakers = as_labels(arrays["speaker_train"], len(x_train), classes=SPEAKERS)
     variance, mean = torch.var_mean(x_train[sound_train], dim=0)
-    return Dataset(
-        # Silence after the sound becomes the mean, 0, whatever the mean was.
-        x_train=(x_train - mean) / variance.sqrt() * sound_train[..., None],
-        y_train=y_train,
-        x_test=(x_test - mean) / variance.sqrt() * sound_test[..., None],
-        y_test=y_test,
-        classes=10,
-        groups_train=speakers,
-    )
+    # Silence after the sound becomes the mean, 0, whatever the mean was.
+    x_train = (x_train - mean) / variance.sqrt() * sound_train[..., None]
+    x_test = (x_test - mean) / variance.sqrt() * sound_test[..., None]
+    return Dataset(x_train, y_train, x_test, y_test, classes=10, groups_train=speakers)
 
 
 def _first_frames(frames: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -60,10 +54,8 @@ def read_pendigits(folder: Path) -> Dataset:
 
 def _read_plain(path: Path, shape: tuple[int, int], classes: int) -> Dataset:
     """Reads arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test``; sequences of one length."""
-    with reading_arrays(path) as arrays:
-        x_train = torch.from_numpy(arrays["x_train"].reshape(-1, *shape)).float()
-        x_test = torch.from_numpy(arrays["x_test"].reshape(-1, *shape)).float()
-        y_train = as_labels(arrays["y_train"], len(x_train), classes)
-        y_test = as_labels(arrays["y_test"], len(x_test), classes)
-    x_train, x_test = standardise(x_train, x_test, dims=(0, 1))
-    return Dataset(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=classes)
+
+    def in_shape(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.reshape(-1, *shape)).float()
+
+    return read_parts(path, "x_{}", "y_{}", classes, in_shape).standardised(dims=(0, 1))

@@ -67,13 +67,7 @@ def _next_characters(text: str, fewest: int = 1) -> Dataset:
     if not tests:
         raise ValueError(f"{len(text)} characters are too few")
     train, test = rows.split([len(rows) - tests, tests])
-    return Dataset(
-        x_train=train[:, :-1],
-        y_train=train[:, 1:],
-        x_test=test[:, :-1],
-        y_test=test[:, 1:],
-        classes=classes,
-    )
+    return Dataset(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:], classes=classes)
 
 
 def _as_ids(text: str, fewest: int) -> tuple[Tensor, int]:
