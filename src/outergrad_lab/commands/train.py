@@ -16,7 +16,7 @@ from outergrad.launch.supervise import Attempt, Restarts, supervise
 from outergrad.tools.commands.options import DATA_DIR, METHOD_HELP, DataDir
 from outergrad_lab.data import SOURCES, require_files
 from outergrad_lab.models import MODELS
-from outergrad_lab.models.hidden import ACTIVATIONS
+from outergrad_lab.models.activations import ACTIVATIONS
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.saving import Saving
 from outergrad_lab.training.split import SPLITS

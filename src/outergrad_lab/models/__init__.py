@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.dataset import Format
+from outergrad_lab.models.activations import ACTIVATIONS, Activation
 from outergrad_lab.models.cnn import build_cnn
-from outergrad_lab.models.hidden import ACTIVATIONS, Hidden
 from outergrad_lab.models.mlp import build_mlp
-from outergrad_lab.models.recurrent import build_gru, build_lstm
-from outergrad_lab.models.transformers import build_encoder, build_gpt, build_vit
+from outergrad_lab.models.recurrent import build_recurrent
+from outergrad_lab.models.transformers import GPT, build_encoder, build_vit
 
 INPUTS: dict[str, Callable[[Format], bool]] = {
     "values": lambda format: not format.tokens,
@@ -30,7 +31,7 @@ class Model:
 
     Attributes:
         inputs: What it eats, a key of `INPUTS`.
-        build: Makes one for a format and hidden layers that fit.
+        build: Makes one for a format, features of hidden layers that fit, and their activation.
         widths: Its widths where the user gives none.
         any_number: Whether it takes any number of widths.
         further: How many widths it can have besides its own, if not any number.
@@ -39,7 +40,7 @@ class Model:
     """
 
     inputs: str
-    build: Callable[[Format, Hidden], nn.Module]
+    build: Callable[[Format, tuple[int, ...], Activation], nn.Module]
     widths: tuple[int, ...] = ()
     any_number: bool = False
     further: int = 0
@@ -75,8 +76,8 @@ MODELS: dict[str, Model] = {
         activation="relu",
         activation_from=1,
     ),
-    "gru": Model(build=build_gru, **_RECURRENT),
-    "lstm": Model(build=build_lstm, **_RECURRENT),
+    "gru": Model(build=partial(build_recurrent, nn.GRU), **_RECURRENT),
+    "lstm": Model(build=partial(build_recurrent, nn.LSTM), **_RECURRENT),
     "vit": Model(inputs="images", build=build_vit, activation="gelu"),
     "encoder": Model(
         inputs="tokens with a label per row",
@@ -84,7 +85,7 @@ MODELS: dict[str, Model] = {
         widths=(128,),
         activation="gelu",
     ),
-    "gpt": Model(inputs="tokens with a label each", build=build_gpt),
+    "gpt": Model(inputs="tokens with a label each", build=lambda format, *_: GPT(format)),
     "cnn": Model(inputs="images", build=build_cnn),
 }
 
@@ -110,7 +111,7 @@ def build_model(
     model = MODELS[name]
     kind = activation or model.activation or "linear"
     chosen = model.widths if widths is None else widths
-    return model.build(format, Hidden(widths=chosen, activation=ACTIVATIONS[kind]))
+    return model.build(format, chosen, ACTIVATIONS[kind])
 
 
 def require_fit(

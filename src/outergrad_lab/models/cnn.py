@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from outergrad_lab.data.dataset import Format
-from outergrad_lab.models.hidden import Hidden
 
 STEM = 16
 STAGES = (16, 32, 64)
@@ -34,7 +33,7 @@ def _conv(inputs: int, outputs: int, size: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
 
 
-def build_cnn(format: Format, _hidden: Hidden) -> nn.Sequential:
+def build_cnn(format: Format, *_hidden: object) -> nn.Sequential:
     """Builds a network of 14 layers: a stem, three stages of two blocks each, a head."""
     stem = (_conv(format.shape[0], STEM, 3, 1), nn.BatchNorm2d(STEM), nn.ReLU())
     blocks = [

@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 
 from outergrad_lab.data.dataset import Format
-from outergrad_lab.models.hidden import Activation, Hidden
+from outergrad_lab.models.activations import Activation
 
 
 def mlp(widths: Sequence[int], activation: Activation = nn.ReLU) -> nn.Sequential:
@@ -23,7 +23,7 @@ def mlp(widths: Sequence[int], activation: Activation = nn.ReLU) -> nn.Sequentia
     return nn.Sequential(*layers[:-1])
 
 
-def build_mlp(format: Format, hidden: Hidden) -> nn.Sequential:
+def build_mlp(format: Format, widths: Sequence[int], activation: Activation) -> nn.Sequential:
     """Builds one for rows of any shape, flattened."""
-    layers = mlp((prod(format.shape), *hidden.widths, format.classes), hidden.activation)
+    layers = mlp((prod(format.shape), *widths, format.classes), activation)
     return layers if len(format.shape) == 1 else nn.Sequential(nn.Flatten(), *layers)

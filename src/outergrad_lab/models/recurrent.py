@@ -1,11 +1,11 @@
 """Recurrent networks that classify sequences."""
 
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from outergrad_lab.data.dataset import Format
-from outergrad_lab.models.hidden import Hidden
+from outergrad_lab.models.activations import Activation
 from outergrad_lab.models.mlp import mlp
 
 
@@ -23,19 +23,14 @@ class LastState(nn.Module):
         return self.head(states[:, -1])
 
 
-def build_gru(format: Format, hidden: Hidden) -> LastState:
-    """Builds a GRU of one layer with ``widths[0]`` hidden features."""
-    return _build(nn.GRU, format, hidden)
+def build_recurrent(
+    kind: type[nn.GRU | nn.LSTM], format: Format, widths: Sequence[int], activation: Activation
+) -> LastState:
+    """Builds one layer with ``widths[0]`` hidden features.
 
-
-def build_lstm(format: Format, hidden: Hidden) -> LastState:
-    """Builds an LSTM of one layer with ``widths[0]`` hidden features."""
-    return _build(nn.LSTM, format, hidden)
-
-
-def _build(kind: Any, format: Format, hidden: Hidden) -> LastState:
-    """Another width is that of a layer between the recurrent one and the head."""
-    (_, features), (width, *between) = format.shape, hidden.widths
+    Another width is that of a layer between the recurrent one and the head.
+    """
+    (_, features), (width, *between) = format.shape, widths
     recurrent = kind(features, width, batch_first=True)
-    head = mlp((width, *between, format.classes), hidden.activation)
+    head = mlp((width, *between, format.classes), activation)
     return LastState(recurrent, head if between else head[0])

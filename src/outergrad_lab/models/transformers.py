@@ -1,5 +1,7 @@
 """A small vision transformer, a small encoder of texts and a small GPT."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.dataset import Format
 from outergrad_lab.data.tokens import PADDING
-from outergrad_lab.models.hidden import Activation, Hidden
+from outergrad_lab.models.activations import Activation
 
 PATCH = 4
 
@@ -143,7 +145,7 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden)).transpose(1, 2)
 
 
-def build_vit(format: Format, hidden: Hidden) -> VisionTransformer:
+def build_vit(format: Format, _widths: Sequence[int], activation: Activation) -> VisionTransformer:
     """Builds a ViT of six layers and 192 features for square patches of the images.
 
     Raises:
@@ -151,21 +153,16 @@ def build_vit(format: Format, hidden: Hidden) -> VisionTransformer:
     """
     if any(side % PATCH for side in format.shape[1:]):
         raise RecipeError(f"--model vit needs images with sides of n x {PATCH}, not {format}")
-    return VisionTransformer(format, hidden.activation)
+    return VisionTransformer(format, activation)
 
 
-def build_encoder(format: Format, hidden: Hidden) -> TextEncoder:
+def build_encoder(format: Format, widths: Sequence[int], activation: Activation) -> TextEncoder:
     """Builds an encoder of two layers and four heads of a quarter of the width each.
 
     Raises:
         RecipeError: The width is not that of four heads.
     """
-    (width,) = hidden.widths
+    (width,) = widths
     if width % 4:
         raise RecipeError(f"--widths {width} does not fit --model encoder: give a multiple of 4")
-    return TextEncoder(format, hidden.activation, width)
-
-
-def build_gpt(format: Format, _hidden: Hidden) -> GPT:
-    """Builds a GPT of four layers and 256 features for rows as long as the data's."""
-    return GPT(format)
+    return TextEncoder(format, activation, width)

@@ -7,7 +7,7 @@ from outergrad.launch.errors import RecipeError
 from outergrad.tools.named_methods.attach import attach_of
 from outergrad_lab.data import SOURCES
 from outergrad_lab.models import MODELS, require_fit
-from outergrad_lab.models.hidden import ACTIVATIONS
+from outergrad_lab.models.activations import ACTIVATIONS
 from outergrad_lab.training.split import SPLITS
 
 
