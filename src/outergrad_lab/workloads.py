@@ -16,8 +16,8 @@ class Workload:
         summary: What it is, in a few words.
         model: A key of `MODELS`.
         widths: Features of the model's hidden layers.
-        format: What a row of the data is.
         data: The key of `SOURCES` of real data, if there is some.
+        made_up: What a row is, if there is none.
         batch_size: Rows per site and step.
         lr: Learning rate of Adam.
     """
@@ -25,10 +25,17 @@ class Workload:
     summary: str
     model: str
     widths: tuple[int, ...] = ()
-    format: Format
     data: str | None = None
+    made_up: Format | None = None
     batch_size: int
     lr: float
+
+    @property
+    def format(self) -> Format:
+        """What a row of the data is."""
+        found = SOURCES[self.data].format if self.data else self.made_up
+        assert found is not None
+        return found
 
     def build(self) -> nn.Module:
         """Makes the model."""
@@ -40,7 +47,6 @@ WORKLOADS: dict[str, Workload] = {
         summary="MLP 784-1024-1024-10 on handwritten digits",
         model="mlp",
         widths=(1024, 1024),
-        format=SOURCES["mnist"].format,
         data="mnist",
         batch_size=32,
         lr=1e-3,
@@ -49,7 +55,6 @@ WORKLOADS: dict[str, Workload] = {
         summary="MLP 512-512-256-128-64-32-16-10 on handwritten digits",
         model="mlp",
         widths=(512, 256, 128, 64, 32, 16),
-        format=SOURCES["mnist-512"].format,
         data="mnist-512",
         batch_size=32,
         lr=2e-3,
@@ -58,7 +63,7 @@ WORKLOADS: dict[str, Workload] = {
         summary="MLP of ten layers of 1024",
         model="mlp",
         widths=(1024,) * 9,
-        format=Format(shape=(1024,), classes=1024),
+        made_up=Format(shape=(1024,), classes=1024),
         batch_size=32,
         lr=1e-4,
     ),
@@ -66,7 +71,7 @@ WORKLOADS: dict[str, Workload] = {
         summary="classifier of VGG-16, MLP 25088-4096-4096-1000",
         model="mlp",
         widths=(4096, 4096),
-        format=Format(shape=(25088,), classes=1000),
+        made_up=Format(shape=(25088,), classes=1000),
         batch_size=16,
         lr=1e-4,
     ),
@@ -74,7 +79,6 @@ WORKLOADS: dict[str, Workload] = {
         summary="GRU of 128 hidden features on spoken digits",
         model="gru",
         widths=(128,),
-        format=SOURCES["spoken-digits"].format,
         data="spoken-digits",
         batch_size=32,
         lr=3e-3,
@@ -83,7 +87,6 @@ WORKLOADS: dict[str, Workload] = {
         summary="LSTM of 128 hidden features on spoken digits",
         model="lstm",
         widths=(128,),
-        format=SOURCES["spoken-digits"].format,
         data="spoken-digits",
         batch_size=32,
         lr=3e-3,
@@ -91,7 +94,6 @@ WORKLOADS: dict[str, Workload] = {
     "vit": Workload(
         summary="vision transformer of 6 layers on photographs of 32 x 32 pixels",
         model="vit",
-        format=SOURCES["cifar10"].format,
         data="cifar10",
         batch_size=16,
         lr=3e-4,
@@ -99,7 +101,6 @@ WORKLOADS: dict[str, Workload] = {
     "gpt": Workload(
         summary="GPT of 4 layers on Shakespeare, 128 characters per row",
         model="gpt",
-        format=SOURCES["tinyshakespeare"].format,
         data="tinyshakespeare",
         batch_size=8,
         lr=3e-4,
@@ -108,7 +109,6 @@ WORKLOADS: dict[str, Workload] = {
         summary="text encoder of 2 layers on news, 64 tokens per row",
         model="encoder",
         widths=(128,),
-        format=SOURCES["ag-news"].format,
         data="ag-news",
         batch_size=32,
         lr=1e-3,
@@ -116,7 +116,6 @@ WORKLOADS: dict[str, Workload] = {
     "cnn": Workload(
         summary="residual CNN of 14 layers on photographs of 32 x 32 pixels",
         model="cnn",
-        format=SOURCES["cifar10"].format,
         data="cifar10",
         batch_size=16,
         lr=1e-3,
