@@ -8,6 +8,7 @@ from pathlib import Path
 
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.named_methods.attach import METHODS, attach_of
+from outergrad_lab.training.job import require
 from outergrad_lab.workloads import WORKLOADS, Workload
 
 COMPARED = tuple(name for name in METHODS if name != "pooled")
@@ -52,20 +53,20 @@ class Plan:
         Raises:
             RecipeError: One is not allowed; the error names its option.
         """
-        _require(self.workload in WORKLOADS, "workload", f"one of {', '.join(WORKLOADS)}", self)
+        require(self.workload in WORKLOADS, "workload", f"one of {', '.join(WORKLOADS)}", self)
         for method in self.methods:
             attach_of(method, "--methods")
         if "pooled" in self.methods:
             raise RecipeError("--methods must not be pooled: pooled exchanges nothing")
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise RecipeError("--methods must name each method once, and at least one")
-        _require(self.sites >= 2, "sites", "2 or more", self)
+        require(self.sites >= 2, "sites", "2 or more", self)
         for name in ("steps", "rounds", "threads", "check_every", "max_steps"):
-            _require(getattr(self, name) >= 1, name, "1 or more", self)
-        _require(self.warmup >= 3, "warmup", "3 or more: PowerSGD starts at the third step", self)
-        _require(0 < self.seconds < inf, "seconds", "above 0 and finite", self)
+            require(getattr(self, name) >= 1, name, "1 or more", self)
+        require(self.warmup >= 3, "warmup", "3 or more: PowerSGD starts at the third step", self)
+        require(0 < self.seconds < inf, "seconds", "above 0 and finite", self)
         if self.until_loss is not None:
-            _require(0 < self.until_loss < inf, "until_loss", "above 0 and finite", self)
+            require(0 < self.until_loss < inf, "until_loss", "above 0 and finite", self)
             if not self.recipe.data:
                 raise RecipeError(f"--until-loss needs real data; {self.workload} has none")
 
@@ -73,9 +74,3 @@ class Plan:
     def recipe(self) -> Workload:
         """The workload itself."""
         return WORKLOADS[self.workload]
-
-
-def _require(holds: bool, name: str, wanted: str, plan: Plan) -> None:
-    if not holds:
-        option = "--" + name.replace("_", "-")
-        raise RecipeError(f"{option} must be {wanted}, not {getattr(plan, name)!r}")

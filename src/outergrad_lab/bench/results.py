@@ -46,25 +46,19 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """One method's way to the wanted loss on one link.
+class Arrival(Mark):
+    """One method's way to the wanted loss on one link: where it ended, and how it got there.
+
+    Seconds are those at the slowest site, bytes a mean over sites.
 
     Attributes:
         method: Its name.
-        reached: Whether it got there.
-        steps: Steps it took, or until it was given up.
-        seconds: Spent in steps, at the slowest site.
-        sent_bytes: What a site's interface sent, on average.
-        loss: Test loss at the end.
-        way: Every mark on the way: steps, seconds, sent_bytes, loss.
+        reached: Whether it got there, or was given up.
+        way: Every mark on the way.
     """
 
     method: str
     reached: bool
-    steps: int
-    seconds: float
-    sent_bytes: float
-    loss: float
     way: list[Mark]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from outergrad._amounts import amount
+from outergrad._amounts import amount, milliseconds
 from outergrad_lab.bench.results import Arrival, LinkResult, Results, Timing
 
 Row = dict[str, str]
@@ -51,8 +51,8 @@ def _timing_row(timing: Timing, ddp_bytes: float | None) -> Row:
     low, high = timing.quartiles_s
     return {
         "method": timing.method,
-        "ms per\nstep": _ms(timing.median_s),
-        "quartiles": f"{_ms(low)} to {_ms(high)}",
+        "ms per\nstep": milliseconds(timing.median_s),
+        "quartiles": f"{milliseconds(low)} to {milliseconds(high)}",
         "x DDP": "-" if timing.ratio_to_ddp is None else f"{timing.ratio_to_ddp:.3f}",
         "sent per\nstep": amount(timing.sent_bytes),
         "fewer\nbytes": _fewer(timing, ddp_bytes),
@@ -81,11 +81,6 @@ def _fewer(one: Timing | Arrival, ddp_bytes: float | None) -> str:
     if not ddp_bytes or not one.sent_bytes or one.method == "alone":
         return "-"
     return f"{ddp_bytes / one.sent_bytes:.1f} x"
-
-
-def _ms(seconds: float) -> str:
-    """Writes a time in ms, with a decimal where it says something."""
-    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 1}f}"
 
 
 def phases_lines(timings: Sequence[Timing]) -> str:

@@ -54,12 +54,12 @@ class Job:
         for name, known in _CHOICES.items():
             chosen = getattr(self, name)
             right = chosen in known or (name == "activation" and chosen is None)
-            _require(right, name, f"one of {', '.join(known)}", self)
+            require(right, name, f"one of {', '.join(known)}", self)
         attach_of(self.method, local=self.local, joint=self.joint)
         for name in ("sites", "epochs", "batch_size", "lr"):
-            _require(getattr(self, name) > 0, name, "above 0", self)
-        _require(self.seed >= 0, "seed", "0 or above", self)
-        _require(all(width > 0 for width in self.widths or ()), "widths", "above 0", self)
+            require(getattr(self, name) > 0, name, "above 0", self)
+        require(self.seed >= 0, "seed", "0 or above", self)
+        require(all(width > 0 for width in self.widths or ()), "widths", "above 0", self)
         require_fit(self.model, SOURCES[self.data].format, self.widths, self.activation)
 
     def first_difference(self, other: "Job") -> str | None:
@@ -76,9 +76,10 @@ _CHOICES: dict[str, Iterable[str]] = {
 }
 
 
-def _require(holds: bool, name: str, wanted: str, job: Job) -> None:
+def require(holds: bool, name: str, wanted: str, settings: object) -> None:
+    """Raises `RecipeError` that names the option of a field, unless what it must be holds."""
     if not holds:
-        raise RecipeError(f"{option(name)} must be {wanted}, not {getattr(job, name)!r}")
+        raise RecipeError(f"{option(name)} must be {wanted}, not {getattr(settings, name)!r}")
 
 
 def option(name: str) -> str:
