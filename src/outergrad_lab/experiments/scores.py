@@ -8,10 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from outergrad_lab.data import Dataset
-from outergrad_lab.training.training import evaluating
-
-_ROWS = 250
-"""Tested at once."""
+from outergrad_lab.training.training import predict
 
 
 class Scores(NamedTuple):
@@ -32,8 +29,7 @@ class Scores(NamedTuple):
 def scores(model: nn.Module, data: Dataset, rows: int | None = None) -> Scores:
     """Tests a model, on all test rows or so many, evenly spread."""
     x, y = _spread(data.x_test, rows), _spread(data.y_test, rows)
-    with evaluating(model) as plain:
-        logits = torch.cat([plain(part) for part in x.split(_ROWS)])
+    logits = predict(model, x)
     accuracy = (logits.argmax(dim=1) == y).float().mean().item()
     auc = area_under_curve(logits, y) if y.dim() == 1 else None
     return Scores(cross_entropy(logits, y).item(), accuracy, auc)

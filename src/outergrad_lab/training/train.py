@@ -104,8 +104,7 @@ def train(
         again = saver.restore()
         with step_bars(shown=first) as bars:
             _begin_log(file, job, position.epoch if again else 0)
-            steps = _Steps(training, position, saver, bars, stop or Stop())
-            report = _run(job, steps, file)
+            report = _run(job, training, position, saver, bars, stop or Stop(), file)
         if first and verbose and report and training.replica.session:
             print(training.replica.session.coverage())
     if first and report:
@@ -151,46 +150,28 @@ def _begin_log(file: IO[str], job: Job, epochs: int) -> None:
     file.writelines([json.dumps(asdict(job)) + "\n", *kept])
 
 
-class _Steps:
-    """The steps of a training, each saved if it is time to."""
-
-    def __init__(
-        self,
-        training: Training,
-        position: Position,
-        saver: Saver,
-        bars: Progress,
-        stop: Stop,
-    ) -> None:
-        self.training, self.position = training, position
-        self._saver, self._bars, self._stop = saver, bars, stop
-
-    def show(self, job: Job) -> None:
-        """A bar of all steps, with those that are done."""
-        steps = self.training.batches.steps
-        done = self.position.epoch * steps + self.position.batch
-        label = f"{job.method} on {job.data}"
-        self._task = self._bars.add_task(label, total=job.epochs * steps, completed=done)
-
-    def epoch(self) -> bool:
-        """The rest of an epoch; whether it came to its end."""
-        self.position.start()
-        losses = self.training.epoch(self.position.epoch, self.position.batch)
-        for loss in self._stop.checked(count(self._bars, self._task, losses)):
-            self.position.step(loss)
-            if self._saver.step():
-                return False
-        return True
-
-
-def _run(job: Job, steps: _Steps, file: IO[str]) -> Report | None:
+def _run(
+    job: Job,
+    training: Training,
+    position: Position,
+    saver: Saver,
+    bars: Progress,
+    stop: Stop,
+    file: IO[str],
+) -> Report | None:
     """Trains, logs every epoch, and returns the last report; None for a pause."""
-    report, position = None, steps.position
-    steps.show(job)
+    report, steps = None, training.batches.steps
+    done = position.epoch * steps + position.batch
+    label = f"{job.method} on {job.data}"
+    task = bars.add_task(label, total=job.epochs * steps, completed=done)
     while position.epoch < job.epochs:
-        if not steps.epoch():
-            return None
-        report = _report(job, steps.training, position)
+        position.start()
+        losses = training.epoch(position.epoch, position.batch)
+        for loss in stop.checked(count(bars, task, losses)):
+            position.step(loss)
+            if saver.step():
+                return None
+        report = _report(job, training, position)
         print(json.dumps(asdict(report)), file=file)
         position.next_epoch()
     return report

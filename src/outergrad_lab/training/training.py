@@ -1,10 +1,9 @@
 """The training loop that every recipe shares."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -150,26 +149,19 @@ def site_batches(
 
 def accuracy(model: nn.Module, data: Dataset) -> float:
     """Share of the test labels that a model guesses right, of one per row or per position."""
-
-    def right(logits: Tensor, y: Tensor) -> Tensor:
-        return (logits.argmax(dim=1) == y).sum()
-
-    return _test(model, data, len(data.x_test), right)
+    right = predict(model, data.x_test).argmax(dim=1) == data.y_test
+    return right.sum().item() / right.numel()
 
 
 def test_loss(model: nn.Module, data: Dataset, rows: int) -> float:
     """Mean cross-entropy of the first ``rows`` test rows, as one site's model has it."""
-    return _test(model, data, rows, partial(cross_entropy, reduction="sum"))
+    return cross_entropy(predict(model, data.x_test[:rows]), data.y_test[:rows]).item()
 
 
-def _test(
-    model: nn.Module, data: Dataset, rows: int, score: Callable[[Tensor, Tensor], Tensor]
-) -> float:
-    """Mean over the labels of test rows, taken in batches: all at once may need too much memory."""
-    x, y = data.x_test[:rows], data.y_test[:rows]
-    batches = zip(x.split(TEST_ROWS), y.split(TEST_ROWS), strict=True)
+def predict(model: nn.Module, x: Tensor) -> Tensor:
+    """Logits of rows, taken in batches: all at once may need too much memory."""
     with evaluating(model) as plain:
-        return sum(score(plain(x), y).item() for x, y in batches) / y.numel()
+        return torch.cat([plain(part) for part in x.split(TEST_ROWS)])
 
 
 @contextmanager
