@@ -1,12 +1,33 @@
-"""Axes that a reader need not decipher: units, few ticks, plain numbers."""
+"""Lines, and axes that a reader need not decipher: units, few ticks, plain numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from pandas import DataFrame
+
+
+def draw_line(
+    axes: Axes, rows: DataFrame, x: str, y: str, look: Mapping[str, Any], **more: Any
+) -> None:
+    """A line through the means, without a legend; the wider lie below, so that all can be seen.
+
+    Args:
+        axes: Where.
+        rows: With columns `x` and `y`.
+        x: Name of the one.
+        y: Name of the other.
+        look: Colour, marker, and so on.
+        more: Of `seaborn.lineplot`.
+    """
+    from seaborn import lineplot
+
+    style = {"markeredgecolor": look["color"], "zorder": 2 + 1 / look["linewidth"], **look}
+    lineplot(rows, x=x, y=y, legend=False, ax=axes, **style, **more)
 
 
 def readable(axis: Axis, unit: str, *, whole: bool = False, places: Sequence[float] = ()) -> None:

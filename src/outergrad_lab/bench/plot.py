@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from pandas import DataFrame
-from seaborn import barplot, lineplot
+from seaborn import barplot
 
 from outergrad._whole_files import whole_file
-from outergrad_lab.axes import readable
+from outergrad_lab.axes import draw_line, readable
 from outergrad_lab.bench.results import Results
 from outergrad_lab.bench.table import title
-from outergrad_lab.labels import Method, Style, told_apart
+from outergrad_lab.labels import Method, told_apart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,14 +94,12 @@ def _ways(results: Results) -> Figure:
 
 
 def _draw_lines(axes: Axes, found: DataFrame, x: str, y: str, **changes: Any) -> None:
-    """A line per method; the wider lie below, so that all can be seen."""
+    """A line per method."""
     methods = list(found["method"].unique())
     looks = told_apart([Method.parse(method).look for method in methods])
     for method, look in zip(methods, looks, strict=True):
-        style: Style = {"markeredgecolor": look["color"], "zorder": 2 + 1 / look["linewidth"]}
-        style |= look | changes
         rows = found[found["method"] == method]
-        lineplot(rows, x=x, y=y, label=method, errorbar=None, legend=False, ax=axes, **style)
+        draw_line(axes, rows, x, y, look | changes, label=method, errorbar=None)
 
 
 def _grid(results: Results, height: float) -> tuple[Figure, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outergrad._whole_files import whole_file
 from outergrad.report.recording import require
+from outergrad_lab.axes import draw_line
 from outergrad_lab.experiments.frames import OF_METHOD, Result, curves, finals, ranks, varied
 from outergrad_lab.experiments.panels import add_legends, label, name_axes, places_of, prepare
 from outergrad_lab.experiments.quantities import QUANTITIES, heading
@@ -148,23 +149,17 @@ def draw(asked: Asked, results: Sequence[Result]) -> Figure:
 
 def _draw_lines(axes: Axes, asked: Asked, points: DataFrame) -> None:
     """A line through the means over seeds, in a band from the least to the most."""
-    from seaborn import lineplot
-
     lines = groups(points, asked.lines)
     for (key, rows), style in zip(lines.items(), styles(asked.lines, list(lines)), strict=True):
-        look: Style = style | {"markeredgecolor": style["color"]}
-        look |= {"marker": ""} if asked.course else {}
-        lineplot(
+        draw_line(
+            axes,
             _course(axes, rows, asked, style) if asked.course else _outcomes(rows, asked),
-            x=asked.x,
-            y=asked.y,
+            asked.x,
+            asked.y,
+            style | {"marker": ""} if asked.course else style,
             errorbar=lambda values: (min(values), max(values)),
             err_kws={"alpha": 0.15, "linewidth": 0},
             label=", ".join(map(heading, asked.lines, key)),
-            legend=False,
-            ax=axes,
-            zorder=2 + 1 / style["linewidth"],
-            **look,
         )
 
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 Result = Mapping[str, Any]
 Settings = dict[str, Any]
 
-KINDS = {
+HEADINGS = {
     "training": "Trainings",
     "timing": "Step times",
     "sites": "Numbers of sites",
     "iterations": "Power iterations",
 }
-"""Headings of the kinds of results."""
+"""Of the kinds of results."""
 
 MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),

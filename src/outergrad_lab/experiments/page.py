@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outergrad._amounts import duration
 from outergrad._whole_files import write_whole
 from outergrad.report.skeleton import asset, whole_page
-from outergrad_lab.experiments.frames import KINDS, Result, of_kind
+from outergrad_lab.experiments.frames import HEADINGS, Result, of_kind
 from outergrad_lab.experiments.quantities import text, title
 from outergrad_lab.experiments.tables import Table
 
@@ -41,7 +41,7 @@ def write_page(
             "page.html",
             tables=tables,
             figures=[(_title(path), b64encode(path.read_bytes()).decode()) for path in figures],
-            runs=[_runs(kind, found) for kind in KINDS if (found := of_kind(kind, results))],
+            runs=[_runs(kind, found) for kind in HEADINGS if (found := of_kind(kind, results))],
         ),
         style=asset("page.css", "outergrad_lab.experiments"),
     )
@@ -93,7 +93,7 @@ def _runs(kind: str, runs: Sequence[Result]) -> tuple[str, Table]:
     shared = ", ".join(f"{title(name)} {cells[name][0]}" for name in same)
     rest = cells.drop(columns=same).rename(columns=title)
     took = [duration(run.get("seconds") or 0) for run in runs]
-    head = f"{KINDS[kind]} ({len(runs)})"
+    head = f"{HEADINGS[kind]} ({len(runs)})"
     return shared, Table(name=kind, title=head, cells=rest.assign(took=took), keys=rest.shape[1])
 
 

@@ -12,7 +12,7 @@ from outergrad._whole_files import write_whole
 from outergrad.launch.errors import RecipeError
 from outergrad.report.recording import require
 from outergrad_lab.experiments.frames import (
-    KINDS,
+    HEADINGS,
     Result,
     finals,
     last_ranks,
@@ -118,7 +118,7 @@ def _require_alike(
 def _with(frame: DataFrame, value: str) -> DataFrame:
     """The rows with this value; a training's where a timing has it too."""
     known = frame.dropna(subset=[value])
-    return known[known["kind"] == min(known["kind"], key=list(KINDS).index, default=None)]
+    return known[known["kind"] == min(known["kind"], key=list(HEADINGS).index, default=None)]
 
 
 def _in_full(known: DataFrame, keys: list[str], value: str) -> DataFrame:
