@@ -50,7 +50,8 @@ def name_axes(grid: Any, filled: set[tuple[int, int]], x: str, y: str) -> None:
         rows = [row for row in range(len(grid)) if (row, column) in filled]
         for row in set(range(len(grid))).difference(rows):
             grid[row, column].remove()
-        grid[max(rows), column].set_xlabel(x)
+        # Seaborn hides the label of what has axes below it, also where these were removed.
+        grid[max(rows), column].set_xlabel(x, visible=True)
         grid[max(rows), column].xaxis.set_tick_params(labelbottom=True)
     for axes in grid[:, 0]:
         axes.set_ylabel(y)

@@ -179,6 +179,13 @@ def test_two_names_make_a_grid_with_a_legend_for_each_row():
     ]
 
 
+def test_the_lowest_panel_of_each_column_says_what_is_across():
+    results = [training(sites=s, model=m) for s, m in ((2, "mlp"), (2, "gru"), (3, "mlp"))]
+    figure = drawn(COURSE | {"panels": ["sites", "model"]}, results)
+    said = [axes.get_title() for axes in figure.axes if axes.xaxis.label.get_visible()]
+    assert sorted(said) == ["2 sites, gru", "3 sites, mlp"]
+
+
 @pytest.mark.parametrize(("more", "name"), [({"epochs": 2}, "epoch"), ({}, "step")])
 def test_epochs_where_they_were_counted(more, name):
     figure = drawn(RANKS | {"x": "epoch"}, with_layers(**more))
