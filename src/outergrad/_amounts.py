@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+Write = Callable[[float], str]
+_three: Write = "{:.3g}".format
 
 
 def short(value: float, digits: int = 3) -> str:
@@ -25,21 +29,26 @@ def times(ratio: float) -> str:
     return short(ratio, 2)
 
 
-def amount(number: float, unit: str = "B") -> str:
-    """With a prefix: 512 B, 1.2 kB, 12.3 MB."""
+def many(count: int, word: str) -> str:
+    """A number of things: 1 thread, 2 threads."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def amount(number: float, unit: str = "B", write: Write = _three) -> str:
+    """With a prefix, before which `write` writes the number: 512 B, 1.2 kB, 12.3 MB."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(number) < 999.5 or prefix == "T":
             break
         number /= 1000
-    return f"{number:.0f} {unit}" if not prefix else f"{number:.3g} {prefix}{unit}"
+    return f"{number:.0f} {unit}" if not prefix else f"{write(number)} {prefix}{unit}"
 
 
-def seconds(value: float) -> str:
-    """Of a step: 850 µs, 12.3 ms, 1.25 s."""
+def seconds(value: float, write: Write = _three) -> str:
+    """Of a step, as `write` writes numbers: 850 µs, 12.3 ms, 1.25 s."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if value * factor < 999.5:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value:.3g} s"
+            return f"{write(value * factor)} {unit}"
+    return f"{write(value)} s"
 
 
 def milliseconds(value_s: float) -> str:

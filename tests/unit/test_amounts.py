@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outergrad._amounts import amount, duration, milliseconds, plain, seconds, short, times
+from outergrad._amounts import amount, duration, many, milliseconds, plain, seconds, short, times
 
 WRITTEN = [
     (short(0.0), "0.00"),
@@ -45,6 +45,16 @@ WRITTEN = [
     (seconds(0.5), "500 ms"),
     (seconds(1.25), "1.25 s"),
     (seconds(2.0), "2 s"),
+    (seconds(0.00123, times), "1.2 ms"),
+    (seconds(0.2, times), "200 ms"),
+    (seconds(3.61, times), "3.6 s"),
+    (seconds(34.2, times), "34 s"),
+    (amount(96.4e6, "bit/s", times), "96 Mbit/s"),
+    (amount(9.64e6, "bit/s", times), "9.6 Mbit/s"),
+    (amount(1.25e9, "bit/s", times), "1.2 Gbit/s"),
+    (amount(955e3, "bit/s", times), "955 kbit/s"),
+    (many(1, "core"), "1 core"),
+    (many(2, "core"), "2 cores"),
 ]
 
 

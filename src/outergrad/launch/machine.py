@@ -34,12 +34,17 @@ def describe(command: list[str]) -> dict[str, Any]:
             "memory_bytes": psutil.virtual_memory().total,
             "system": f"{platform.system()} {platform.release()}",
         },
-        "versions": {
-            "outergrad": outergrad.__version__,
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What is installed, by name."""
+    return {
+        "outergrad": outergrad.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from outergrad._amounts import many
 from outergrad.launch.links import ShapedLink, places
 from outergrad.launch.machine import cores, describe
 from outergrad.launch.processes import run_processes
@@ -110,8 +111,8 @@ def notes(plan: Plan, links: Sequence[ShapedLink]) -> list[str]:
     wanted, there = plan.sites * plan.threads, cores()
     if wanted > there:
         said.append(
-            f"{plan.sites} sites with {_many(plan.threads, 'thread')} each share "
-            f"{_many(there, 'core')}: "
+            f"{plan.sites} sites with {many(plan.threads, 'thread')} each share "
+            f"{many(there, 'core')}: "
             "seconds are longer than on machines of their own, bytes are the same"
         )
     if any(link.loopback for link in links):
@@ -120,7 +121,3 @@ def notes(plan: Plan, links: Sequence[ShapedLink]) -> list[str]:
             "divided by the sites"
         )
     return said
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"

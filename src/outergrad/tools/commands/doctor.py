@@ -9,7 +9,6 @@ import typer
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import number_of_sites, under_torchrun
-from outergrad.tools.doctor.board import leaving_at_once
 from outergrad.tools.doctor.meeting import PORT, meeting_at, meeting_from
 from outergrad.tools.doctor.start import check_alone, check_at_site, check_rehearsal
 
@@ -37,7 +36,7 @@ def doctor(
 
     Under torchrun it needs no options, but torchrun itself waits until all have come.
     """
-    with leaving_at_once(), errors_in_one_line():
+    with errors_in_one_line():
         if code := _check(sites, rank, master, timeout):
             sys.exit(code)
 

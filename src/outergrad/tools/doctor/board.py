@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from outergrad.launch.console import leave_at_once
 from outergrad.tools.doctor.findings import named
 
 T = TypeVar("T")
@@ -22,9 +20,6 @@ Tell = Callable[[str], None]
 
 _ANSWER_S = 10.0
 """Longest time for the store itself to answer."""
-
-_BOUNDED = "bounded"
-"""The name of a thread that may hang."""
 
 
 class LostError(RuntimeError):
@@ -48,24 +43,10 @@ def bounded(work: Callable[[], T], limit_s: float) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name=_BOUNDED).start()
+    threading.Thread(target=run, daemon=True).start()
     if not wait([outcome], limit_s).done:
         raise TimeoutError(f"no answer within {limit_s:.0f} s")
     return outcome.result()
-
-
-@contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Lets a program end though some work still hangs.
-
-    Python's own shutdown would abort the process if a thread were inside PyTorch then.
-    """
-    try:
-        yield
-    except SystemExit as leaving:
-        if any(thread.name == _BOUNDED for thread in threading.enumerate()):
-            leave_at_once(int(leaving.code or 0))
-        raise
 
 
 class Board:

@@ -59,8 +59,3 @@ def named(ranks: Sequence[int]) -> str:
     """Names sites for a reader, as ``sites 1, 2 and 5``."""
     *others, last = map(str, ranks)
     return f"sites {', '.join(others)} and {last}" if others else f"site {last}"
-
-
-def many(count: int, word: str) -> str:
-    """A number of things, as ``2 warnings``."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"

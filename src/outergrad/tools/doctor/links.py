@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
+from outergrad._amounts import amount, seconds, times
 from outergrad.tools.doctor.board import Board, Tell
 from outergrad.tools.doctor.findings import Finding, note, ok, problem
 from outergrad.tools.doctor.line import Rates, connect, measure
@@ -27,6 +29,9 @@ _PARAMETERS = 10_000_000
 
 _BLOCKED = "let TCP connections between the sites pass, on all ports from 1024, both ways"
 _STOPPED = "look at that site's terminal: a process that was stopped, or a lost network"
+
+rate = partial(amount, unit="bit/s", write=times)
+"""Writes a rate for a reader, as ``9.6 Mbit/s``."""
 
 _Pair = tuple[int, int]
 
@@ -172,7 +177,7 @@ def _summed_up(timed: Sequence[tuple[Measured, Rates]], sites: int) -> list[Find
     rtt_s = max(link.rtt_s for link, _ in timed)
     said = f"{rate(rates.slowest)} between {slowest}" + (", the slowest" if len(timed) > 1 else "")
     step_s = ddp_step_s(_PARAMETERS, sites, rates.slowest, rtt_s)
-    step = f"a step of DDP with 10 million parameters spends {seconds(step_s)} there"
+    step = f"a step of DDP with 10 million parameters spends {seconds(step_s, times)} there"
     option = rate(rates.slowest).replace(" ", "").removesuffix("/s").lower().replace(",", "")
     latency = f"{1e3 * rtt_s:.{1 if rtt_s < 0.01 else 0}f}ms"
     hint = f"`outergrad plan --link {option} --latency {latency}` shows what pays"
@@ -183,20 +188,3 @@ def ddp_step_s(parameters: int, sites: int, rate_bit_per_s: float, rtt_s: float)
     """Seconds of a ring all-reduce of a float32 gradient, as DDP's, at these rates and delays."""
     hops = 2 * (sites - 1)
     return hops * (32 * parameters / sites / rate_bit_per_s + rtt_s / 2)
-
-
-def rate(bit_per_s: float) -> str:
-    """Writes a rate for a reader, as ``9.6 Mbit/s``."""
-    for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if (value := bit_per_s / scale) >= 1:
-            return f"{value:,.{0 if value >= 9.95 else 1}f} {unit}"
-    return f"{bit_per_s:.0f} bit/s"
-
-
-def seconds(duration_s: float) -> str:
-    """Writes a time for a reader, with two digits that say something."""
-    if duration_s < 1:
-        return f"{1e3 * duration_s:{'.0f' if duration_s >= 0.0995 else '.2g'}} ms"
-    if duration_s >= 120:
-        return f"{duration_s / 60:,.1f} minutes"
-    return f"{duration_s:,.0f} s" if duration_s >= 9.95 else f"{duration_s:.1f} s"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import distributions
 from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-import outergrad
-from outergrad._amounts import amount
+from outergrad._amounts import amount, many
 from outergrad.launch.links import ShapedLink, what_is_missing
-from outergrad.launch.machine import cores
-from outergrad.tools.doctor.findings import Finding, many, note, ok, problem, warning
+from outergrad.launch.machine import cores, versions
+from outergrad.tools.doctor.findings import Finding, note, ok, problem, warning
 from outergrad.tools.doctor.interface import check_interface, interfaces, taken_here
 
 LEAST = {"python": "3.10", "torch": "2.11", "numpy": "1.26"}
@@ -88,16 +85,6 @@ def look_at_machine(environment: Mapping[str, str], *, sites_here: int = 1) -> l
     ]
 
 
-def versions() -> dict[str, str | None]:
-    """What is installed, by name."""
-    return {
-        "outergrad": outergrad.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "numpy": next((found.version for found in distributions(name="numpy")), None),
-    }
-
-
 def _gpus() -> tuple[list[str], str | None, str | None]:
     """Names of the devices, the version of CUDA that torch is built for, and NCCL's."""
     cuda, nccl = torch.version.cuda, None
@@ -117,13 +104,11 @@ def _most_open_files() -> int | None:
     return None if most == resource.RLIM_INFINITY else most
 
 
-def check_version(name: str, version: str | None) -> Finding:
-    """Whether a version is new enough; None where nothing is installed."""
+def check_version(name: str, version: str) -> Finding:
+    """Whether a version is new enough."""
     least, remedy = LEAST[name], f"pip install --upgrade '{name}>={LEAST[name]}'"
     if name == "python":
         remedy = f"install Python {least} or later"
-    if version is None:
-        return problem(name, "is not installed", remedy)
     if _numbers(version) < _numbers(least):
         return problem(name, f"{version} is too old: {least} or later is needed", remedy)
     return ok(name, version)

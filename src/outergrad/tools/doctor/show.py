@@ -10,9 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from outergrad._amounts import many, seconds, times
 from outergrad.tools.doctor.course import Report
-from outergrad.tools.doctor.findings import Finding, Level, many
-from outergrad.tools.doctor.links import Measured, rate, seconds
+from outergrad.tools.doctor.findings import Finding, Level
+from outergrad.tools.doctor.links import Measured, rate
 
 _MARKS = {
     Level.OK: ("✓", "+", "green"),
@@ -79,7 +80,7 @@ def _links(links: Sequence[Measured]) -> Table:
     for link in links:
         pair, rates = (f"site {link.lower}", f"site {link.higher}"), link.rates
         if rates:
-            table.add_row(*pair, seconds(link.rtt_s), rate(rates.alone), rate(rates.both))
+            table.add_row(*pair, seconds(link.rtt_s, times), rate(rates.alone), rate(rates.both))
             table.add_row(*pair[::-1], "", rate(rates.alone_back), rate(rates.both_back))
         else:
             table.add_row(*pair, "-", "not measured", "-")

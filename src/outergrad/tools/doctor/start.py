@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from outergrad.launch.machine import versions
 from outergrad.launch.processes import run_processes
 from outergrad.launch.start import stay_on_loopback
 from outergrad.tools.doctor.board import Board, Tell
@@ -22,7 +23,7 @@ from outergrad.tools.doctor.course import Report, agree_on_verdict, examine
 from outergrad.tools.doctor.findings import Finding, problem
 from outergrad.tools.doctor.interface import taken_here
 from outergrad.tools.doctor.line import listen
-from outergrad.tools.doctor.machine import look_at_machine, versions
+from outergrad.tools.doctor.machine import look_at_machine
 from outergrad.tools.doctor.meeting import Meeting, UnmetError, open_store
 from outergrad.tools.doctor.show import show
 from outergrad.tools.doctor.sites import Site
@@ -112,7 +113,7 @@ def _examined(
             interface=taken.interface or "?",
             address=address,
             port=listener.getsockname()[1],
-            versions={name: version or "none" for name, version in versions().items()},
+            versions=versions(),
             findings=findings,
         )
         return examine(board, me, listener, timeout_s, tell), board

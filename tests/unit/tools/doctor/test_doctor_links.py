@@ -15,9 +15,7 @@ from outergrad.tools.doctor.links import (
     check_links,
     combine,
     ddp_step_s,
-    rate,
     rounds,
-    seconds,
 )
 
 ADDRESSES = {0: "10.0.0.1:40000", 1: "10.0.0.2:40001", 2: "10.0.0.3:40002"}
@@ -132,19 +130,3 @@ def test_ddp_sends_all_but_one_part_twice():
     assert ddp_step_s(10**6, 2, 32e6, 0.0) == pytest.approx(1.0)
     assert ddp_step_s(10**6, 4, 32e6, 0.0) == pytest.approx(1.5)
     assert ddp_step_s(10**6, 2, 32e6, 0.1) == pytest.approx(1.1)
-
-
-def test_figures_for_a_reader():
-    assert [rate(r) for r in (96.4e6, 9.64e6, 1.25e9, 955e3)] == [
-        "96 Mbit/s",
-        "9.6 Mbit/s",
-        "1.2 Gbit/s",
-        "955 kbit/s",
-    ]
-    assert [seconds(s) for s in (0.00123, 0.2, 3.61, 34.2, 335)] == [
-        "1.2 ms",
-        "200 ms",
-        "3.6 s",
-        "34 s",
-        "5.6 minutes",
-    ]
