@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import Tensor
 
 from outergrad.launch.console import count, errors_in_one_line, step_bars
-from outergrad.launch.loopback import loopback_bytes
-from outergrad.launch.start import number_of_sites, run_sites, stay_on_loopback
+from outergrad.launch.loopback import loopback_bytes, stay_on_loopback
+from outergrad.launch.start import number_of_sites, run_sites
 from outergrad.report import write_page
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job

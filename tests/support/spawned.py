@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import run_processes
-from outergrad.launch.start import stay_on_loopback
 
 T = TypeVar("T")
 SITES = 2

@@ -64,16 +64,16 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _tell(str(error))
+            say(str(error), below_a_bar=False)
         _leave(2)
     except SiteError as error:
-        _tell(str(error), below_a_bar=True)
+        say(str(error))
         _leave(1)
     except CheckError as error:
-        _tell(str(error))
+        say(str(error), below_a_bar=False)
         _leave(1)
     except KeyboardInterrupt:
-        _tell("interrupted", below_a_bar=True)
+        say("interrupted")
         _leave(130)
     else:
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -96,13 +96,8 @@ def leave_at_once(code: int) -> None:
     os._exit(code)
 
 
-def say(message: str) -> None:
+def say(message: str, *, below_a_bar: bool = True) -> None:
     """Tells of something in one line on the error stream, after a bar that nobody finished."""
-    _tell(message, below_a_bar=True)
-
-
-def _tell(message: str, *, below_a_bar: bool = False) -> None:
-    """Writes one line, after a bar that nobody could finish."""
     console = Console(stderr=True)
     console.show_cursor()
     if below_a_bar and console.is_terminal:

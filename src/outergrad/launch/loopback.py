@@ -1,8 +1,13 @@
 """The network interface through which the processes of one machine talk."""
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def loopback_name() -> str | None:
@@ -17,3 +22,21 @@ def loopback_bytes() -> int | None:
     """Bytes sent through the loopback interface since the machine started, if counted."""
     counters = psutil.net_io_counters(pernic=True).get(loopback_name() or "")
     return counters.bytes_sent if counters else None
+
+
+def stay_on_loopback() -> None:
+    """Keeps gloo's sockets on this machine, unless the user chose an interface."""
+    if name := loopback_name():
+        os.environ.setdefault(_INTERFACE, name)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """The same for a while."""
+    chosen = _INTERFACE in os.environ
+    stay_on_loopback()
+    try:
+        yield
+    finally:
+        if not chosen:
+            os.environ.pop(_INTERFACE, None)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from outergrad.launch.errors import RecipeError, SiteError
 
@@ -38,13 +38,6 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Success(Generic[T]):
-    """What a process returned."""
-
-    value: T
-
-
-@dataclass(frozen=True)
 class Child:
     """A process and the pipe through which it tells what came of it.
 
@@ -55,8 +48,8 @@ class Child:
     process: BaseProcess
     pipe: Connection
 
-    def outcome(self) -> Success | Failure:
-        """Waits for the process to be done or to end; tells what came of it."""
+    def outcome(self) -> Any:
+        """Waits for the process to be done or to end; what it returned, or its `Failure`."""
         try:
             outcome = self.pipe.recv()
         except (EOFError, OSError):
@@ -102,8 +95,7 @@ def run_processes(
         if isinstance(error, SiteError):
             error.lost = lost_of(failures)
         raise error
-    ordered = (outcomes[site] for site in sites)
-    return [outcome.value for outcome in ordered if isinstance(outcome, Success)]
+    return [outcomes[site] for site in sites]
 
 
 def lost_of(failures: Mapping[int, Failure]) -> frozenset[int]:
@@ -166,9 +158,9 @@ def _child_main(pipe: Connection, site: int, work: Callable[[], object], verbose
     os._exit(1 if isinstance(outcome, Failure) else 0)
 
 
-def _attempt(site: int, work: Callable[[], T], verbose: bool) -> Success[T] | Failure:
+def _attempt(site: int, work: Callable[[], T], verbose: bool) -> T | Failure:
     try:
-        return Success(work())
+        return work()
     except RecipeError as error:
         return Failure(time.monotonic(), error)
     except Exception as error:
@@ -182,10 +174,10 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _watch(children: list[Child]) -> dict[int, Success | Failure]:
+def _watch(children: list[Child]) -> dict[int, Any]:
     """Waits until all are done, or one has failed and the others had time to notice it."""
     running = {child.pipe: child for child in children}
-    outcomes: dict[int, Success | Failure] = {}
+    outcomes: dict[int, Any] = {}
     failed = False
     while running and (ready := wait(list(running), GRACE_S if failed else None)):
         done = [running.pop(pipe) for pipe in ready if isinstance(pipe, Connection)]

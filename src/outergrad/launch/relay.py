@@ -31,13 +31,6 @@ def relay(namespace: str, taps: Sequence[str], delay_s: float) -> Iterator[None]
     Raises:
         RecipeError: The relay cannot be compiled or started, or ended before its time.
     """
-    with _started(namespace, taps, delay_s) as process:
-        yield
-        if process.poll() is not None:
-            raise RecipeError(f"--rtt: the relay ended too early ({_said(process)}): try again")
-
-
-def _started(namespace: str, taps: Sequence[str], delay_s: float) -> subprocess.Popen[str]:
     # Nothing is left on the disk, even if this process is killed later.
     with TemporaryDirectory(prefix="outergrad-") as folder:
         process = subprocess.Popen(
@@ -48,7 +41,15 @@ def _started(namespace: str, taps: Sequence[str], delay_s: float) -> subprocess.
             text=True,
             start_new_session=True,  # Ctrl-C is for this process, which ends the relay
         )
-        return _when_ready(process)
+        assert process.stdout is not None
+        said = process.stdout.readline()
+    with process:
+        if said != "ready\n":
+            raise RecipeError(f"--rtt: the relay does not start ({said.strip()}): {_REMEDY}")
+        yield
+        if process.poll() is not None:
+            why = " ".join(process.stdout.read().split()) or f"code {process.returncode}"
+            raise RecipeError(f"--rtt: the relay ended too early ({why}): try again")
 
 
 def _compile(folder: str) -> str:
@@ -58,17 +59,3 @@ def _compile(folder: str) -> str:
         why = next(iter(done.stderr.splitlines()), f"code {done.returncode}")
         raise RecipeError(f"--rtt: cannot compile the relay ({why}): {_REMEDY}")
     return program
-
-
-def _when_ready(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if line != "ready\n":
-        with process:
-            raise RecipeError(f"--rtt: the relay does not start ({line.strip()}): {_REMEDY}")
-    return process
-
-
-def _said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return " ".join(process.stdout.read().split()) or f"code {process.returncode}"

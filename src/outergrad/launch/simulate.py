@@ -1,12 +1,10 @@
 """Many sites in one process: a thread each, over real process groups."""
 
 import gc
-import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -15,14 +13,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from outergrad.launch.errors import RecipeError, SiteError
-from outergrad.launch.loopback import loopback_name
+from outergrad.launch.loopback import on_loopback
 from outergrad.launch.processes import tell
 
 T = TypeVar("T")
 V = TypeVar("V")
 
 TIMEOUT = timedelta(minutes=10)
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 _GRACE_S = 10.0
 _TRIGONOMETRY = (torch.tanh, torch.sin, torch.cos)
 _EXPONENTIALS = (torch.exp, torch.expm1, torch.log, torch.erf)
@@ -33,15 +30,8 @@ class StoppedError(RuntimeError):
     """The work of all sites is to end."""
 
 
-class Stop:
-    """Asks the threads to end: nobody else can end one."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def ask(self) -> None:
-        """From now on `check` raises."""
-        self._event.set()
+class Stop(threading.Event):
+    """Once it is set the threads should end: nobody else can end one."""
 
     def checked(self, items: Iterable[V]) -> Iterator[V]:
         """Passes items on, with a check after each."""
@@ -55,7 +45,7 @@ class Stop:
         Raises:
             StoppedError: the user, or another site, wants the work to end.
         """
-        if self._event.is_set():
+        if self.is_set():
             raise StoppedError
 
 
@@ -81,22 +71,8 @@ def simulate(work: Work[T], sites: int, timeout: timedelta = TIMEOUT) -> list[T]
         SiteError: A site failed otherwise.
     """
     first_calls()
-    with _on_loopback():
+    with on_loopback():
         return _Simulation(work, sites, timeout).run()
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Keeps gloo's sockets on this machine, unless the user chose an interface."""
-    name = loopback_name()
-    if name is None or _INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_INTERFACE] = name
-    try:
-        yield
-    finally:
-        del os.environ[_INTERFACE]
 
 
 def first_calls() -> None:
@@ -162,7 +138,7 @@ class _Simulation(Generic[T]):
                     return
 
     def _end(self, threads: Sequence[threading.Thread]) -> None:
-        self._stop.ask()
+        self._stop.set()
         end = time.monotonic() + _GRACE_S
         for thread in threads:
             while thread.is_alive() and time.monotonic() < end:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from outergrad.launch.elastic import fresh_store, shared_store
 from outergrad.launch.errors import RecipeError, SiteError
-from outergrad.launch.loopback import loopback_name
+from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import run_processes, tell
 
 T = TypeVar("T")
@@ -105,10 +105,3 @@ def _in_group(work: Callable[[], T], **group: Any) -> T:
     result = work()
     dist.destroy_process_group()
     return result
-
-
-def stay_on_loopback() -> None:
-    """Keeps Gloo's sockets on this machine, unless the user chose an interface."""
-    name = loopback_name()
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import outergrad as og
+from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import run_processes
-from outergrad.launch.start import stay_on_loopback
 from ranks import run_on_lasting_groups
 
 METHODS = {

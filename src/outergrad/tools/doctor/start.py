@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.machine import versions
 from outergrad.launch.processes import run_processes
-from outergrad.launch.start import stay_on_loopback
 from outergrad.tools.doctor.board import Board, Tell
 from outergrad.tools.doctor.course import Report, agree_on_verdict, examine
 from outergrad.tools.doctor.findings import Finding, problem
@@ -72,11 +72,9 @@ def _check_together(meeting: Meeting, timeout_s: float, findings: list[Finding])
         quiet_libraries() as terminal,
         Console(file=terminal).status(f"site {meeting.rank} starts") as status,
     ):
-
-        def tell(text: str) -> None:
-            status.update(f"{text} (Ctrl-C ends)")
-
-        report, board = _examined(meeting, timeout_s, findings, tell)
+        report, board = _examined(
+            meeting, timeout_s, findings, lambda text: status.update(f"{text} (Ctrl-C ends)")
+        )
     if meeting.rank == 0 or board is None:
         show(Console(), report)
     else:
