@@ -91,7 +91,7 @@ def _page(recordings: dict[str, Recording], problems: Sequence[str]) -> str:
         command="outergrad report",
         title=next(iter(recordings)) if len(recordings) == 1 else f"{len(recordings)} runs",
         lead=f"{_days(recordings)}.",
-        head=f'<table class="summary">{_table(summaries)}</table>\n{_problems(problems)}',
+        head=f'<table class="figures summary">{_table(summaries)}</table>\n{_problems(problems)}',
         body=asset("page.html"),
         scripts=(
             f'<script type="application/json" id="data">{data}</script>',
