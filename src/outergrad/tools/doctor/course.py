@@ -110,7 +110,7 @@ def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Report:
         *([] if alone else check_addresses({site.rank: site.address for site in roll.sites})),
         *([check_group(gloo, roll.ranks)] if 0 in gloo else []),
     ]
-    judged = check_links(links, len(roll.sites), rehearsal=alone)
+    judged = [*check_links(links, len(roll.sites), rehearsal=alone)]
     sections = {"The machines": _machines(roll), "Between the sites": between, "Links": judged}
     return Report(sections, roll, offsets, links)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations
@@ -130,58 +130,54 @@ def combine(
     return Measured(*pair, figures["rtt_s"], Rates(**figures["rates"]), tuple(failures))
 
 
-def check_links(links: Sequence[Measured], sites: int, *, rehearsal: bool) -> list[Finding]:
+def check_links(links: Sequence[Measured], sites: int, *, rehearsal: bool) -> Iterator[Finding]:
     """What is wrong with the links, and what they are good for.
 
     A rehearsal, of sites on one machine, says nothing of a network.
     """
-    findings = []
     for failure in (failure for link in links for failure in link.failures):
-        stopped = "stopped" in failure
-        findings.append(problem("links", failure, _STOPPED if stopped else _BLOCKED))
+        yield problem("links", failure, _STOPPED if "stopped" in failure else _BLOCKED)
     if unmeasured := [link for link in links if not (link.rates or link.failures)]:
         pairs = ", ".join(f"{link.lower} and {link.higher}" for link in unmeasured)
-        findings.append(note("links", f"not measured: sites {pairs}"))
+        yield note("links", f"not measured: sites {pairs}")
     timed = [(link, link.rates) for link in links if link.rates]
     if timed and rehearsal:
-        said = "between processes of one machine: no link of a network was measured"
-        findings.append(note("links", said))
+        yield note("links", "between processes of one machine: no link of a network was measured")
     elif timed:
-        findings += [finding for link, rates in timed for finding in _peculiar(link, rates)]
-        findings += _summed_up(timed, sites)
-    return findings
+        for link, rates in timed:
+            yield from _peculiar(link, rates)
+        yield from _summed_up(timed, sites)
 
 
-def _peculiar(link: Measured, rates: Rates) -> list[Finding]:
-    findings = []
+def _peculiar(link: Measured, rates: Rates) -> Iterator[Finding]:
     slow, fast = sorted((rates.alone, rates.alone_back))
     if fast > _ASYMMETRIC * slow and slow < _FAST_BIT_PER_S:
         forth = rates.alone == slow
         sender, other = (link.lower, link.higher) if forth else (link.higher, link.lower)
         said = f"site {sender} sends {fast / slow:.1f} times slower than it receives, to and from "
         said += f"site {other}"
-        findings.append(note("links", said, "every step waits for the slower way: count on that"))
+        yield note("links", said, "every step waits for the slower way: count on that")
     alone, both = slow + fast, rates.both + rates.both_back
     if alone < _FAST_BIT_PER_S and both < _SHARED * alone:
         said = f"{link}: both ways at once carry {rate(both)} in all, one at a time {rate(slow)}: "
         said += "they share one channel, as Wi-Fi and some VPNs do"
-        findings.append(note("links", said, "a cable instead of Wi-Fi may double the rate"))
+        yield note("links", said, "a cable instead of Wi-Fi may double the rate")
     if link.rtt_s > _LONG_RTT_S:
         said = f"{link}: {1e3 * link.rtt_s:.0f} ms there and back, in every step at least once"
-        findings.append(note("links", said, "og.LocalSteps(k) exchanges every k steps alone"))
-    return findings
+        yield note("links", said, "og.LocalSteps(k) exchanges every k steps alone")
 
 
-def _summed_up(timed: Sequence[tuple[Measured, Rates]], sites: int) -> list[Finding]:
+def _summed_up(timed: Sequence[tuple[Measured, Rates]], sites: int) -> Iterator[Finding]:
     slowest, rates = min(timed, key=lambda pair: pair[1].slowest)
     rtt_s = max(link.rtt_s for link, _ in timed)
     said = f"{rate(rates.slowest)} between {slowest}" + (", the slowest" if len(timed) > 1 else "")
+    yield ok("links", said)
     step_s = ddp_step_s(_PARAMETERS, sites, rates.slowest, rtt_s)
     step = f"a step of DDP with 10 million parameters spends {seconds(step_s, times)} there"
     option = rate(rates.slowest).replace(" ", "").removesuffix("/s").lower().replace(",", "")
     latency = f"{1e3 * rtt_s:.{1 if rtt_s < 0.01 else 0}f}ms"
     hint = f"`outergrad plan --link {option} --latency {latency}` shows what pays"
-    return [ok("links", said), note("meaning", step, hint)]
+    yield note("meaning", step, hint)
 
 
 def ddp_step_s(parameters: int, sites: int, rate_bit_per_s: float, rtt_s: float) -> float:

@@ -40,15 +40,11 @@ def _plain(model: nn.Module, _group: dist.ProcessGroup | None) -> Replica:
     return Replica(model=model, planned_bytes=0)
 
 
-def _ddp(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+def _ddp(model: nn.Module, group: dist.ProcessGroup | None, *, fp16: bool = False) -> Replica:
     wrapped = DistributedDataParallel(model, process_group=group)
-    return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group))
-
-
-def _ddp_fp16(model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
-    wrapped = DistributedDataParallel(model, process_group=group)
-    wrapped.register_comm_hook(group, fp16_compress_hook)
-    return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group) // 2)
+    if fp16:
+        wrapped.register_comm_hook(group, fp16_compress_hook)
+    return Replica(model=wrapped, planned_bytes=all_reduce_bytes(model, group) // (1 + fp16))
 
 
 def _powersgd(rank: int = 1) -> Attach:
@@ -136,20 +132,14 @@ METHODS: dict[str, Attach] = {
     "pooled": _plain,
     "alone": _plain,
     "ddp": _ddp,
-    "ddp-fp16": _ddp_fp16,
-    "powersgd-1": _powersgd(rank=1),
-    "powersgd-2": _powersgd(rank=2),
-    "powersgd-4": _powersgd(rank=4),
-    "powersgd-8": _powersgd(rank=8),
+    "ddp-fp16": partial(_ddp, fp16=True),
+    **{f"powersgd-{rank}": _powersgd(rank) for rank in (1, 2, 4, 8)},
     "dense": Distributed(og.Dense()),
     "dad": Distributed(og.DAD()),
     "dad-activations": Distributed(og.DAD(reveal="activations")),
     "edad": Distributed(og.EDAD()),
     "edad-raw": Distributed(og.EDAD(inputs="raw")),
-    "rank-dad-1": Distributed(og.RankDAD(rank=1)),
-    "rank-dad-2": Distributed(og.RankDAD(rank=2)),
-    "rank-dad-4": Distributed(og.RankDAD(rank=4)),
-    "rank-dad-8": Distributed(og.RankDAD(rank=8)),
+    **{f"rank-dad-{rank}": Distributed(og.RankDAD(rank=rank)) for rank in (1, 2, 4, 8)},
 }
 """What makes a model ready, in place; each takes the model and its process group.
 

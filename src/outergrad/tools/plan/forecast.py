@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -60,18 +60,16 @@ class Forecast:
     """What was found.
 
     Attributes:
+        question: What was to be planned.
         subject: The model and its batch.
-        sites: How many share a step.
-        link: Between them.
         layers: Line by line.
         alone: Training without exchange.
         methods: What each would do, as they were asked for.
         dense: What sending gradients would do, whether it was asked for or not.
     """
 
+    question: Question
     subject: Subject
-    sites: int
-    link: ShapedLink
     layers: list[LayerPlan]
     alone: Planned
     methods: list[Planned]
@@ -79,7 +77,7 @@ class Forecast:
 
     def seconds(self, planned: Planned) -> float:
         """Of a step on the link."""
-        return planned.seconds(self.link)
+        return planned.seconds(self.question.link)
 
     def fastest(self, *, exact: bool) -> Planned | None:
         """Of the methods other than dense whose gradient is exact, or of the others."""
@@ -91,7 +89,7 @@ class Forecast:
 
         The link's own rate where dense is as fast already.
         """
-        low, high = self.link.rate_bit_per_s, HIGHEST_BIT_PER_S
+        low, high = self.question.link.rate_bit_per_s, HIGHEST_BIT_PER_S
         if low is None or self._gain_s(planned, high) > 0:
             return None
         if self._gain_s(planned, low) <= 0:
@@ -102,7 +100,7 @@ class Forecast:
         return high
 
     def _gain_s(self, planned: Planned, rate_bit_per_s: float) -> float:
-        link = replace(self.link, rate_bit_per_s=rate_bit_per_s)
+        link = replace(self.question.link, rate_bit_per_s=rate_bit_per_s)
         return self.dense.seconds(link) - planned.seconds(link)
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,8 +109,8 @@ class Forecast:
             "outergrad": og.__version__,
             "model": self.subject.name,
             "rows": self.subject.rows,
-            "sites": self.sites,
-            "link": asdict(self.link),
+            "sites": self.question.sites,
+            "link": asdict(self.question.link),
             "alone_s": self.alone.compute_s,
             "methods": {m.method: self._method_dict(m) for m in self.methods},
             "layers": [asdict(layer) for layer in self.layers],
@@ -147,16 +145,13 @@ def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
     alone, found = measure(
         planned_for, methods, question.sites, question.link, question.seconds, progress
     )
-    lines = layers.plans(methods, {m.method: m.stats.layers for m in found})
-    dense = next(m for m in found if m.method == "dense")
     return Forecast(
+        question=question,
         subject=planned_for,
-        sites=question.sites,
-        link=question.link,
-        layers=lines,
+        layers=layers.plans(methods, {m.method: m.stats.layers for m in found}),
         alone=alone,
-        methods=_asked(found, question.methods),
-        dense=dense,
+        methods=[m for m in found if m.method in question.methods],
+        dense=next(m for m in found if m.method == "dense"),
     )
 
 
@@ -166,7 +161,3 @@ def _layers(planned_for: Subject, sites: int) -> Layers:
         return Layers(planned_for.model, sites, planned_for.loss)
     except ValueError as error:
         raise RecipeError(f"--model {planned_for.name}: {error}") from error
-
-
-def _asked(found: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
-    return [planned for planned in found if planned.method in names]

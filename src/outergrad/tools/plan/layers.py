@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -76,16 +76,18 @@ class Layers:
             methods: By name.
             stats: What every method's session booked, by layer.
         """
-        cells: dict[str, dict[str, Sent]] = {name: {} for name in self._layer_of.values()}
+        order = list(dict.fromkeys(self._layer_of.values()))
+        cells: defaultdict[str, dict[str, Sent]] = defaultdict(dict)
         for method, booked in stats.items():
             lines = self._block_lines(methods[method])
             for label, layer in booked.items():
                 name, inside = lines.get(label) or (self._name(label), set[str]())
-                cells = _with_line(cells, name, inside)
+                if name not in order:
+                    order.insert(1 + max(map(order.index, inside), default=len(order)), name)
                 cells[name][method] = _sum(cells[name].get(method), layer)
                 for other in inside - {name}:
                     cells[other][method] = Sent(None, "r")
-        return [self._plan(name, sent) for name, sent in cells.items()]
+        return [self._plan(name, cells[name]) for name in order]
 
     def _block_lines(self, method: Method) -> dict[str, tuple[str, set[str]]]:
         """Per block its line, which is that of its layer where it has but one, and its layers."""
@@ -107,17 +109,6 @@ class Layers:
         largest = max(shapes, key=prod, default=())
         limit = (min(limits), max(limits)) if limits else None
         return LayerPlan(name, largest, max(rows, default=None), limit, sent)
-
-
-def _with_line(
-    cells: dict[str, dict[str, Sent]], name: str, inside: set[str]
-) -> dict[str, dict[str, Sent]]:
-    """With a line of that name, behind the last of the layers inside it."""
-    if name in cells:
-        return cells
-    place = max((k for k, other in enumerate(cells) if other in inside), default=len(cells)) + 1
-    lines = list(cells.items())
-    return dict([*lines[:place], (name, {}), *lines[place:]])
 
 
 def _sum(before: Sent | None, layer: LayerStats) -> Sent:

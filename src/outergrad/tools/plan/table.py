@@ -60,9 +60,9 @@ def _table(plan: Forecast, methods: Sequence[Planned]) -> Table:
 
 def title(plan: Forecast) -> str:
     """Says what is planned, and how to read the bytes."""
-    link = plan.link.name
+    sites, link = plan.question.sites, plan.question.link.name
     return (
-        f"{plan.subject.name}, {plan.subject.rows} rows a batch, {plan.sites} sites, link {link}: "
+        f"{plan.subject.name}, {plan.subject.rows} rows a batch, {sites} sites, link {link}: "
         f"kB that a site sends per step\n(f: factors, l: low rank, r: computed again, "
         f"-r: with the block below)"
     )

@@ -15,9 +15,10 @@ _EVEN = 0.03
 
 def sentences(plan: Forecast) -> Iterator[str]:
     """Which methods pay, by how much, and from where on dense is as fast."""
+    sites, link = plan.question.sites, plan.question.link.name
     yield (
-        f"Alone a step takes {_ms(plan.alone.compute_s)} here; dense, with {plan.sites} sites on "
-        f"{plan.link.name}, {_ms(plan.seconds(plan.dense))}."
+        f"Alone a step takes {_ms(plan.alone.compute_s)} here; dense, with {sites} sites on "
+        f"{link}, {_ms(plan.seconds(plan.dense))}."
     )
     for exact, kind in ((True, "exact"), (False, "approximate")):
         best = plan.fastest(exact=exact)
@@ -43,7 +44,7 @@ def _verdict(plan: Forecast, best: Planned) -> str:
 
 def _from_where_on(plan: Forecast, best: Planned) -> str:
     """Nothing to say where dense is as fast already."""
-    if plan.link.rate_bit_per_s is None or plan.seconds(best) >= plan.seconds(plan.dense):
+    if plan.question.link.rate_bit_per_s is None or plan.seconds(best) >= plan.seconds(plan.dense):
         return ""
     rate = plan.even_rate(best)
     if rate is None:
