@@ -22,7 +22,7 @@ from outergrad.launch.relay import relay
 INTERFACE = "link0"
 MOST_SITES = 64
 
-_End = tuple[str, str]  # a namespace and an interface in it
+_Plug = tuple[str, str]  # a namespace and an interface in it
 
 # Without the word, the program was killed, perhaps while a command of it was adding a
 # namespace: what that command leaves is removed a moment later.
@@ -168,7 +168,7 @@ def _star(names: list[str], hub: str) -> list[str]:
     return ports
 
 
-def _cable(first: _End, second: _End) -> None:
+def _cable(first: _Plug, second: _Plug) -> None:
     _run(
         *("ip", "link", "add", first[1], "netns", first[0], "type", "veth"),
         *("peer", "name", second[1], "netns", second[0]),

@@ -105,7 +105,7 @@ def lost_of(failures: Mapping[int, Failure]) -> frozenset[int]:
     return frozenset(killed or silent)
 
 
-def tell(error: BaseException, verbose: bool) -> str:
+def error_text(error: BaseException, verbose: bool) -> str:
     """Writes an error as one line, or with its traceback."""
     if verbose:
         return "".join(traceback.format_exception(error)).rstrip()
@@ -164,7 +164,7 @@ def _attempt(site: int, work: Callable[[], T], verbose: bool) -> T | Failure:
     except RecipeError as error:
         return Failure(time.monotonic(), error)
     except Exception as error:
-        return Failure(time.monotonic(), SiteError(f"site {site}: {tell(error, verbose)}"))
+        return Failure(time.monotonic(), SiteError(f"site {site}: {error_text(error, verbose)}"))
 
 
 def _end_with_parent() -> None:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.loopback import on_loopback
-from outergrad.launch.processes import tell
+from outergrad.launch.processes import error_text
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -149,7 +149,7 @@ class _Simulation(Generic[T]):
 def _told(site: int, error: Exception) -> RecipeError | SiteError:
     if isinstance(error, RecipeError):
         return RecipeError(str(error))
-    return SiteError(f"site {site}: {tell(error, verbose=False)}")
+    return SiteError(f"site {site}: {error_text(error, verbose=False)}")
 
 
 def gloo_group(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from outergrad.launch.elastic import fresh_store, shared_store
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.loopback import stay_on_loopback
-from outergrad.launch.processes import run_processes, tell
+from outergrad.launch.processes import error_text, run_processes
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def _join_torchrun(work: Callable[[], object], *, verbose: bool) -> None:
     except RecipeError:
         raise
     except Exception as error:
-        raise SiteError(f"site {rank}: {tell(error, verbose)}") from error
+        raise SiteError(f"site {rank}: {error_text(error, verbose)}") from error
 
 
 def start_sites(work: Callable[[], T], numbers: Sequence[int], *, verbose: bool = False) -> list[T]:

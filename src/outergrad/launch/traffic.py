@@ -14,7 +14,7 @@ Loopback counts no Ethernet header, which is too little to matter in its packets
 
 
 @dataclass(frozen=True)
-class Traffic:
+class InterfaceTraffic:
     """Sent through an interface, headers and acknowledgements included.
 
     Attributes:
@@ -31,18 +31,18 @@ class Traffic:
         """Bytes without the headers of the packets."""
         return self.sent_bytes - HEADER_BYTES * self.packets
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent_bytes + other.sent_bytes, self.packets + other.packets)
+    def __add__(self, other: InterfaceTraffic) -> InterfaceTraffic:
+        return InterfaceTraffic(self.sent_bytes + other.sent_bytes, self.packets + other.packets)
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent_bytes - other.sent_bytes, self.packets - other.packets)
+    def __sub__(self, other: InterfaceTraffic) -> InterfaceTraffic:
+        return InterfaceTraffic(self.sent_bytes - other.sent_bytes, self.packets - other.packets)
 
-    def __truediv__(self, parts: int) -> Traffic:
-        return Traffic(self.sent_bytes / parts, self.packets / parts)
+    def __truediv__(self, parts: int) -> InterfaceTraffic:
+        return InterfaceTraffic(self.sent_bytes / parts, self.packets / parts)
 
 
 @dataclass(frozen=True)
-class Counter:
+class InterfaceCounter:
     """The counters of an interface of this process's network namespace.
 
     Attributes:
@@ -53,7 +53,7 @@ class Counter:
     interface: str
     sharers: int = 1
 
-    def read(self) -> Traffic:
+    def read(self) -> InterfaceTraffic:
         """All that was sent since the interface exists."""
         counters = psutil.net_io_counters(pernic=True, nowrap=False)[self.interface]
-        return Traffic(counters.bytes_sent, counters.packets_sent) / self.sharers
+        return InterfaceTraffic(counters.bytes_sent, counters.packets_sent) / self.sharers

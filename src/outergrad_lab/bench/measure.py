@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from outergrad.launch.traffic import Counter, Traffic
+from outergrad.launch.traffic import InterfaceCounter, InterfaceTraffic
 from outergrad_lab.bench.meeting import Meeting
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.trainer import Phases, Trainer
@@ -24,7 +24,7 @@ class Block:
     """
 
     steps: list[Phases]
-    sent: Traffic
+    sent: InterfaceTraffic
     claimed_bytes: int | None
 
     @property
@@ -33,7 +33,7 @@ class Block:
         return sum(phases.step_s for phases in self.steps)
 
 
-def take_block(trainer: Trainer, steps: int, counter: Counter, meeting: Meeting) -> Block:
+def take_block(trainer: Trainer, steps: int, counter: InterfaceCounter, meeting: Meeting) -> Block:
     """Measures some steps; every site must."""
     meeting.start()
     sent, claimed = counter.read(), trainer.claimed_bytes()
@@ -80,7 +80,7 @@ class Trainers:
 
 
 def time_steps(
-    plan: Plan, data: Dataset, keep: bool, counter: Counter, meeting: Meeting
+    plan: Plan, data: Dataset, keep: bool, counter: InterfaceCounter, meeting: Meeting
 ) -> Iterator[tuple[str, Block]]:
     """Measures every method, round by round; each round begins with another method.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from outergrad.launch.console import step_bars
 from outergrad.launch.links import Place, ShapedLink
-from outergrad.launch.traffic import Counter
+from outergrad.launch.traffic import InterfaceCounter
 from outergrad_lab.bench.measure import Block, time_steps
 from outergrad_lab.bench.meeting import PATIENCE, Meeting
 from outergrad_lab.bench.plan import Plan
@@ -75,12 +75,19 @@ def run_site(
         timeout=PATIENCE,
     )
     meeting = Meeting(folder / "meeting", site, plan.sites)
-    counter = Counter(place.interface, sharers=plan.sites if place.namespace is None else 1)
+    counter = InterfaceCounter(
+        place.interface, sharers=plan.sites if place.namespace is None else 1
+    )
     return _measure(plan, link, counter, meeting, keep, shown and site == 0)
 
 
 def _measure(
-    plan: Plan, link: ShapedLink, counter: Counter, meeting: Meeting, keep: bool, shown: bool
+    plan: Plan,
+    link: ShapedLink,
+    counter: InterfaceCounter,
+    meeting: Meeting,
+    keep: bool,
+    shown: bool,
 ) -> Found:
     data, name = dataset(plan)
     found = Found(name, probe(link.rate_bit_per_s))

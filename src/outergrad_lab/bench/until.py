@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outergrad.launch.traffic import Counter
+from outergrad.launch.traffic import InterfaceCounter
 from outergrad_lab.bench.measure import Block, take_block
 from outergrad_lab.bench.meeting import Meeting
 from outergrad_lab.bench.plan import Plan
@@ -43,7 +43,7 @@ class Mark:
 
 
 def train_until(
-    plan: Plan, data: Dataset, counter: Counter, meeting: Meeting
+    plan: Plan, data: Dataset, counter: InterfaceCounter, meeting: Meeting
 ) -> Iterator[tuple[str, Mark]]:
     """Trains by every method in turns, a block each, and drops those that are done.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from outergrad.launch.traffic import Traffic
+from outergrad.launch.traffic import InterfaceTraffic
 from outergrad_lab.bench.measure import Block
 from outergrad_lab.bench.plan import COMPARED, Plan
 from outergrad_lab.bench.probe import Probe
@@ -23,7 +23,7 @@ def block(
 ) -> Block:
     """A block whose steps took so long, all of it in the forward pass."""
     steps = [Phases(seconds, 0.0, 0.0) for seconds in steps_s]
-    return Block(steps, Traffic(sent_bytes, packets), claimed_bytes)
+    return Block(steps, InterfaceTraffic(sent_bytes, packets), claimed_bytes)
 
 
 def site(**blocks: list[Block]) -> Found:

@@ -7,7 +7,7 @@ from math import nan
 import pytest
 from made_up import block, site
 
-from outergrad.launch.traffic import HEADER_BYTES, Traffic
+from outergrad.launch.traffic import HEADER_BYTES, InterfaceTraffic
 from outergrad_lab.bench.combine import arrivals, timings
 from outergrad_lab.bench.measure import Block
 from outergrad_lab.bench.site import Found
@@ -75,7 +75,7 @@ def test_claims_are_per_step_and_a_mean_over_the_sites():
 
 def test_phases_are_medians_of_the_first_site_and_only_what_was_measured():
     def blocks(*steps):
-        return [Block([Phases(*step) for step in steps], Traffic(), None)]
+        return [Block([Phases(*step) for step in steps], InterfaceTraffic(), None)]
 
     one = site(
         dad=blocks((1, 2, 3, 0.5, 0.1), (2, 4, 3, 0.5, 0.3), (9, 9, 9, 0.9, 0.2)),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from threads import at_every_site
 
-from outergrad.launch.traffic import Traffic
+from outergrad.launch.traffic import InterfaceTraffic
 from outergrad_lab.bench import measure, meeting
 from outergrad_lab.bench.measure import Trainers, take_block, time_steps
 from outergrad_lab.bench.plan import Plan
@@ -49,7 +49,7 @@ class Meter:
 
     def read(self):
         steps = [method for event, method in self.diary if event == "step"]
-        return Traffic(len(steps), len(steps))
+        return InterfaceTraffic(len(steps), len(steps))
 
 
 def run(monkeypatch, path, *, keep=True, sites=1, step_s=lambda site, method: 1.0, **plan):
@@ -85,7 +85,7 @@ def test_only_steps_after_the_warmup_are_measured(monkeypatch, tmp_path, keep):
     for _, block in yielded:
         assert len(block.steps) == 3
         assert block.seconds == 1.5
-        assert block.sent == Traffic(3, 3)
+        assert block.sent == InterfaceTraffic(3, 3)
     again = 1 if keep else 4
     assert Count(diary)["step", "dad"] == 4 + 3 + again + 3
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from threads import at_every_site
 
-from outergrad.launch.traffic import Traffic
+from outergrad.launch.traffic import InterfaceTraffic
 from outergrad_lab.bench import meeting, until
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.trainer import Phases
@@ -48,7 +48,7 @@ class Meter:
 
     def read(self):
         self.looks += 1
-        return Traffic(7 * self.looks, self.looks)
+        return InterfaceTraffic(7 * self.looks, self.looks)
 
 
 def run(monkeypatch, path, sites=1, **plan):

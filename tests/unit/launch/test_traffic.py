@@ -7,21 +7,21 @@ import socket
 import pytest
 
 from outergrad.launch.loopback import loopback_name
-from outergrad.launch.traffic import HEADER_BYTES, Counter, Traffic
+from outergrad.launch.traffic import HEADER_BYTES, InterfaceCounter, InterfaceTraffic
 
 LOOPBACK = loopback_name() or "lo"
 
 
 def test_traffic_is_added_subtracted_and_shared():
-    assert Traffic(1000, 10) + Traffic(500, 2) == Traffic(1500, 12)
-    assert Traffic(1000, 10) - Traffic(500, 2) == Traffic(500, 8)
-    assert Traffic(1000, 10) / 4 == Traffic(250, 2.5)
-    assert Traffic() + Traffic(7, 1) == Traffic(7, 1)
+    assert InterfaceTraffic(1000, 10) + InterfaceTraffic(500, 2) == InterfaceTraffic(1500, 12)
+    assert InterfaceTraffic(1000, 10) - InterfaceTraffic(500, 2) == InterfaceTraffic(500, 8)
+    assert InterfaceTraffic(1000, 10) / 4 == InterfaceTraffic(250, 2.5)
+    assert InterfaceTraffic() + InterfaceTraffic(7, 1) == InterfaceTraffic(7, 1)
 
 
 def test_the_payload_is_what_remains_without_headers():
-    assert Traffic(10 * (1448 + HEADER_BYTES), 10).payload_bytes == 14480
-    assert Traffic().payload_bytes == 0
+    assert InterfaceTraffic(10 * (1448 + HEADER_BYTES), 10).payload_bytes == 14480
+    assert InterfaceTraffic().payload_bytes == 0
 
 
 def send(size: int) -> None:
@@ -38,7 +38,7 @@ def send(size: int) -> None:
 
 @pytest.mark.parametrize("sharers", [1, 4])
 def test_at_least_what_a_socket_sent_is_counted_and_shared(sharers):
-    counter = Counter(LOOPBACK, sharers)
+    counter = InterfaceCounter(LOOPBACK, sharers)
     before = counter.read()
     send(2_000_000)
     sent = counter.read() - before
@@ -48,8 +48,8 @@ def test_at_least_what_a_socket_sent_is_counted_and_shared(sharers):
 
 
 def test_sharers_divide_what_one_would_have():
-    first = Counter(LOOPBACK).read()
-    shared = Counter(LOOPBACK, sharers=3).read()
-    last = Counter(LOOPBACK).read()
+    first = InterfaceCounter(LOOPBACK).read()
+    shared = InterfaceCounter(LOOPBACK, sharers=3).read()
+    last = InterfaceCounter(LOOPBACK).read()
     assert first.sent_bytes <= 3 * shared.sent_bytes <= last.sent_bytes + 1
     assert first.packets <= 3 * shared.packets <= last.packets + 1

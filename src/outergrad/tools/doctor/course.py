@@ -31,7 +31,7 @@ _LOOK = "look at the terminal there: a stopped process, a lost network, or a lat
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """What there is to be told to the user: findings under their titles, and what was measured."""
 
     sections: dict[str, list[Finding]]
@@ -57,7 +57,7 @@ def examine(
     timeout_s: float,
     tell: Tell = lambda _: None,
     clock: Clock = time.time,
-) -> Report:
+) -> Diagnosis:
     """Meets the other sites and checks what is between them. All sites must call it.
 
     The timeout is for the others to come. Progress goes to `tell`.
@@ -75,10 +75,10 @@ def examine(
                 unmet.append(problem("meeting", f"{named(silent)} {_STOPPED}", _LOOK))
             return _report(board, roll, unmet)
     except UnmetError as alone:
-        return Report({"Meeting": [alone.finding]})
+        return Diagnosis({"Meeting": [alone.finding]})
     except (LostError, TimeoutError) as lost:
-        return Report({"Meeting": [problem("meeting", _lost(lost), "start all sites again")]})
-    return Report({"Meeting": unmet})
+        return Diagnosis({"Meeting": [problem("meeting", _lost(lost), "start all sites again")]})
+    return Diagnosis({"Meeting": unmet})
 
 
 def _measure(
@@ -99,7 +99,7 @@ def _measure(
     return board.wait("gloo", roll.ranks, 3 * _GLOO_S)
 
 
-def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Report:
+def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Diagnosis:
     told = board.read_all("offset", roll.ranks)
     offsets = {r: Offset(**o) if (o := told.get(r)) else None for r in roll.ranks[1:]}
     links, alone = measured(board, roll), len(roll.machines) == 1
@@ -112,7 +112,7 @@ def _report(board: Board, roll: Roll, unmet: Sequence[Finding]) -> Report:
     ]
     judged = [*check_links(links, len(roll.sites), rehearsal=alone)]
     sections = {"The machines": _machines(roll), "Between the sites": between, "Links": judged}
-    return Report(sections, roll, offsets, links)
+    return Diagnosis(sections, roll, offsets, links)
 
 
 def _machines(roll: Roll) -> list[Finding]:
@@ -157,7 +157,7 @@ def check_group(told: Mapping[int, Sequence[float | str | None]], ranks: Sequenc
     return problem("gloo", f"does not join {named(failed)} with the others: {why}", remedy)
 
 
-def agree_on_verdict(board: Board, report: Report) -> int:
+def agree_on_verdict(board: Board, report: Diagnosis) -> int:
     """The exit code of all sites, which is site 0's; site 0 waits for the others to hear it.
 
     Raises:

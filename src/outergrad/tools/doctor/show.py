@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outergrad._amounts import many, seconds, times
-from outergrad.tools.doctor.course import Report
+from outergrad.tools.doctor.course import Diagnosis
 from outergrad.tools.doctor.findings import Finding, Level
 from outergrad.tools.doctor.links import Measured, rate
 
@@ -24,7 +24,7 @@ _MARKS = {
 """Symbol, the same in ASCII, and style."""
 
 
-def show(console: Console, report: Report, closing: str = "") -> None:
+def show(console: Console, report: Diagnosis, closing: str = "") -> None:
     """Prints a report: sections, tables, the verdict, and what comes next without a problem."""
     plain = not console.encoding.lower().startswith("utf")
     for title, findings in report.sections.items():
@@ -59,7 +59,7 @@ def _lines(findings: Sequence[Finding], plain: bool) -> Table:
     return grid
 
 
-def _sites(report: Report) -> Table:
+def _sites(report: Diagnosis) -> Table:
     """Where each site is."""
     rows = {rank: (str(rank), "did not come", "", "") for rank in report.roll.missing}
     for site in report.roll.sites:

@@ -19,7 +19,7 @@ from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.machine import versions
 from outergrad.launch.processes import run_processes
 from outergrad.tools.doctor.board import Board, Tell
-from outergrad.tools.doctor.course import Report, agree_on_verdict, examine
+from outergrad.tools.doctor.course import Diagnosis, agree_on_verdict, examine
 from outergrad.tools.doctor.findings import Finding, problem
 from outergrad.tools.doctor.interface import taken_here
 from outergrad.tools.doctor.line import listen
@@ -37,7 +37,7 @@ Or rehearse on this machine:  outergrad doctor --sites 2"""
 
 def check_alone() -> int:
     """Checks this machine, and returns the exit code."""
-    report = Report({"This machine": look_at_machine(os.environ)})
+    report = Diagnosis({"This machine": look_at_machine(os.environ)})
     show(Console(), report, _NEXT)
     return report.exit_code
 
@@ -89,7 +89,7 @@ def _check_together(meeting: Meeting, timeout_s: float, findings: list[Finding])
 
 def _examined(
     meeting: Meeting, timeout_s: float, findings: list[Finding], tell: Tell
-) -> tuple[Report, Board | None]:
+) -> tuple[Diagnosis, Board | None]:
     taken = taken_here(os.environ)
     address = taken.address or "127.0.0.1"
     try:
@@ -97,12 +97,12 @@ def _examined(
     except OSError as error:
         said = f"cannot listen at {taken.address}: {os.strerror(error.errno or 0)}"
         unheard = problem("interface", said, "choose another interface with GLOO_SOCKET_IFNAME")
-        return Report({"This machine": [*findings, unheard]}), None
+        return Diagnosis({"This machine": [*findings, unheard]}), None
     with listener:
         try:
             store = open_store(meeting, timeout_s, tell)
         except UnmetError as unmet:
-            return Report({"This machine": findings, "Meeting": [unmet.finding]}), None
+            return Diagnosis({"This machine": findings, "Meeting": [unmet.finding]}), None
         board = Board(store, meeting.rank, meeting.sites)
         me = Site(
             rank=meeting.rank,

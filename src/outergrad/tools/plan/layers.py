@@ -20,7 +20,7 @@ _MARKS = {"factors": "f", "low rank": "l", "replayed": "r", "dense": ""}
 
 
 @dataclass(frozen=True)
-class Sent:
+class LayerBytes:
     """What a layer sends by one method.
 
     Attributes:
@@ -49,7 +49,7 @@ class LayerPlan:
     shape: tuple[int, ...]
     rows: int | None
     break_even: tuple[float, float] | None
-    sent: dict[str, Sent]
+    sent: dict[str, LayerBytes]
 
 
 class Layers:
@@ -77,7 +77,7 @@ class Layers:
             stats: What every method's session booked, by layer.
         """
         order = list(dict.fromkeys(self._layer_of.values()))
-        cells: defaultdict[str, dict[str, Sent]] = defaultdict(dict)
+        cells: defaultdict[str, dict[str, LayerBytes]] = defaultdict(dict)
         for method, booked in stats.items():
             lines = self._block_lines(methods[method])
             for label, layer in booked.items():
@@ -86,7 +86,7 @@ class Layers:
                     order.insert(1 + max(map(order.index, inside), default=len(order)), name)
                 cells[name][method] = _sum(cells[name].get(method), layer)
                 for other in inside - {name}:
-                    cells[other][method] = Sent(None, "r")
+                    cells[other][method] = LayerBytes(None, "r")
         return [self._plan(name, cells[name]) for name in order]
 
     def _block_lines(self, method: Method) -> dict[str, tuple[str, set[str]]]:
@@ -99,7 +99,7 @@ class Layers:
         """The line of what is booked on a layer or on a parameter."""
         return self._names.get(label) or self._layer_of.get(label) or label
 
-    def _plan(self, name: str, sent: dict[str, Sent]) -> LayerPlan:
+    def _plan(self, name: str, sent: dict[str, LayerBytes]) -> LayerPlan:
         params = [p for p, layer in self._layer_of.items() if layer == name]
         shapes = [tuple(self._inspection.model.params[p].shape) for p in params]
         units = [u for u in self._inspection.model.units if set(u.params) & set(params)]
@@ -111,11 +111,11 @@ class Layers:
         return LayerPlan(name, largest, max(rows, default=None), limit, sent)
 
 
-def _sum(before: Sent | None, layer: LayerStats) -> Sent:
+def _sum(before: LayerBytes | None, layer: LayerStats) -> LayerBytes:
     marks = "" if before is None else before.marks
     mark = _MARKS[layer.travels]
     nbytes = 0 if before is None or before.sent_bytes is None else before.sent_bytes
-    return Sent(nbytes + layer.sent_bytes, marks if mark in marks else marks + mark)
+    return LayerBytes(nbytes + layer.sent_bytes, marks if mark in marks else marks + mark)
 
 
 def _names(model: nn.Module, inspection: Inspection) -> tuple[dict[str, str], dict[str, str]]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from outergrad._amounts import milliseconds
 from outergrad.tools.plan.forecast import Forecast
-from outergrad.tools.plan.layers import LayerPlan, Sent
+from outergrad.tools.plan.layers import LayerBytes, LayerPlan
 from outergrad.tools.plan.measure import Planned
 
 _NAME_WIDTH = 18
@@ -98,7 +98,7 @@ def shortened(name: str, width: int = _NAME_WIDTH) -> str:
     return f"{name[:left]}…{name[len(name) - (width - 1 - left) :]}"
 
 
-def _sent(sent: Sent | None) -> str:
+def _sent(sent: LayerBytes | None) -> str:
     if sent is None:
         return ""
     if sent.sent_bytes is None:

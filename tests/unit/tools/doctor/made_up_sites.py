@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch.distributed import HashStore
 
 from outergrad.tools.doctor.board import Board
-from outergrad.tools.doctor.course import Report, agree_on_verdict, examine
+from outergrad.tools.doctor.course import Diagnosis, agree_on_verdict, examine
 from outergrad.tools.doctor.findings import ok
 from outergrad.tools.doctor.line import listen
 from outergrad.tools.doctor.sites import Site
@@ -62,7 +62,7 @@ def examined(
     described: Mapping[int, dict] | None = None,
     clocks: Mapping[int, Callable[[], float]] | None = None,
     instead: Mapping[int, Callable[[Board, Site], None]] | None = None,
-) -> dict[int, tuple[Report, int]]:
+) -> dict[int, tuple[Diagnosis, int]]:
     """What each site reports, and its exit code.
 
     Args:
@@ -76,13 +76,13 @@ def examined(
     ranks = list(range(sites) if present is None else present)
     board_of = dict(zip(ranks, boards(sites, ranks), strict=True))
 
-    def body(rank: int) -> tuple[Report, int]:
+    def body(rank: int) -> tuple[Diagnosis, int]:
         with listen("127.0.0.1") as listener:
             changed = {"address": "127.0.0.1", "port": listener.getsockname()[1]}
             me = site(rank, **{"sites": sites, **changed, **(described or {}).get(rank, {})})
             if rank in (instead or {}):
                 instead[rank](board_of[rank], me)
-                return Report({}), 0
+                return Diagnosis({}), 0
             options = {"clock": clocks[rank]} if rank in (clocks or {}) else {}
             report = examine(board_of[rank], me, listener, timeout_s, **options)
             return report, agree_on_verdict(board_of[rank], report)
@@ -90,6 +90,6 @@ def examined(
     return in_threads(ranks, body)
 
 
-def said_at(report: Report, what: str) -> list[str]:
+def said_at(report: Diagnosis, what: str) -> list[str]:
     """The sentences of a report about one thing."""
     return [f"{f.level.name}: {f.said}" for f in report.findings if f.what == what]

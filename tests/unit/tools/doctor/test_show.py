@@ -6,7 +6,7 @@ import pytest
 from made_up_sites import site
 from rich.console import Console
 
-from outergrad.tools.doctor.course import Report
+from outergrad.tools.doctor.course import Diagnosis
 from outergrad.tools.doctor.findings import note, ok, problem, warning
 from outergrad.tools.doctor.line import Rates
 from outergrad.tools.doctor.links import Measured
@@ -15,7 +15,7 @@ from outergrad.tools.doctor.show import show
 from outergrad.tools.doctor.sites import Offset
 
 
-def shown(report: Report, width: int = 80, encoding: str = "utf-8") -> str:
+def shown(report: Diagnosis, width: int = 80, encoding: str = "utf-8") -> str:
     """What a terminal of that width and encoding would get."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     show(Console(file=file, width=width), report, "what next")
@@ -35,7 +35,7 @@ ALL = [ok("a", "fine"), note("b", "so"), warning("c", "hm", "do"), problem("d", 
     ],
 )
 def test_the_verdict_comes_last(findings, verdict, code):
-    report = Report({"This machine": findings})
+    report = Diagnosis({"This machine": findings})
     assert report.exit_code == code
     lines = shown(report).rstrip().splitlines()
     assert any(line.startswith(verdict) for line in lines)
@@ -43,13 +43,13 @@ def test_the_verdict_comes_last(findings, verdict, code):
 
 
 def test_each_finding_has_a_mark_a_word_and_a_remedy():
-    text = shown(Report({"This machine": ALL}))
+    text = shown(Diagnosis({"This machine": ALL}))
     for mark in ("✓ ok", "• note", "! warning", "✗ problem", "→ mend"):
         assert mark in text
 
 
 def test_a_terminal_without_unicode_gets_ascii():
-    text = shown(Report({"This machine": ALL}), encoding="ascii")
+    text = shown(Diagnosis({"This machine": ALL}), encoding="ascii")
     assert "x problem" in text
     assert "-> mend" in text
 
@@ -57,7 +57,7 @@ def test_a_terminal_without_unicode_gets_ascii():
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tables_fit(width):
     rates = Rates(96e6, 955e3, 9.6e6, 1.2e9)
-    report = Report(
+    report = Diagnosis(
         {"Between the sites": ALL[:1], "Links": ALL[:1]},
         Roll([site(0, 3), site(2, 3)], missing=[1]),
         {2: Offset(-0.0012, 0.0203)},
