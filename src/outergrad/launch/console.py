@@ -22,6 +22,8 @@ from outergrad.launch.errors import CheckError, RecipeError, SiteError
 
 T = TypeVar("T")
 _LAYOUT = "\n\t"
+_STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Categories of characters that nobody sees: control, format, surrogate, separators of lines."""
 
 
 def step_bars(*, shown: bool) -> Progress:
@@ -115,8 +117,7 @@ def printable(text: str, keep: str = "") -> str:
         text: Anything.
         keep: Control characters that stay, as a line break.
     """
-    return "".join(c if c in keep or _is_shown(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _is_shown(character: str) -> bool:
-    return unicodedata.category(character) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    return "".join(
+        c if c in keep or unicodedata.category(c) not in _STEERING else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )

@@ -20,19 +20,14 @@ def read_settings(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Reads ``rank=16`` and ``wire=int8``; what is no Python number or the like is a word."""
+    """Reads one; ``wire=fp32`` is no codec, and what is no Python number or the like is a word."""
     name, _, value = text.partition("=")
     if name == "wire":
-        return name, _codecs(value)
+        return name, () if value == "fp32" else tuple(map(_codec, value.split("+")))
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
-
-
-def _codecs(text: str) -> tuple[og.wire.Codec, ...]:
-    """Reads ``topk0.1+int8``; ``fp32`` is none."""
-    return () if text == "fp32" else tuple(map(_codec, text.split("+")))
 
 
 def _codec(text: str) -> og.wire.Codec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from outergrad.comm.trace import Kind, Started, Trace
 from outergrad.core.types import Link
 from outergrad.launch.links import ShapedLink
@@ -35,13 +37,13 @@ def step_seconds(trace: Trace, link: ShapedLink, sites: int) -> float:
     ready: a message takes a round trip besides, and a ring one per hop, in which what else is under
     way can leave.
     """
-    rtt_s = max(link.rtt_s, LEAST_RTT_S)
+    rtt_s, rate_bit_per_s = max(link.rtt_s, LEAST_RTT_S), link.rate_bit_per_s or inf
     waited_s, free_s = 0.0, 0.0
     there_s: list[float] = []
     for event in trace.events:
         now_s = event.at_s + waited_s
         if isinstance(event, Started):
-            transfer_s = _transfer_s(event, link, sites)
+            transfer_s = 8 * wire_bytes(event.busy_bytes, event.kind, sites) / rate_bit_per_s
             free_s = max(free_s, now_s + rtt_s / 2) + transfer_s
             round_trips = 1 if event.kind == Kind.PAIRS else hops(event.kind, sites)
             alone_s = now_s + round_trips * rtt_s + transfer_s
@@ -49,12 +51,6 @@ def step_seconds(trace: Trace, link: ShapedLink, sites: int) -> float:
         else:
             waited_s += max(0.0, there_s[event.index] - now_s)
     return trace.compute_s + waited_s
-
-
-def _transfer_s(message: Started, link: ShapedLink, sites: int) -> float:
-    if link.rate_bit_per_s is None:
-        return 0.0
-    return 8 * wire_bytes(message.busy_bytes, message.kind, sites) / link.rate_bit_per_s
 
 
 def as_settled(link: ShapedLink) -> Link:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -135,23 +136,19 @@ def measure(
     """
     alone = Planned("alone", True, 1)
     planned = {name: Planned(name, is_exact(method), sites) for name, method in methods.items()}
-    turns: list[str | None] = [None, *methods]
+    turns: deque[str | None] = deque([None, *methods])
     began = time.perf_counter()
     for turn in range(ROUNDS):
         if turn and time.perf_counter() - began > seconds:
             break
-        for name in _rotated(turns, turn):
+        for name in turns:
             if name is None:
                 _run(subject, Tracer(), alone, warm_up=1)
             else:
                 _run_shared(subject, methods[name], link, planned[name])
             progress(name or "alone")
+        turns.rotate(-1)
     return alone, list(planned.values())
-
-
-def _rotated(turns: Sequence[str | None], turn: int) -> list[str | None]:
-    first = turn % len(turns)
-    return [*turns[first:], *turns[:first]]
 
 
 def _run_shared(subject: Subject, method: Method, link: ShapedLink, planned: Planned) -> None:

@@ -50,7 +50,8 @@ def _from_where_on(plan: Forecast, best: Planned) -> str:
     if rate is None:
         highest = ShapedLink(rate_bit_per_s=HIGHEST_BIT_PER_S).name
         return f"Dense is slower than it up to {highest}."
-    return f"From {ShapedLink(rate_bit_per_s=_rounded(rate)).name} on dense is as fast."
+    rounded = ShapedLink(rate_bit_per_s=float(f"{rate:.2g}"))
+    return f"From {rounded.name} on dense is as fast."
 
 
 def _rows(plan: Forecast, lows: list[float], highs: list[float]) -> str:
@@ -61,10 +62,6 @@ def _rows(plan: Forecast, lows: list[float], highs: list[float]) -> str:
         f"Exact factors are fewer bytes in {len(paying)} of {len(counted)} layers at these rows; "
         f"the break-even is between {min(lows):,.0f} and {max(highs):,.0f} rows."
     )
-
-
-def _rounded(rate_bit_per_s: float) -> float:
-    return float(f"{rate_bit_per_s:.2g}")
 
 
 def _ms(seconds: float) -> str:
