@@ -11,11 +11,11 @@ from torch import nn
 
 from outergrad.core.protocols import Rule, Rules
 from outergrad.layers.attention import MultiheadAttentionRule
-from outergrad.layers.cells import GRUCellRule, LSTMCellRule, RNNCellRule
+from outergrad.layers.cells import CellRule, gru_cell, lstm_cell, rnn_cell
 from outergrad.layers.conv import ConvRule
 from outergrad.layers.embedding import EmbeddingRule
 from outergrad.layers.linear import LinearRule
-from outergrad.layers.recurrent import GRURule, LSTMRule, RNNRule
+from outergrad.layers.recurrent import RecurrentRule, gru, lstm, rnn
 
 _RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: LinearRule(),
@@ -24,12 +24,12 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Conv3d: ConvRule(),
     nn.Embedding: EmbeddingRule(),
     nn.MultiheadAttention: MultiheadAttentionRule(),
-    nn.RNNCell: RNNCellRule(),
-    nn.GRUCell: GRUCellRule(),
-    nn.LSTMCell: LSTMCellRule(),
-    nn.RNN: RNNRule(),
-    nn.GRU: GRURule(),
-    nn.LSTM: LSTMRule(),
+    nn.RNNCell: CellRule(rnn_cell),
+    nn.GRUCell: CellRule(gru_cell),
+    nn.LSTMCell: CellRule(lstm_cell),
+    nn.RNN: RecurrentRule(rnn),
+    nn.GRU: RecurrentRule(gru),
+    nn.LSTM: RecurrentRule(lstm),
 }
 RULES: Rules = MappingProxyType(_RULES)
 """The rules that `distribute` uses by default, by exact type of module."""

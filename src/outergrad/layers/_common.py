@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from outergrad.core.protocols import TapFn
+from outergrad.core.types import Call, Factors, Slot
+
+
+class LinearProducts:
+    """What the rules of layers have in common whose products are all those of a linear layer."""
+
+    owns: tuple[str, ...] = ()
+
+    def factors(self, module: nn.Module, slot: int, call: Call) -> Factors:
+        """Input and delta in delta's dtype, which is what autograd multiplies under autocast."""
+        d_GNO = rows_of(call.d, call.d.shape[-1])
+        return Factors(d_GNO, rows_of(call.a, call.a.shape[-1]).to(d_GNO.dtype))
+
+
+def tapped_linear(
+    tap: TapFn, x: Tensor, weight: Tensor, bias: Tensor | None, slot: int = 0
+) -> Tensor:
+    """`F.linear` through a tap; x of shape (..., I), the result (..., O)."""
+    flat_NI = x.reshape(-1, x.shape[-1])  # before the tap, whose output may not be a view
+    y_NO = F.linear(flat_NI, weight.detach(), detached(bias))
+    return tap(y_NO, flat_NI, slot).view(*x.shape[:-1], weight.shape[0])
+
+
+def computed(module: nn.Module, *names: str) -> str | None:
+    """The objection to a module of which one of these weights is computed from others."""
+    if is_plain(module, *names):
+        return None
+    return f"{'its weight' if len(names) == 1 else 'one of its weights'} is computed from others"
 
 
 def is_plain(module: nn.Module, *names: str) -> bool:
@@ -11,6 +45,20 @@ def is_plain(module: nn.Module, *names: str) -> bool:
     `weight_norm` and the other parametrisations replace them by computed tensors.
     """
     return all(isinstance(vars(module)["_parameters"].get(name), nn.Parameter) for name in names)
+
+
+def matrix_slot(module: Any, name: str, weight: str = "weight", bias: str = "bias") -> Slot:
+    """The slot of a whole weight, and of its bias where there is one.
+
+    Args:
+        module: has them as attributes.
+        name: full name of the module.
+        weight: name of the weight in the module.
+        bias: of the bias.
+    """
+    full_bias = None if getattr(module, bias, None) is None else join(name, bias)
+    outputs, *inputs = getattr(module, weight).shape
+    return Slot(name, join(name, weight), outputs, math.prod(inputs), bias=full_bias)
 
 
 def join(prefix: str, name: str) -> str:
@@ -26,3 +74,8 @@ def detached(parameter: Tensor | None) -> Tensor | None:
 def rows_of(t_N_: Tensor, width: int) -> Tensor:
     """Flattens (..., width) to one group of rows, (1, N, width)."""
     return t_N_.reshape(1, -1, width)
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument of a forward, `input` by name."""
+    return args[0] if args else kwargs["input"]

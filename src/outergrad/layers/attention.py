@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
-from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import detached, is_plain, join
-from outergrad.layers.linear import linear_factors, tapped_linear
+from outergrad.core.types import Slot
+from outergrad.layers._common import (
+    LinearProducts,
+    detached,
+    is_plain,
+    join,
+    matrix_slot,
+    tapped_linear,
+)
 
 _PACKED = {"q": (0, 1), "k": (1, 2), "v": (2, 3), "kv": (1, 3), "qkv": (0, 3)}
 """Thirds of the packed projection that each slot covers."""
@@ -24,7 +31,7 @@ class _Projection(NamedTuple):
     bias: Tensor | None
 
 
-class MultiheadAttentionRule:
+class MultiheadAttentionRule(LinearProducts):
     """`nn.MultiheadAttention`: one slot per way of projecting, one for the output.
 
     Inputs that are the same tensor are projected together, so that their rows travel once:
@@ -35,19 +42,18 @@ class MultiheadAttentionRule:
 
     def objection(self, module: nn.MultiheadAttention) -> str | None:
         """Parametrised weights are no leaves."""
-        plain = is_plain(module, *_projection_weights(module))
-        if plain and is_plain(module.out_proj, "weight"):
+        packed = module.in_proj_weight is not None
+        weights = ["in_proj_weight"] if packed else [f"{part}_proj_weight" for part in "qkv"]
+        if is_plain(module, *weights) and is_plain(module.out_proj, "weight"):
             return None
         return "one of its weights is computed from others"
 
     def slots(self, module: nn.MultiheadAttention, name: str) -> list[Slot]:
         """q, k, v, then, where they share one weight, kv and qkv; last the output."""
         packed = module.in_proj_weight is not None
-        inner = [_in_slot(module, name, part) for part in (_PACKED if packed else ("q", "k", "v"))]
-        out, bias = module.out_proj, join(name, "out_proj.bias")
-        weight = join(name, "out_proj.weight")
-        last = Slot(name, weight, *out.weight.shape, bias=None if out.bias is None else bias)
-        return [*inner, last]
+        inner = [_in_slot(module, name, part) for part in (_PACKED if packed else "qkv")]
+        last = matrix_slot(module.out_proj, join(name, "out_proj"))
+        return [*inner, replace(last, layer=name)]
 
     def forward(
         self,
@@ -91,53 +97,31 @@ class MultiheadAttentionRule:
         rows[-1] = inputs[0].numel() // module.embed_dim
         return rows
 
-    def factors(self, module: nn.MultiheadAttention, slot: int, call: Call) -> Factors:
-        """Input and delta of the projection."""
-        return linear_factors(call)
-
-
-def _projection_weights(module: nn.MultiheadAttention) -> tuple[str, ...]:
-    if module.in_proj_weight is not None:
-        return ("in_proj_weight",)
-    return ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
 
 def _in_slot(module: nn.MultiheadAttention, name: str, part: str) -> Slot:
-    width = module.embed_dim
-    start, stop = (third * width for third in _PACKED[part])
-    bias = None if module.in_proj_bias is None else join(name, "in_proj_bias")
-    if module.in_proj_weight is not None:
-        weight, inputs, weight_rows = "in_proj_weight", width, (start, stop)
-    else:
-        weight, weight_rows = f"{part}_proj_weight", None
-        inputs = getattr(module, weight).shape[1]
-    return Slot(
-        name,
-        join(name, weight),
-        stop - start,
-        inputs,
-        bias=bias,
-        weight_rows=weight_rows,
-        bias_rows=None if bias is None else (start, stop),
-    )
+    start, stop = (third * module.embed_dim for third in _PACKED[part])
+    packed = module.in_proj_weight is not None
+    weight = "in_proj_weight" if packed else f"{part}_proj_weight"
+    whole = matrix_slot(module, name, weight, "in_proj_bias")
+    bias_rows = None if whole.bias is None else (start, stop)
+    weight_rows = (start, stop) if packed else None
+    return replace(whole, outputs=stop - start, weight_rows=weight_rows, bias_rows=bias_rows)
 
 
 def _parts(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> list[_Projection]:
     """The projections to compute; equal inputs of a packed weight together."""
-    names, inputs = ("q", "k", "v"), (query, key, value)
-    if module.in_proj_weight is not None and key is value:
-        names, inputs = (("qkv",), (query,)) if query is key else (("q", "kv"), (query, key))
-    return [_projection(module, name, x) for name, x in zip(names, inputs, strict=True)]
-
-
-def _projection(module: nn.MultiheadAttention, name: str, x: Tensor) -> _Projection:
-    third = slice(*(t * module.embed_dim for t in _PACKED[name]))
-    bias = None if module.in_proj_bias is None else module.in_proj_bias[third]
-    packed = module.in_proj_weight
-    weight = getattr(module, f"{name}_proj_weight") if packed is None else packed[third]
-    return _Projection(list(_PACKED).index(name), x, weight, bias)
+    inputs, packed = {"q": query, "k": key, "v": value}, module.in_proj_weight
+    if packed is not None and key is value:
+        inputs = {"qkv": query} if query is key else {"q": query, "kv": key}
+    parts: list[_Projection] = []
+    for name, x in inputs.items():
+        third = slice(*(t * module.embed_dim for t in _PACKED[name]))
+        bias = None if module.in_proj_bias is None else module.in_proj_bias[third]
+        weight = getattr(module, f"{name}_proj_weight") if packed is None else packed[third]
+        parts.append(_Projection(list(_PACKED).index(name), x, weight, bias))
+    return parts
 
 
 def _project(

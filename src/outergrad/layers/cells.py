@@ -2,97 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
-from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import is_plain, join
-from outergrad.layers.linear import linear_factors, tapped_linear
+from outergrad.core.types import Slot
+from outergrad.layers._common import LinearProducts, computed, input_of, matrix_slot, tapped_linear
 
 
-class CellRule:
-    """What the rules of `nn.RNNCell`, `nn.GRUCell` and `nn.LSTMCell` have in common.
+def rnn_cell(module: nn.RNNCell, x_gates: Tensor, h_gates: Tensor, h: Tensor) -> Tensor:
+    """`h' = tanh(W_ih x + b_ih + W_hh h + b_hh)`, or relu."""
+    gates = x_gates + h_gates
+    return torch.tanh(gates) if module.nonlinearity == "tanh" else torch.relu(gates)
+
+
+def gru_cell(module: nn.GRUCell, x_gates: Tensor, h_gates: Tensor, h: Tensor) -> Tensor:
+    """`h' = n + z (h - n)` with the gates r, z and n."""
+    (x_r, x_z, x_n), (h_r, h_z, h_n) = x_gates.chunk(3, dim=-1), h_gates.chunk(3, dim=-1)
+    n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
+    return n + torch.sigmoid(x_z + h_z) * (h - n)
+
+
+def lstm_cell(
+    module: nn.LSTMCell, x_gates: Tensor, h_gates: Tensor, h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`c' = f c + i g`, `h' = o tanh(c')` with the gates i, f, g and o."""
+    i, f, g, o = (x_gates + h_gates).chunk(4, dim=-1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class CellRule(LinearProducts):
+    """`nn.RNNCell`, `nn.GRUCell` or `nn.LSTMCell`.
 
     Every use of the cell, so every step in time, adds its rows to the two slots.
+
+    Args:
+        step: the states after a step in time, from the module, all gates, (..., gates x H), as
+            the input's part and the hidden state's, and the states before.
     """
 
-    owns: tuple[str, ...] = ()
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
 
     def objection(self, module: nn.RNNCellBase) -> str | None:
         """Parametrised weights are no leaves; without inputs there is nothing to flatten."""
-        if not module.input_size:
-            return "it has no inputs"
-        if is_plain(module, "weight_ih", "weight_hh"):
-            return None
-        return "one of its weights is computed from others"
+        no_inputs = not module.input_size
+        return "it has no inputs" if no_inputs else computed(module, "weight_ih", "weight_hh")
 
     def slots(self, module: nn.RNNCellBase, name: str) -> list[Slot]:
         """The weight of the input and that of the hidden state, all gates of each together."""
-        return [_slot(module, name, part) for part in ("ih", "hh")]
+        return [matrix_slot(module, name, f"weight_{of}", f"bias_{of}") for of in ("ih", "hh")]
+
+    def forward(self, module: Any, tap: TapFn, input: Tensor, hx: Any = None) -> Any:
+        """As the module's own."""
+        given = hx or (None, None) if isinstance(module, nn.LSTMCell) else (hx,)
+        states = [_or_zeros(module, input, state) for state in given]
+        x_gates = tapped_linear(tap, input, module.weight_ih, module.bias_ih, slot=0)
+        h_gates = tapped_linear(tap, states[0], module.weight_hh, module.bias_hh, slot=1)
+        return self._step(module, x_gates, h_gates, *states)
 
     def rows(
         self, module: nn.RNNCellBase, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
         """The rows of the input, for both."""
-        x = args[0] if args else kwargs["input"]
-        return [x.numel() // max(module.input_size, 1)] * 2
-
-    def factors(self, module: nn.RNNCellBase, slot: int, call: Call) -> Factors:
-        """Input or hidden state, and the delta of the gates."""
-        return linear_factors(call)
-
-
-class RNNCellRule(CellRule):
-    """`h' = tanh(W_ih x + b_ih + W_hh h + b_hh)`, or relu."""
-
-    def forward(
-        self, module: nn.RNNCell, tap: TapFn, input: Tensor, hx: Tensor | None = None
-    ) -> Tensor:
-        """As the module's own."""
-        x_gates, h_gates = _products(module, tap, input, _or_zeros(module, input, hx))
-        gates = x_gates + h_gates
-        return torch.tanh(gates) if module.nonlinearity == "tanh" else torch.relu(gates)
-
-
-class GRUCellRule(CellRule):
-    """`h' = n + z (h - n)` with the gates r, z and n."""
-
-    def forward(
-        self, module: nn.GRUCell, tap: TapFn, input: Tensor, hx: Tensor | None = None
-    ) -> Tensor:
-        """As the module's own."""
-        h = _or_zeros(module, input, hx)
-        x_gates, h_gates = _products(module, tap, input, h)
-        (x_r, x_z, x_n), (h_r, h_z, h_n) = x_gates.chunk(3, dim=-1), h_gates.chunk(3, dim=-1)
-        n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
-        return n + torch.sigmoid(x_z + h_z) * (h - n)
-
-
-class LSTMCellRule(CellRule):
-    """`c' = f c + i g`, `h' = o tanh(c')` with the gates i, f, g and o."""
-
-    def forward(
-        self,
-        module: nn.LSTMCell,
-        tap: TapFn,
-        input: Tensor,
-        hx: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As the module's own."""
-        h, c = (_or_zeros(module, input, state) for state in hx or (None, None))
-        x_gates, h_gates = _products(module, tap, input, h)
-        i, f, g, o = (x_gates + h_gates).chunk(4, dim=-1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(c), c
-
-
-def _slot(module: nn.RNNCellBase, name: str, part: str) -> Slot:
-    weight = getattr(module, f"weight_{part}")
-    bias = join(name, f"bias_{part}") if module.bias else None
-    return Slot(name, join(name, f"weight_{part}"), *weight.shape, bias=bias)
+        return [input_of(args, kwargs).numel() // max(module.input_size, 1)] * 2
 
 
 def _or_zeros(module: nn.RNNCellBase, x: Tensor, hx: Tensor | None) -> Tensor:
@@ -108,11 +85,3 @@ def _or_zeros(module: nn.RNNCellBase, x: Tensor, hx: Tensor | None) -> Tensor:
     if hx is not None and hx.shape != shape:
         raise RuntimeError(f"{name}: the state must be {shape}, not {tuple(hx.shape)}")
     return x.new_zeros(shape) if hx is None else hx
-
-
-def _products(module: nn.RNNCellBase, tap: TapFn, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """All gates, (..., gates x H): the input's part and the hidden state's."""
-    return (
-        tapped_linear(tap, x, module.weight_ih, module.bias_ih, slot=0),
-        tapped_linear(tap, h, module.weight_hh, module.bias_hh, slot=1),
-    )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import is_plain, join
+from outergrad.layers._common import computed, input_of, join
 from outergrad.linalg.outer import coalesce
 
 
@@ -39,7 +39,7 @@ class EmbeddingRule:
             )
         if module.scale_grad_by_freq:
             return "scale_grad_by_freq"
-        return None if is_plain(module, "weight") else "its weight is computed from others"
+        return computed(module, "weight")
 
     def slots(self, module: nn.Embedding, name: str) -> list[Slot]:
         """One lookup: O is the width of the table, I its number of rows."""
@@ -57,7 +57,7 @@ class EmbeddingRule:
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[int]:
         """Distinct ids."""
-        return [_distinct(module, args[0] if args else kwargs["input"])]
+        return [_distinct(module, input_of(args, kwargs))]
 
     def factors(self, module: nn.Embedding, slot: int, call: Call) -> Factors:
         """Distinct ids (R,) and their summed deltas (1, R, O)."""

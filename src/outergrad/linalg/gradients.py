@@ -81,3 +81,29 @@ def summed(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, gradient in part.items():
             total[name] = total[name] + gradient if name in total else gradient
     return total
+
+
+def vjp(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    deltas: Sequence[Tensor | None],
+    *,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Gradients of the inputs from the deltas of the outputs.
+
+    Args:
+        outputs: those without a graph have no part in it.
+        inputs: those that require no gradient have none.
+        deltas: of each output; None for none.
+        create_graph: see `torch.autograd.grad`.
+    """
+    pairs = [(y, d) for y, d in zip(outputs, deltas, strict=True) if y.requires_grad]
+    pairs = [(y, d) for y, d in pairs if d is not None]
+    wanted = [t for t in inputs if t.requires_grad]
+    if not (pairs and wanted):
+        return [None] * len(inputs)
+    ys, ds = zip(*pairs, strict=True)
+    options = {"create_graph": create_graph, "allow_unused": True}
+    found = iter(torch.autograd.grad(ys, wanted, ds, **options))
+    return [next(found) if t.requires_grad else None for t in inputs]

@@ -7,8 +7,9 @@ Letters: N rows of all steps, B sequences, T steps, H hidden width, M gates time
 hidden state (H, or less where it is projected).
 """
 
-from outergrad.layers.recurrent.gru import GRURule
-from outergrad.layers.recurrent.lstm import LSTMRule
-from outergrad.layers.recurrent.rnn import RNNRule
+from outergrad.layers.recurrent.gru import gru
+from outergrad.layers.recurrent.lstm import lstm
+from outergrad.layers.recurrent.rnn import rnn
+from outergrad.layers.recurrent.rule import RecurrentRule
 
-__all__ = ["GRURule", "LSTMRule", "RNNRule"]
+__all__ = ["RecurrentRule", "gru", "lstm", "rnn"]

@@ -11,13 +11,16 @@ gates were: in what the taps return, whose values nobody reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outergrad.layers.recurrent._steps import Steps
+from outergrad.linalg.gradients import vjp
+
+WalkBack = Callable[..., Sequence[Tensor]]
+"""From steps, saved tensors and the deltas of h and of the last states."""
 
 
 class Known(NamedTuple):
@@ -60,57 +63,55 @@ def times_tanh_slope(t: Tensor, y: Tensor, out: Tensor) -> Tensor:
     return torch.ops.aten.tanh_backward(t, y, grad_input=out)
 
 
-def outputs(ctx: Any, known: Known, inputs: Sequence[Tensor], *saved: Tensor) -> tuple[Any, ...]:
-    """What is known; outputs that nobody uses have no delta.
-
-    Args:
-        ctx: of a function of which the inputs are the first arguments.
-        known: its outputs.
-        inputs: the rows that the direction read, and the first states.
-        saved: what `once_differentiable` hands to its backward.
-    """
-    device = known.h.device.type
-    ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    ctx.steps, ctx.again, ctx.inputs = known.steps, known.again, len(inputs)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *saved)
-    return known.h, *known.last
-
-
-def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A backward without a graph, which is given what was saved besides the inputs.
+class Recursion(torch.autograd.Function):
+    """The states of a direction, as they depend on the first ones and on what the taps return.
 
     Where a graph is kept, PyTorch's own kernel is differentiated instead: of what the taps
     returned, nothing is asked for then.
     """
 
-    @wraps(backward)
-    def either(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        inputs, rest = saved[: ctx.inputs], saved[ctx.inputs :]
-        if not torch.is_grad_enabled():
-            return None, *backward(ctx, rest, *deltas)
-        others = len(ctx.needs_input_grad) - len(inputs)
-        return *_differentiated(ctx, inputs, deltas), *[None] * others
+    @staticmethod
+    def forward(
+        ctx: Any, walk_back: WalkBack, known: Known, saved: Sequence[Tensor], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What is known.
 
-    return either
+        Args:
+            ctx: as autograd has it.
+            walk_back: the deltas of the first states and of what the taps return.
+            known: the states.
+            saved: what `walk_back` reads.
+            *inputs: the rows that the direction read, the first states, and what the taps return.
+        """
+        device = known.h.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.walk_back, ctx.steps, ctx.again = walk_back, known.steps, known.again
+        ctx.read = 1 + len(known.last)
+        ctx.set_materialize_grads(False)  # outputs that nobody uses have no delta
+        ctx.save_for_backward(*inputs[: ctx.read], *saved)
+        return known.h, *known.last
+
+    @staticmethod
+    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:
+        """See `forward`."""
+        tensors = ctx.saved_tensors  # once: a checkpoint computes them again for each time
+        read, saved = tensors[: ctx.read], tensors[ctx.read :]
+        if not torch.is_grad_enabled():
+            return None, None, None, None, *ctx.walk_back(ctx.steps, saved, *deltas)
+        found = _differentiated(ctx, read, deltas)
+        others = len(ctx.needs_input_grad) - 3 - len(read)
+        return None, None, None, *found, *[None] * others
 
 
 def _differentiated(
-    ctx: Any, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]
+    ctx: Any, read: Sequence[Tensor], deltas: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of the inputs, with a graph to the parameters."""
+    """The gradients of what was read, with a graph to the parameters."""
     device, dtype, enabled = ctx.autocast
-    seen = [t.view_as(t) for t in inputs]  # without the hooks of the inputs
+    seen = [t.view_as(t) for t in read]  # without the hooks of the inputs
     with torch.autocast(device, dtype, enabled=enabled, cache_enabled=False):
         states = ctx.again(*seen)
-    pairs = [(y, d) for y, d in zip(states, deltas, strict=True) if d is not None]
-    wanted = [t for t in seen if t.requires_grad]
-    if not (pairs and wanted):
-        return [None] * len(inputs)
-    ys, ds = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(ys, wanted, ds, create_graph=True, allow_unused=True))
-    return [next(found) if t.requires_grad else None for t in seen]
+    return vjp(states, seen, deltas, create_graph=True)
 
 
 def from_outside(steps: Steps, like: Tensor, rows: Tensor | None, last: Tensor | None) -> Tensor:

@@ -1,11 +1,13 @@
 """`nn.LSTM`: `c' = f c + i g` with the gates i, f, g and o, and `h' = o tanh(c')`.
 
-With a projection, `h' = W_hr o tanh(c')`.
+With a projection, `h' = W_hr o tanh(c')`. Both parts of the gates have the same delta, so one
+tensor goes through both taps.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,29 +17,25 @@ from outergrad.layers.recurrent._sequences import States
 from outergrad.layers.recurrent._steps import Steps
 from outergrad.layers.recurrent._walk import (
     Known,
+    Recursion,
     from_outside,
     hidden_weight,
-    once_differentiable,
-    outputs,
     times_sigmoid_slope,
     times_tanh_slope,
     wide,
 )
-from outergrad.layers.recurrent.rule import RecurrentRule
 
 
-class LSTMRule(RecurrentRule):
-    """Both parts of the gates have the same delta, so one tensor goes through both taps."""
-
-    def recur(self, one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
-        """The gates, the cells and, where what they put out is projected, its tap."""
-        known, gates_NM = one.known(x_NI, first), one.gates(x_NI)
-        cells = _cells(_add_hidden(gates_NM, known), first[1], known.steps)
-        gates_NM = one.tap(one.tap(gates_NM, x_NI, "ih"), known.before_NP, "hh")
-        projected_NP = None
-        if one.w_PH is not None:  # its product is the hidden state, which is known
-            projected_NP = one.tap(known.h.flatten(0, -2).clone(), cells.output_NH, "hr")
-        return _Recursion.apply(x_NI, *first, gates_NM, projected_NP, known, cells, one.w_PH)
+def lstm(one: Direction, x_NI: Tensor, first: States) -> tuple[Tensor, ...]:
+    """See `RecurrentRule`; where what the cells put out is projected, that has a tap, too."""
+    known, gates_NM = one.known(x_NI, first), one.gates(x_NI)
+    cells = _cells(_add_hidden(gates_NM, known), first[1], known.steps)
+    gates_NM = one.tap(one.tap(gates_NM, x_NI, "ih"), known.before_NP, "hh")
+    inputs, saved = [x_NI, *first, gates_NM], [hidden_weight(known, gates_NM), *cells[:3]]
+    if one.w_PH is not None:  # its product is the hidden state, which is known
+        inputs.append(one.tap(known.h.flatten(0, -2).clone(), cells.output_NH, "hr"))
+        saved.append(wide(one.w_PH.to(gates_NM.dtype)))
+    return Recursion.apply(_walk_back, known, saved, *inputs)
 
 
 @torch.no_grad()
@@ -91,45 +89,31 @@ def _cell_states(c: Tensor, keeps_NH: Tensor, steps: Steps) -> Tensor:
     return c
 
 
-class _Recursion(torch.autograd.Function):
-    """The states, as they depend on the gates, the projections, if any, and the first states."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_NI: Tensor,
-        h_BP: Tensor,
-        c_BH: Tensor,
-        gates_NM: Tensor,
-        projected_NP: Tensor | None,
-        known: Known,
-        cells: _Cells,
-        w_PH: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        projection = () if w_PH is None else (wide(w_PH.to(gates_NM.dtype)),)
-        saved = (hidden_weight(known, gates_NM), *cells[:3], *projection)
-        return outputs(ctx, known, (x_NI, h_BP, c_BH), *saved)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Any, *deltas: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        w_MP, gates_NM, c_NH, f_NH, *projection = saved
-        steps, batch, d_NM = ctx.steps, ctx.steps.batch, torch.empty_like(gates_NM)
-        dh = from_outside(steps, w_MP, *deltas[:2])
-        dc = from_outside(steps, f_NH, None, deltas[2])
-        d_N4H, slopes_N4H = (t.unflatten(1, (4, -1)) for t in (d_NM, gates_NM))
-        rows = (d_NM, *_cell_and_output(d_N4H), *_cell_and_output(slopes_N4H), c_NH, f_NH)
-        for of_row, (dh_after, dc_after, wide_after), (dh_before, dc_before, _) in reversed(
-            steps.split(rows, (dh, dc, dc.unsqueeze(1)))
-        ):
-            d, d_ifg, d_o, ifg, o, c, f = of_row
-            d_output = dh_after @ projection[0] if projection else dh_after
-            torch.mul(d_output, o, out=d_o)
-            dc_after.addcmul_(d_output, c)
-            torch.mul(wide_after, ifg, out=d_ifg)
-            dc_before.addcmul_(dc_after, f)
-            dh_before.addmm_(d, w_MP)
-        return dh[:batch], dc[:batch], d_NM, dh[batch:] if projection else None, None, None, None
+def _walk_back(
+    steps: Steps,
+    saved: Sequence[Tensor],
+    dh: Tensor | None,
+    dh_last: Tensor | None,
+    dc_last: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The deltas of the first states, of the gates and, if there are any, of the projections."""
+    w_MP, gates_NM, c_NH, f_NH, *projection = saved
+    h, c = from_outside(steps, w_MP, dh, dh_last), from_outside(steps, f_NH, None, dc_last)
+    d_NM = torch.empty_like(gates_NM)
+    d_N4H, slopes_N4H = (t.unflatten(1, (4, -1)) for t in (d_NM, gates_NM))
+    rows = (d_NM, *_cell_and_output(d_N4H), *_cell_and_output(slopes_N4H), c_NH, f_NH)
+    for of_row, (dh_after, dc_after, wide_after), (dh_before, dc_before, _) in reversed(
+        steps.split(rows, (h, c, c.unsqueeze(1)))
+    ):
+        d, d_ifg, d_o, ifg, o, in_output, keeps = of_row
+        d_output = dh_after @ projection[0] if projection else dh_after
+        torch.mul(d_output, o, out=d_o)
+        dc_after.addcmul_(d_output, in_output)
+        torch.mul(wide_after, ifg, out=d_ifg)
+        dc_before.addcmul_(dc_after, keeps)
+        dh_before.addmm_(d, w_MP)
+    batch = steps.batch
+    return h[:batch], c[:batch], d_NM, *((h[batch:],) if projection else ())
 
 
 def _cell_and_output(gates_N4H: Tensor) -> tuple[Tensor, Tensor]:
