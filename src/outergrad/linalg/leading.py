@@ -1,4 +1,4 @@
-"""The leading singular values of a gradient, for little work."""
+"""The leading singular values of a gradient, for little work, and its effective rank."""
 
 from __future__ import annotations
 
@@ -58,3 +58,21 @@ def values_of_rows(deltas_GRR: Tensor, activations_GRR: Tensor, most: int) -> Te
     root_GRR = u_GRR * squares_GR.clamp(min=0).sqrt()[:, None]
     squares_GR = torch.linalg.eigvalsh(root_GRR.mT @ deltas_GRR @ root_GRR)
     return squares_GR.flip(1).clamp(min=0).sqrt()[:, :most]
+
+
+def effective_rank(sigma_GR: Tensor) -> Tensor:
+    """The exponential of the entropy of singular values that are scaled to sum to one.
+
+    Between 1, one direction, and R, all alike; 0 for a zero gradient. Source: Roy and Vetterli,
+    "The effective rank: a measure of effective dimensionality", 2007.
+
+    Args:
+        sigma_GR: singular values along the last dimension.
+
+    Returns:
+        One value per group, (G,).
+    """
+    total_G1 = sigma_GR.sum(dim=-1, keepdim=True)
+    share_GR = sigma_GR / torch.where(total_G1 == 0, 1.0, total_G1)
+    rank_G = torch.special.entr(share_GR).sum(dim=-1).exp()
+    return torch.where(total_G1.squeeze(-1) == 0, 0.0, rank_G)

@@ -79,11 +79,13 @@ def added(gradient: Gradient, plus: Factors) -> Gradient:
 
 def formed(gradient: Gradient, plus: Gradient | None = None) -> Tensor:
     """A gradient as a matrix of its own, (G, O, I), in float32 at least, with another added."""
-    is_own = isinstance(gradient, Factors)
-    whole_GOI = product_of(gradient) if isinstance(gradient, Factors) else gradient
+    if isinstance(gradient, Factors):
+        whole_GOI = widened(product_of(gradient))
+    else:
+        whole_GOI = widened(gradient, copy=plus is None)
     if plus is None:
-        return widened(whole_GOI) if is_own else widened(whole_GOI, copy=True)
-    return widened(whole_GOI) + (product_of(plus) if isinstance(plus, Factors) else plus)
+        return whole_GOI
+    return whole_GOI + (product_of(plus) if isinstance(plus, Factors) else plus)
 
 
 def product_of(factors: Factors) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
 
 from outergrad.core.types import Gradient
-from outergrad.linalg.outer import widened
 
 _SAFE = (2.0**-24, 2.0**16)
 """A largest entry within this range needs no scaling: not even the squares of products of a
@@ -99,13 +98,10 @@ def product(gradient: Gradient) -> Product:
     b_GO does not matter. Half precision is computed in float32. No rows at all are one row of
     zeros.
     """
-    if isinstance(gradient, Tensor):
-        formed_GOI, scale_G = _scaled(widened(gradient))
-        return Product(formed_GOI, None, scale_G)
-    a_GNI, d_GNO = widened(gradient.a_GRI), widened(gradient.d_GRO)
-    dtype = torch.promote_types(a_GNI.dtype, d_GNO.dtype)
-    a_GNI, scale_a_G = _scaled(a_GNI.to(dtype))
-    d_GNO, scale_d_G = _scaled(d_GNO.to(dtype))
+    (a_GNI, scale_a_G), *deltas = map(_scaled, _in_one_dtype(gradient))
+    if not deltas:
+        return Product(a_GNI, None, scale_a_G)
+    d_GNO, scale_d_G = deltas[0]
     both = scale_a_G if scale_a_G is scale_d_G else scale_a_G * scale_d_G  # as ones are
     return Product(a_GNI, d_GNO, both)
 
@@ -116,11 +112,15 @@ def unscaled(gradient: Gradient) -> Product:
     Nothing is squared as long as it is multiplied by vectors of length one alone, and what is not
     finite stays so.
     """
-    if isinstance(gradient, Tensor):
-        return Product(widened(gradient), None, _ones(len(gradient), gradient.device))
-    a_GNI, d_GNO = widened(gradient.a_GRI), widened(gradient.d_GRO)
-    dtype = torch.promote_types(a_GNI.dtype, d_GNO.dtype)
-    return Product(a_GNI.to(dtype), d_GNO.to(dtype), _ones(len(d_GNO), d_GNO.device))
+    a_GNI, *deltas = _in_one_dtype(gradient)
+    return Product(a_GNI, deltas[0] if deltas else None, _ones(len(a_GNI), a_GNI.device))
+
+
+def _in_one_dtype(gradient: Gradient) -> list[Tensor]:
+    """Activations and deltas, or the formed gradient, in float32 at least."""
+    tensors = [gradient] if isinstance(gradient, Tensor) else [gradient.a_GRI, gradient.d_GRO]
+    dtype = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    return [t.to(dtype) for t in tensors]
 
 
 def cheapest(gradient: Product, columns: int, sweeps: int, *, with_energy: bool) -> Product:

@@ -26,12 +26,23 @@ def rayleigh_ritz(gradient: Product | Total, p_GOK: Tensor, rank: int, tolerance
         tolerance: largest relative Frobenius error, if R suffices for it.
     """
     z_GIK, scale_G = gradient.transposed_times(p_GOK), gradient.scale_G
-    if not math.isfinite(z_GIK.sum().item()):  # LAPACK would raise
-        void_G = ~z_GIK.isfinite().all(dim=2).all(dim=1)
-        z_GIK = z_GIK.masked_fill(void_G[:, None, None], 0.0)
+    z_GIK, void_G = without_void(z_GIK)
+    if void_G is not None:
         scale_G = scale_G.masked_fill(void_G, math.nan)
     q_GIK, r_GKK = torch.linalg.qr(z_GIK)  # faster than to decompose z, which is tall
     u_GKK, sigma_GK, wt_GKK = torch.linalg.svd(r_GKK, full_matrices=False)
     rest_G = gradient.without(p_GOK).energy() if tolerance > 0 else None
     u_GOK, v_GIK = p_GOK @ wt_GKK.mT, q_GIK @ u_GKK
     return truncate(u_GOK, sigma_GK, v_GIK, scale_G, rest_G, rank, tolerance)
+
+
+def without_void(z_GIK: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What LAPACK, which may raise on NaN, can decompose: zeros for groups that are not finite.
+
+    Returns:
+        The matrices, and which groups, (G,), these are; None if all are finite.
+    """
+    if math.isfinite(z_GIK.sum().item()):
+        return z_GIK, None
+    void_G = ~z_GIK.isfinite().all(dim=2).all(dim=1)
+    return z_GIK.masked_fill(void_G[:, None, None], 0.0), void_G

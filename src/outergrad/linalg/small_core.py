@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from outergrad.core.types import Gradient
+from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.low_rank import LowRank, truncate
+from outergrad.linalg.outer import stack, widened
 from outergrad.linalg.product import Product, product
 
 
@@ -24,7 +27,7 @@ def small_core(gradient: Gradient, rank: int, tolerance: float = 0.0) -> LowRank
         tolerance: largest relative Frobenius error, if R suffices for it.
     """
     matrix = product(gradient)
-    q_d_GOK, core_GKL, q_a_GIL = _core(matrix)
+    q_d_GOK, core_GKL, q_a_GIL = core(matrix)
     u_GKM, sigma_GM, vt_GML = torch.linalg.svd(core_GKL, full_matrices=False)
     nothing_G = torch.zeros_like(matrix.scale_G)
     return truncate(
@@ -38,17 +41,37 @@ def small_core(gradient: Gradient, rank: int, tolerance: float = 0.0) -> LowRank
     )
 
 
-def spectrum(gradient: Gradient) -> Tensor:
-    """All min(N, I, O) singular values of `dᵀ a`, falling, (G, K), float64.
+def merge(
+    parts: Sequence[Factors],
+    rank: int,
+    tolerance: float = 0.0,
+    *,
+    weights: Sequence[float] | None = None,
+) -> LowRank:
+    """The best approximation, of at most the given rank, of a weighted sum of gradients.
 
-    Accurate to rounding relative to the largest, as squares (Gram matrices) would not be.
+    The sum has the stacked rows for factors, few enough for an exact decomposition through a
+    small core (Bebendorf, Hierarchical Matrices, 2008, chapter 1). In a tree of merges each
+    node gives its own error, relative to its own sum, as `relative_error`.
+
+    Args:
+        parts: d_GRO and a_GRI of each site; their ranks may differ.
+        rank: largest R.
+        tolerance: largest relative Frobenius error, if R suffices for it.
+        weights: one per part; None for the mean. In a tree they are the share of sites below.
     """
-    matrix = product(gradient)
-    sigma_GK = torch.linalg.svdvals(_core(matrix)[1])
-    return sigma_GK.double() * matrix.scale_G[:, None]
+    if weights is None:
+        weights = [1 / len(parts)] * len(parts)
+    weighted = [_weighted(part, weight) for part, weight in zip(parts, weights, strict=True)]
+    return small_core(stack(weighted), rank, tolerance)
 
 
-def _core(gradient: Product) -> tuple[Tensor | None, Tensor, Tensor | None]:
+def _weighted(part: Factors, weight: float) -> Factors:
+    """In float32 at least: a weight in half precision would cost three digits."""
+    return Factors(widened(part.d_GRO) * weight, part.a_GRI)
+
+
+def core(gradient: Product) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """`q_d, core, q_a` with `q_d core q_aᵀ` the gradient and None for the identity."""
     if gradient.d_GNO is None:
         return None, gradient.a_GNI, None

@@ -12,7 +12,7 @@ from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.probe import gaussian_probe
 from outergrad.linalg.product import Product, cheapest, product, unscaled
-from outergrad.linalg.ritz import rayleigh_ritz
+from outergrad.linalg.ritz import rayleigh_ritz, without_void
 from outergrad.linalg.total import Total, total
 
 SUBSPACE_ITERATIONS = 3
@@ -69,14 +69,11 @@ def warm_iteration(matrix: Product | Total, x_GIK: Tensor) -> LowRank:
         x_GIK: as many directions as are wanted, usable ones.
     """
     p_GOK = orthonormal(matrix.times(x_GIK))
-    z_GIK, void_G11 = matrix.transposed_times(p_GOK), None
-    if not math.isfinite(z_GIK.sum().item()):  # LAPACK would raise
-        void_G11 = ~z_GIK.isfinite().all(dim=2).all(dim=1)[:, None, None]
-        z_GIK = z_GIK.masked_fill(void_G11, 0.0)
+    z_GIK, void_G = without_void(matrix.transposed_times(p_GOK))
     q_GIK, r_GKK = torch.linalg.qr(z_GIK)
     u_GKK, sigma_GK, wt_GKK = torch.linalg.svd(r_GKK)
-    if void_G11 is not None:
-        sigma_GK = sigma_GK.masked_fill(void_G11[:, 0], math.nan)
+    if void_G is not None:
+        sigma_GK = sigma_GK.masked_fill(void_G[:, None], math.nan)
     d_GOK = p_GOK @ (wt_GKK * sigma_GK[:, :, None]).mT
     return LowRank(d_GOK.mT, (q_GIK @ u_GKK).mT, sigma_GK, None)
 

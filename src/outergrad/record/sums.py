@@ -10,9 +10,8 @@ from torch import Tensor
 
 from outergrad.core.types import Factors, Gradient
 from outergrad.linalg.inner import inner
-from outergrad.linalg.leading import values_of_rows
+from outergrad.linalg.leading import effective_rank, values_of_rows
 from outergrad.linalg.outer import stack, widened
-from outergrad.linalg.rank import effective_rank
 
 SPECTRUM = 16
 """Singular values that are recorded."""

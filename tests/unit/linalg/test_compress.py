@@ -8,12 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spectra import DECAYS, SHAPES, best_error, cast, decaying, relative_error, with_spectrum
+from spectra import (
+    DECAYS,
+    SHAPES,
+    best_error,
+    cast,
+    decaying,
+    discarded_energy,
+    relative_error,
+    spectrum,
+    with_spectrum,
+)
 
 from outergrad import Factors
 from outergrad.linalg.compress import Solver, choose_solver, compress
-from outergrad.linalg.rank import discarded_energy
-from outergrad.linalg.small_core import spectrum
 
 SOLVERS = get_args(Solver)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spectra import SHAPES, cast, decaying, gradient, relative_error, with_spectrum
+from spectra import (
+    SHAPES,
+    cast,
+    decaying,
+    discarded_energy,
+    gradient,
+    relative_error,
+    spectrum,
+    with_spectrum,
+)
 
 from outergrad import Factors
-from outergrad.linalg.rank import discarded_energy, effective_rank
-from outergrad.linalg.small_core import small_core, spectrum
+from outergrad.linalg.leading import effective_rank
+from outergrad.linalg.small_core import small_core
 
 
 @pytest.mark.parametrize("shape", SHAPES)

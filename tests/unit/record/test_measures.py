@@ -9,7 +9,7 @@ from torch import nn
 
 import outergrad as og
 from cases import METHODS, Events
-from outergrad.linalg.rank import effective_rank
+from outergrad.linalg.leading import effective_rank
 from ranks import run_on_lasting_groups, try_ranks
 
 SITES, STEPS = 2, 3

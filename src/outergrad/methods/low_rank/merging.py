@@ -9,9 +9,8 @@ from torch import Tensor
 
 from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.merge import merge
 from outergrad.linalg.outer import added, formed, product_of, stack
-from outergrad.linalg.small_core import small_core
+from outergrad.linalg.small_core import merge, small_core
 from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
