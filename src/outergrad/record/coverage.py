@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -72,9 +72,8 @@ class Coverage(Sequence[Travel]):
     def __str__(self) -> str:
         """The table, one parameter per line."""
         cells = [_HEADINGS, *(_cells(line) for line in self.lines)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADINGS))]
-        rule = tuple("-" * width for width in widths)
-        rows = [cells[0], rule, *cells[1:]]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = [_HEADINGS, tuple("-" * width for width in widths), *cells[1:]]
         padded = (zip(row, widths, strict=True) for row in rows)
         return "\n".join("  ".join(c.ljust(w) for c, w in row).rstrip() for row in padded)
 
@@ -118,13 +117,9 @@ def coverage(
         if entry[0] == "low rank":
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
             travels.update(vectors)
-    return Coverage(tuple(_travels(params, travels)))
-
-
-def _travels(params: Mapping[str, nn.Parameter], travels: Mapping[str, _Entry]) -> Iterator[Travel]:
-    for name, p in params.items():
-        entry = travels.get(name, ("not trained", "requires_grad is False", "nothing"))
-        yield Travel(name, tuple(p.shape), *entry)
+    untrained = "not trained", "requires_grad is False", "nothing"
+    lines = [Travel(n, tuple(p.shape), *travels.get(n, untrained)) for n, p in params.items()]
+    return Coverage(tuple(lines))
 
 
 def _unit_entry(

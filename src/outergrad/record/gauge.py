@@ -123,8 +123,7 @@ class Reading:
             arrives: as the others decode them, if they are encoded.
         """
         slot, gradient, _ = part
-        self._take(slot, gradient if slot.lookup else rows)
-        self._take_norms(slot, gradient)
+        self._take(slot, gradient, None if slot.lookup else rows)
         lost = 0.0 if arrives is None else squared_loss(rows, arrives)
         self.sums[slot.weight].add(due=inner(rows, rows), missing=lost)
 
@@ -139,7 +138,6 @@ class Reading:
         """
         slot, gradient, _ = part
         self._take(slot, gradient)
-        self._take_norms(slot, gradient)
         due, both = squared_sum(gradient, residual), inner(gradient, arrives)
         if residual is not None:
             both += inner(residual, arrives)
@@ -152,23 +150,20 @@ class Reading:
     ) -> None:
         """This site's part of a sum of sketches `dWᵀ P`, of orthonormal P."""
         self._take(slot, gradient)
-        self._take_norms(slot, gradient)
         due = squared_sum(gradient, residual)
         missing = above_rounding(due - inner(z_GIK, z_GIK), due)
         self.sums[slot.weight].add(due=due, missing=missing)
 
-    def _take(self, slot: Slot, own: Gradient) -> None:
+    def _take(self, slot: Slot, gradient: Gradient, rows: Factors | None = None) -> None:
+        """Keeps this site's gradient, as rows if these are given, and the norms of its factors."""
+        own = rows or gradient
         if isinstance(own, Factors):
             self._own[slot.place] = own
-
-    def _take_norms(self, slot: Slot, gradient: Gradient) -> None:
-        if not isinstance(gradient, Factors):
-            return
-        deltas = inner(*[gradient.d_GRO.flatten()[None, None]] * 2)
-        self.sums[slot.weight].add(deltas=deltas)
-        if not slot.lookup:
-            activations = inner(*[gradient.a_GRI.flatten()[None, None]] * 2)
-            self.sums[slot.weight].add(activations=activations)
+        if isinstance(gradient, Factors):
+            sums = self.sums[slot.weight]
+            sums.add(deltas=_square(gradient.d_GRO))
+            if not slot.lookup:
+                sums.add(activations=_square(gradient.a_GRI))
 
     # -- what comes of it -------------------------------------------------------------------------
 
@@ -216,6 +211,12 @@ class Reading:
         if start is not None:
             starts[slot.place] = start
         return sigma_GK
+
+
+def _square(t: Tensor) -> float:
+    """The squared norm of all elements."""
+    row_11N = t.flatten()[None, None]
+    return inner(row_11N, row_11N)
 
 
 def _whole(name: str, mean: Tensor) -> list[Slot]:

@@ -49,20 +49,16 @@ class JSONL:
                 self._files[event.rank] = open_to_append(path)
             self._files[event.rank].write(json.dumps(line_of(event)) + "\n")
         except OSError as error:
-            self._give_up()
-            raise OSError(
-                error.errno, f"JSONL cannot write: {error.strerror}", str(path)
-            ) from error
+            with contextlib.suppress(OSError):
+                self.close()
+            self._files.clear()
+            what = f"JSONL cannot write: {error.strerror}"
+            raise OSError(error.errno, what, str(path)) from error
 
     def close(self) -> None:
         """Closes the file; a later event opens it again."""
         while self._files:
             self._files.popitem()[1].close()
-
-    def _give_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
-        self._files.clear()
 
 
 def open_to_append(path: Path) -> IO[str]:

@@ -81,13 +81,12 @@ class Client:
         """On average since the last time, of everything alike: so parts are parts of the whole."""
         last, self._last = self._last, (step, time.perf_counter())
         spent, self._spent = self._spent, []
-        known = last is not None and step > last[0]
-        steps = step - last[0] if last is not None and known else max(len(spent), 1)
+        steps, seconds = max(len(spent), 1), None
+        if last is not None and step > last[0]:
+            steps = step - last[0]
+            seconds = (self._last[1] - last[1]) / steps
+            self.allowed_s = self._budget * seconds
         parts = [sum(column) / steps for column in zip(*spent, strict=True)] or [0.0] * 3
-        if last is None or not known:
-            return Pace(None, *parts)
-        seconds = (self._last[1] - last[1]) / steps
-        self.allowed_s = self._budget * seconds
         return Pace(seconds, *parts)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from outergrad.core.transport import Comm
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,6 @@ class LayerStats:
     kept_rows: int = 0
     compress_s: float = 0.0
     replay_s: float = 0.0
-
-
-class Traffic(Protocol):
-    """A transport that counts bytes."""
-
-    sent_bytes: int
-    received_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class Stats:
 class Since:
     """What a transport has counted since this was made: at the beginning of a step."""
 
-    def __init__(self, comm: Traffic) -> None:
+    def __init__(self, comm: Comm) -> None:
         self._comm, self._before = comm, (comm.sent_bytes, comm.received_bytes)
 
     def stats(self, step: int, **more: Any) -> Stats:
