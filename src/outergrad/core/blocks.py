@@ -61,7 +61,7 @@ class Traced(NamedTuple):
     fingerprint: Tensor | None = None
 
 
-class Sent(NamedTuple):
+class SentUse(NamedTuple):
     """One use of a block's module, as a site has sent it.
 
     Attributes:
@@ -87,7 +87,7 @@ class SentRun(NamedTuple):
         own: whether that is this one.
     """
 
-    links: Sequence[Sent]
+    links: Sequence[SentUse]
     deltas: Sequence[Tensor]
     site: int = 0
     own: bool = True
@@ -112,7 +112,7 @@ class Replayer(Protocol):
         """About what would be sent of a forward that returned y, had it been traced."""
         ...
 
-    def again(self, sent: Sent, params: Mapping[str, Tensor]) -> list[Tensor]:
+    def again(self, sent: SentUse, params: Mapping[str, Tensor]) -> list[Tensor]:
         """The floating outputs of one use, with a graph to parameters, which go by full name."""
         ...
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from outergrad.core.blocks import Block, Replayer, Sent, SentRun
+from outergrad.core.blocks import Block, Replayer, SentRun
 from outergrad.core.coding import Codecs
 from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.linalg.gradients import scaled
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use
-from outergrad.replay.run import PREVIOUS, LinkedUse, Message, ReplayRun, Shape
+from outergrad.replay.run import PREVIOUS, Message, Run, Shape, sent_run
 
 
 class BlockMessage:
@@ -35,19 +36,19 @@ class BlockMessage:
         self._message = Message([self._run(run) for run in _runs(uses)], self._shapes, codecs)
         self.nbytes = self._message.nbytes
 
-    def _run(self, uses: Sequence[Use]) -> ReplayRun:
+    def _run(self, uses: Sequence[Use]) -> Run:
         links = [self._link(use, follows=k > 0) for k, use in enumerate(uses)]
         last = uses[-1]
-        pairs = enumerate(last.outputs)
-        return ReplayRun(tuple(links), tuple(self._add((last, "deltas", k), s) for k, s in pairs))
+        deltas = [self._add((last, "deltas", k), s) for k, s in enumerate(last.outputs)]
+        return {"links": links, "deltas": deltas}
 
-    def _link(self, use: Use, *, follows: bool) -> LinkedUse:
+    def _link(self, use: Use, *, follows: bool) -> list[Any]:
         places = [
             PREVIOUS if follows and k == use.entry else self._place(use, k)
             for k in range(len(use.shapes))
         ]
         marks = [self._add((use, "marks", k), Shape.of(mark)) for k, mark in enumerate(use.marks)]
-        return LinkedUse(use.member, use.about, tuple(places), *marks)
+        return [use.member, use.about, places, *(marks or [None])]
 
     def _place(self, use: Use, k: int) -> int:
         """Of a tensor; what several uses are given, as a mask, is sent once."""
@@ -81,17 +82,17 @@ class BlockMessage:
         """
         runs = self._message.runs
         exact, decoded = (
-            [_sent_run(run, given, 1.0) for run in runs]
+            [sent_run(run, given) for run in runs]
             for given in (tensors, self._message.decoded(tensors))
         )
-        links = (link for run in runs for link in run.links)
+        marks = (mark for run in runs for *_, mark in run["links"])
         try:
             found = self._replayer.fingerprints(exact, decoded)
         except ReplayError:
             return  # it fails on all sites, which then say so
-        for link, one in zip(links, found, strict=True):
-            if link.fingerprint is not None and one is not None:
-                tensors[link.fingerprint] = one
+        for mark, one in zip(marks, found, strict=True):
+            if mark is not None and one is not None:
+                tensors[mark] = one
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -176,29 +177,21 @@ def block_gradients(
     except RefusedError:
         raise
     except Exception as error:
-        _refuse(tapped, runs_S, error)
+        # It comes of one site's runs alone; if all raise, it is not for what they sent.
+        odd = [rank for rank, runs in enumerate(runs_S) if runs and not _works(tapped, runs)]
+        if odd and len(odd) < sum(map(bool, runs_S)):
+            what = f"what site {odd[0]} sent of {tapped.block.name!r} cannot be computed: {error}"
+            raise RefusedError(what, odd[0]) from error
         raise
 
 
 def _runs_of(tapped: TappedBlock, rank: int, data: Tensor | None, scale: float) -> list[SentRun]:
     try:
-        runs, tensors = ((), []) if data is None else Message.read(data, tapped.codecs)
-        return [_sent_run(run, tensors, scale) for run in runs]
+        runs, tensors = ([], []) if data is None else Message.read(data, tapped.codecs)
+        return [sent_run(run, tensors, scale) for run in runs]
     except Exception as error:  # codecs may be the user's, and raise what they like
         what = f"what site {rank} sent of {tapped.block.name!r} cannot be read: {error}"
         raise RefusedError(what, rank) from error
-
-
-def _refuse(tapped: TappedBlock, runs_S: Sequence[list[SentRun]], error: Exception) -> None:
-    """Names the site of whose runs alone it comes; if all raise, it is not for what they sent.
-
-    Raises:
-        RefusedError: there is one.
-    """
-    odd = [rank for rank, runs in enumerate(runs_S) if runs and not _works(tapped, runs)]
-    if odd and len(odd) < sum(map(bool, runs_S)):
-        what = f"what site {odd[0]} sent of {tapped.block.name!r} cannot be computed: {error}"
-        raise RefusedError(what, odd[0]) from error
 
 
 def _works(tapped: TappedBlock, runs: list[SentRun]) -> bool:
@@ -207,15 +200,3 @@ def _works(tapped: TappedBlock, runs: list[SentRun]) -> bool:
     except Exception:
         return False
     return True
-
-
-def _sent_run(run: ReplayRun, tensors: Sequence[Tensor], scale: float) -> SentRun:
-    """A run with its tensors, and the deltas times scale: the gradients are larger."""
-    links = [_sent(link, tensors) for link in run.links]
-    return SentRun(links, [tensors[k] * scale for k in run.deltas])
-
-
-def _sent(link: LinkedUse, tensors: Sequence[Tensor]) -> Sent:
-    found = [None if place == PREVIOUS else tensors[place] for place in link.places]
-    mark = None if link.fingerprint is None else tensors[link.fingerprint]
-    return Sent(link.member, link.about, found, mark)

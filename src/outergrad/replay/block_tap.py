@@ -14,11 +14,12 @@ from outergrad.capture.node_ref import NodeRef
 from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared, is_wanted
 from outergrad.capture.tap import BlockTap
 from outergrad.capture.untappable import may_be_tapped
-from outergrad.core.blocks import UNSENDABLE, Block, Replayer, Sent, SentRun
-from outergrad.core.coding import Codecs
+from outergrad.core.blocks import UNSENDABLE, Block, SentRun, SentUse
 from outergrad.core.errors import RefusedError, ReplayError
+from outergrad.linalg.gradients import vjp
 from outergrad.replay.block_use import Following, Use, use_of
 from outergrad.replay.fingerprint import unrepeated
+from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.run import Shape
 
 
@@ -38,39 +39,24 @@ class TappedBlock:
     """A block of a model while a session is attached.
 
     Args:
-        block: its name and parameters.
-        names: full names of its modules.
-        replayer: computes them.
-        watched: its parameters; per module.
-        own: where these stand; per module.
-        codecs: what numbers that are sent of it go through.
-        raw_inputs: whether a module may be sent that reads nothing but what enters the model.
-        explicit: whether it is an error if that would be.
+        found: the block.
+        watched: its parameters; per module that can be called.
         sink: is told.
     """
 
     def __init__(
-        self,
-        block: Block,
-        names: Sequence[str],
-        replayer: Replayer,
-        watched: Sequence[Sequence[WatchedParameter]],
-        own: Sequence[OwnParameters],
-        *,
-        codecs: Codecs,
-        raw_inputs: bool,
-        explicit: bool,
-        sink: BlockSink,
+        self, found: FoundBlock, watched: Sequence[Sequence[WatchedParameter]], sink: BlockSink
     ) -> None:
-        self.block, self._names, self.replayer = block, names, replayer
-        self.codecs = codecs
-        self._watched, self._own = [tuple(params) for params in watched], own
-        self._raw_inputs, self._explicit, self._sink = raw_inputs, explicit, sink
+        self.block, self.replayer, self.codecs = found.block, found.replayer, found.codecs
+        self._names, self._watched, self._sink = found.names, watched, sink
+        self._raw_inputs, self._explicit = found.raw_inputs, found.explicit
+        self._own = [OwnParameters(*pair) for pair in zip(found.modules_of, watched, strict=True)]
         self._live: list[NodeRef] = []
-        self._following = Following(names)
+        self._following = Following(found.names)
         self._decided = False
         self.untapped_nbytes = 0
         self.swaps: list[ClassSwap] = []
+        found.swap(self)
 
     def restore(self) -> None:
         """Gives the modules their own classes back."""
@@ -218,10 +204,12 @@ class TappedBlock:
         with torch.enable_grad():  # views are without the hooks of what they are views of
             seen = [t.view_as(t) for t in read]
             params = {p.name: p.parameter.view_as(p.parameter) for p in watched}
-            outputs = self.replayer.again(Sent(use.member, use.about, use.tensors(seen)), params)
+            outputs = self.replayer.again(SentUse(use.member, use.about, use.tensors(seen)), params)
         asked = [*[keeps_graph] * len(read), *wanted]
-        found = _gradients(outputs, [*seen, *params.values()], asked, deltas)
-        return [*(None if keeps_graph else d for d in deltas), *found]
+        inputs = [t for t, needs in zip([*seen, *params.values()], asked, strict=True) if needs]
+        found = iter(vjp(outputs, inputs, deltas, create_graph=keeps_graph))
+        passed = [None if keeps_graph else d for d in deltas]
+        return [*passed, *(next(found) if needs else None for needs in asked)]
 
     def _check_unchanged(self, use: Use) -> None:
         for t, version in use.constants.values():
@@ -230,23 +218,6 @@ class TappedBlock:
                     f"block {self._names[use.member]!r}: one of its inputs was changed in place "
                     f"between forward and backward: other sites could not compute it again"
                 )
-
-
-def _gradients(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    asked: Sequence[bool],
-    deltas: Sequence[Tensor],
-) -> list[Tensor | None]:
-    """Of the inputs that are asked for; with a graph if one is being made."""
-    pairs = [(y, d) for y, d in zip(outputs, deltas, strict=True) if y.requires_grad]
-    wanted = [t for t, needs in zip(inputs, asked, strict=True) if needs]
-    if not (pairs and wanted):
-        return [None] * len(inputs)
-    options = {"create_graph": torch.is_grad_enabled(), "allow_unused": True}
-    ys, ds = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(ys, wanted, ds, **options))
-    return [next(found) if needs else None for needs in asked]
 
 
 def _any_requires_grad(value: Any) -> bool:

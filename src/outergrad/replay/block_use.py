@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad.capture.engine import NO_TASK, current_task, will_run
 from outergrad.capture.node_ref import NodeRef
-from outergrad.core.blocks import Sent
+from outergrad.core.blocks import SentUse
 from outergrad.replay.run import Shape
 
 
@@ -66,9 +66,9 @@ class Use:
         self.kept, self.deltas, self.entry_delta = [], (), None
 
     @property
-    def as_sent(self) -> Sent:
+    def as_sent(self) -> SentUse:
         """As if it had travelled."""
-        return Sent(self.member, self.about, self.kept, *self.marks)
+        return SentUse(self.member, self.about, self.kept, *self.marks)
 
 
 class _Latest(NamedTuple):

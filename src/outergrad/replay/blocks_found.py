@@ -4,68 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from outergrad.capture.class_swap import ClassSwap
-from outergrad.core.blocks import Block, Replayer
-from outergrad.core.coding import Codecs
+from outergrad.core.blocks import Block
 from outergrad.core.protocols import Exchange
 from outergrad.replay.block_tap import TappedBlock
-from outergrad.replay.chain import Between, Chain
+from outergrad.replay.chain import Chain
+from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host, is_plain_sequential
-from outergrad.replay.layer import ChainLayer, chains_in, has_hooks, is_layer
+from outergrad.replay.layer import Between, ChainLayer, chains_in, has_hooks, is_layer
 from outergrad.replay.modules import Modules
 
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
-
-
-@dataclass(frozen=True)
-class FoundBlock:
-    """A block of a model.
-
-    Attributes:
-        block: its name and parameters.
-        names: full names of its modules.
-        modules: the modules.
-        params_of: per module that can be called, full names of its trained parameters.
-        replayer: computes them.
-        codecs: what numbers that are sent of it go through.
-        explicit: whether the user named it.
-        raw_inputs: whether it may read nothing but what enters the model.
-        place: where it runs, if it is a chain: the host, its first part there and its last.
-    """
-
-    block: Block
-    names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-    params_of: tuple[tuple[str, ...], ...]
-    replayer: Replayer
-    codecs: Codecs
-    explicit: bool
-    raw_inputs: bool
-    place: tuple[Host, int, int] | None = None
-
-    @property
-    def modules_of(self) -> list[tuple[nn.Module, ...]]:
-        """Per module that can be called, what it consists of."""
-        return [self.modules] if self.place else [(module,) for module in self.modules]
-
-    def swap(self, tapped: TappedBlock) -> None:
-        """Swaps the classes of its modules, or of what holds them."""
-        if self.place is not None:
-            host, start, last = self.place
-            host.put(tapped, start, last)
-            return
-        for k, module in enumerate(self.modules):
-            tapped.swaps.append(ClassSwap(module, _member(tapped, k)))
-
-
-def _member(tapped: TappedBlock, member: int) -> Any:
-    return lambda *args, **kwargs: tapped.call(member, args, kwargs)
 
 
 class BlockFinder:
@@ -131,10 +86,17 @@ class BlockFinder:
         params_of = tuple(self._params([module]) for module in modules)
         params = tuple(dict.fromkeys(name for params in params_of for name in params))
         label = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-        replayer = Modules(names, modules, self._full_names)
-        common = (self._codecs, explicit, self._replays.raw_inputs)
-        block = Block(label, params)
-        return FoundBlock(block, tuple(names), tuple(modules), params_of, replayer, *common)
+        return FoundBlock(
+            Block(label, params),
+            names=tuple(names),
+            modules_of=[(module,) for module in modules],
+            params_of=params_of,
+            replayer=Modules(names, modules, self._full_names),
+            codecs=self._codecs,
+            explicit=explicit,
+            raw_inputs=self._replays.raw_inputs,
+            swap=partial(_swap_each, modules),
+        )
 
     def _check(self, name: str, module: nn.Module) -> None:
         for child, part in module.named_modules(prefix=name):
@@ -211,12 +173,26 @@ class BlockFinder:
         spaces = [Between(tuple(part)) for part in between[:-1]]
         params = self._params(modules)
         label = f"{names[0]} ... {names[-1]}"
-        replayer = Chain(layers, spaces, self._full_names, exact=not self._codecs)
-        block = Block(label, params)
-        place = host, start, last
         return FoundBlock(
-            block, (label,), modules, (params,), replayer, self._codecs, False, True, place
+            Block(label, params),
+            names=(label,),
+            modules_of=[modules],
+            params_of=[params],
+            replayer=Chain(layers, spaces, self._full_names, exact=not self._codecs),
+            codecs=self._codecs,
+            explicit=False,
+            raw_inputs=True,
+            swap=lambda tapped: host.put(tapped, start, last),
         )
+
+
+def _swap_each(modules: Sequence[nn.Module], tapped: TappedBlock) -> None:
+    for k, module in enumerate(modules):
+        tapped.swaps.append(ClassSwap(module, _member(tapped, k)))
+
+
+def _member(tapped: TappedBlock, member: int) -> Any:
+    return lambda *args, **kwargs: tapped.call(member, args, kwargs)
 
 
 def _siblings(names: Sequence[str]) -> list[list[str]]:

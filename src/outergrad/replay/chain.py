@@ -12,63 +12,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from outergrad.core.blocks import Sent, SentRun, Traced
+from outergrad.core.blocks import SentRun, SentUse, Traced
 from outergrad.core.errors import ReplayError
 from outergrad.linalg.gradients import summed
-from outergrad.replay.context import (
-    autocast_as,
-    autocast_now,
-    modes_as,
-    modes_now,
-    recorded,
-    replayed,
-)
+from outergrad.replay.context import conditions_as, conditions_now, recorded, replayed
 from outergrad.replay.fingerprint import Comparison, fingerprint, tolerance
-from outergrad.replay.from_output import delta_before, is_known, reshapes
-from outergrad.replay.layer import (
-    ChainLayer,
-    backward,
-    has_hooks,
-    is_batched,
-    keeps_rows_apart,
-    output,
-)
-
-
-@dataclass(frozen=True)
-class Between:
-    """What stands between two layers.
-
-    Attributes:
-        modules: in their order.
-    """
-
-    modules: tuple[nn.Module, ...]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether its derivative follows from its output: of one function, and changes of shape."""
-        functions = [m for m in self.modules if not reshapes(m)]
-        return len(functions) <= 1 and all(map(is_known, self.modules))
-
-    @property
-    def keeps_rows_apart(self) -> bool:
-        """Whether each of a batch's rows is made of the same row before."""
-        return all(map(keeps_rows_apart, self.modules))
-
-    def __call__(self, y: Tensor, params: Mapping[int, Tensor]) -> Tensor:
-        """The activations of the next layer; parameters by the identity of the real ones."""
-        for module in self.modules:
-            own = {n: params[id(p)] for n, p in module.named_parameters()}
-            y = functional_call(module, own, (y,))
-        return y
+from outergrad.replay.from_output import delta_before
+from outergrad.replay.layer import Between, ChainLayer, backward, has_hooks, is_batched, output
 
 
 class Chain:
@@ -109,13 +64,16 @@ class Chain:
             seeds.append(seed)
             y = output(layer, activations[-1], detached)
             shapes.append(tuple(y.shape))
-        about = {"seeds": seeds, "shapes": shapes, "autocast": autocast_now(self._device)}
-        about["training"], about["settings"] = modes_now(self.modules), self._settings()
+        about = {"seeds": seeds, "shapes": shapes, **conditions_now(self.modules, self._device)}
+        about["settings"] = self._settings()
         return Traced(about, activations, [y], lambda new: new[0])
 
     def _settings(self) -> str:
         """Of all modules, as text of one length: with these and what is sent, the rest follows."""
-        told = [[getattr(m, name, None) for name in _constants(m)] for m in self.modules]
+        told = [
+            [getattr(m, name, None) for name in getattr(m, "__constants__", ())]  # as PyTorch's do
+            for m in self.modules
+        ]
         return f"{zlib.crc32(repr(told).encode()):08x}"
 
     def _through(
@@ -149,12 +107,13 @@ class Chain:
         widths = [m.weight.shape[1] * getattr(m, "groups", 1) for m in self._layers]
         return x.nbytes * sum(widths) // max(first, 1) + y.nbytes
 
-    def again(self, sent: Sent, params: Mapping[str, Tensor]) -> list[Tensor]:
+    def again(self, sent: SentUse, params: Mapping[str, Tensor]) -> list[Tensor]:
         """See `Replayer`: from what enters it, as what is between its layers has a graph, too."""
-        used = {key: params.get(self._name(key), p.detach()) for key, p in self._params.items()}
+        names = self._full_names  # those that are not trained have none
+        used = {key: params.get(names.get(key, ""), p.detach()) for key, p in self._params.items()}
         (a, *_), about, device = sent.tensors, sent.about, self._device
         assert a is not None
-        with modes_as(self.modules, about["training"]), autocast_as(about["autocast"], device):
+        with conditions_as(about, self.modules, device):
             y = output(self._layers[0], a, used)
             parts = zip(self._layers[1:], self._between, about["seeds"], strict=True)
             for layer, between, seed in parts:
@@ -162,10 +121,6 @@ class Chain:
                     a = between(y, used)
                 y = output(layer, a, used)
         return [y]
-
-    def _name(self, key: int) -> str:
-        """Of a parameter; those that are not trained have none."""
-        return self._full_names.get(key, "")
 
     def gradients(self, runs: Sequence[SentRun]) -> dict[str, Tensor]:
         """See `Replayer`: the rows of all sites at once where nothing is drawn."""
@@ -198,8 +153,7 @@ class Chain:
         (link,), (d,) = run.links, run.deltas
         detached = {key: p.detach() for key, p in self._params.items()}
         found: dict[int, Tensor] = {}
-        modes = modes_as(self.modules, link.about["training"])
-        with modes, autocast_as(link.about["autocast"], self._device):
+        with conditions_as(link.about, self.modules, self._device):
             for k in reversed(range(len(self._layers))):
                 a = link.tensors[k]
                 assert a is not None
@@ -223,7 +177,7 @@ class Chain:
     def _before(
         self,
         k: int,
-        link: Sent,
+        link: SentUse,
         d: Tensor,
         params: Mapping[int, Tensor],
         found: dict[int, Tensor],
@@ -251,11 +205,6 @@ class Chain:
         return d, made.detach()
 
 
-def _constants(module: nn.Module) -> Sequence[str]:
-    """Names of its settings, as modules of PyTorch list them."""
-    return getattr(module, "__constants__", ())
-
-
 def _all_but_rows(run: SentRun) -> Hashable:
     """What runs must have in common, for their rows to be computed together."""
     (link,), (delta,) = run.links, run.deltas
@@ -275,4 +224,4 @@ def _stacked(runs: Sequence[SentRun]) -> SentRun:
     shapes = [(sum(shape[0] for shape in of_sites), *of_sites[0][1:]) for of_sites in firsts]
     about = {**links[0].about, "shapes": shapes}
     deltas = torch.cat([run.deltas[0] for run in runs])
-    return SentRun([Sent(links[0].member, about, tensors)], [deltas])
+    return SentRun([SentUse(links[0].member, about, tensors)], [deltas])

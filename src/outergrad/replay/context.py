@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 
-def autocast_now(device: torch.device) -> str | None:
-    """The name of the dtype that products are computed in now; None without autocast."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+def conditions_now(modules: Sequence[nn.Module], device: torch.device) -> dict[str, Any]:
+    """What modules compute under now, as plain values.
 
-
-@contextmanager
-def autocast_as(name: str | None, device: torch.device) -> Iterator[None]:
-    """Computes as `autocast_now` said."""
-    dtype = None if name is None else getattr(torch, name)
-    with torch.autocast(device.type, dtype=dtype, enabled=name is not None, cache_enabled=False):
-        yield
-
-
-Modes = bool | list[bool]
-"""Of all that is in some modules, or of each part."""
-
-
-def modes_now(modules: Sequence[nn.Module]) -> Modes:
-    """Which of them, and of what is in them, are in training."""
+    Returns:
+        "autocast", the name of the dtype that products are computed in, or None; "training", which
+        parts of the modules are in training: one flag where all are alike.
+    """
+    dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
     flags = [part.training for part in _parts(modules)]
-    return flags if len(set(flags)) > 1 else flags[0]
+    return {
+        "autocast": dtype if torch.is_autocast_enabled(device.type) else None,
+        "training": flags if len(set(flags)) > 1 else flags[0],
+    }
 
 
 @contextmanager
-def modes_as(modules: Sequence[nn.Module], modes: Modes) -> Iterator[None]:
-    """Has them compute as `modes_now` said; another site's may differ from this one's."""
-    parts = _parts(modules)
+def conditions_as(
+    about: Mapping[str, Any], modules: Sequence[nn.Module], device: torch.device
+) -> Iterator[None]:
+    """Has them compute as `conditions_now` said; another site's may differ from this one's."""
+    name, modes, parts = about["autocast"], about["training"], _parts(modules)
+    dtype = None if name is None else getattr(torch, name)
     before = [part.training for part in parts]
     _set(parts, [modes] * len(parts) if isinstance(modes, bool) else modes)
     try:
-        yield
+        with torch.autocast(device.type, dtype, enabled=name is not None, cache_enabled=False):
+            yield
     finally:
         _set(parts, before)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,20 +44,28 @@ def never_like(fingerprint: Tensor) -> Tensor:
     return torch.full(fingerprint.shape, NEVER, device=fingerprint.device).view(torch.int32)
 
 
-def is_like(sent: Sequence[float], found: Sequence[float], tolerance: float) -> bool:
-    """Whether two outputs are the same but for rounding, by the numbers of their fingerprints.
+def is_like(sent: Tensor, found: Tensor, tolerance: float) -> bool:
+    """Whether two fingerprints are of the same outputs, but for rounding.
 
-    One that is not finite cannot be compared: its gradient will not be finite either.
+    An output that is not finite cannot be compared: its gradient will not be finite either.
 
     Args:
         sent: of the forward.
         found: of the replay.
-        tolerance: of the difference, relative to the norm.
+        tolerance: of the difference of each output, relative to its norm.
     """
-    if not all(map(math.isfinite, sent)):
-        return True
-    room = tolerance * sent[0]
-    return all(abs(a - b) <= room for a, b in zip(sent, found, strict=True))
+    if sent.shape != found.shape:
+        return False
+    pairs = zip(_floats(sent), _floats(found), strict=True)
+    return all(
+        abs(a - b) <= tolerance * one[0] or not all(map(math.isfinite, one))
+        for one, other in pairs
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _floats(fingerprint: Tensor) -> list[list[float]]:
+    return fingerprint.view(torch.float32).tolist()
 
 
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device, *, same_machine: bool) -> float:
@@ -96,21 +103,11 @@ def _vector(length: int, seed: int, device: torch.device) -> Tensor:
     return ((2 * uniform - 1) * math.sqrt(3)).to(device)
 
 
-class _Pair(NamedTuple):
-    """The fingerprints of a forward and of its replay, and how far they may be apart."""
-
-    site: int
-    member: int
-    sent: Tensor
-    found: Tensor
-    tolerance: float
-
-
 class Comparison:
     """Collects fingerprints: they are read once, for a device waits whenever it is asked."""
 
     def __init__(self) -> None:
-        self._pairs: list[_Pair] = []
+        self._pairs: list[tuple[int, int, Tensor, Tensor, float]] = []
 
     def note(self, site: int, member: int, sent: Tensor, found: Tensor, tolerance: float) -> None:
         """One use of a module.
@@ -122,7 +119,7 @@ class Comparison:
             found: of the replay.
             tolerance: see `is_like`.
         """
-        self._pairs.append(_Pair(site, member, sent, found, tolerance))
+        self._pairs.append((site, member, sent, found, tolerance))
 
     def check(self) -> None:
         """Reads them.
@@ -130,21 +127,9 @@ class Comparison:
         Raises:
             ReplayError: one was not like its forward.
         """
-        for pair in self._pairs:
-            if not are_like(pair.sent, pair.found, pair.tolerance):
-                raise ReplayError(pair.site, pair.member)
-
-
-def are_like(sent: Tensor, found: Tensor, tolerance: float) -> bool:
-    """Whether two fingerprints are of the same outputs, see `is_like`."""
-    if sent.shape != found.shape:
-        return False
-    pairs = zip(_floats(sent), _floats(found), strict=True)
-    return all(is_like(one, other, tolerance) for one, other in pairs)
-
-
-def _floats(fingerprint: Tensor) -> list[list[float]]:
-    return fingerprint.view(torch.float32).tolist()
+        for site, member, sent, found, tolerance in self._pairs:
+            if not is_like(sent, found, tolerance):
+                raise ReplayError(site, member)
 
 
 @contextmanager

@@ -50,47 +50,36 @@ def other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"the {kind} {start + key!r}", t
 
 
-class Escapes:
-    """Has a backward raise that reaches such a tensor of one forward.
+@contextmanager
+def escapes_refused(name: str, module: nn.Module) -> Iterator[None]:
+    """Around one forward: a backward will raise that reaches what left it through another way.
 
     Args:
         name: full name of the block.
         module: the block.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._module = name, module
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Around the forward."""
-        before = {id(t) for _, _, _, t in _attributes(self._module)}
-        handles = [h for n, part in self._module.named_modules() for h in self._around(n, part)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        for name, held, key, t in _attributes(self._module):
-            if id(t) not in before:
-                held[key] = _watched(t, self._error(f"the attribute {name!r}"))
-
-    def _around(self, name: str, part: nn.Module) -> Iterator[Any]:
-        """Lets the hooks of a part see its output as another tensor, if it has any."""
-        if part is not self._module and part._forward_hooks:
-            view = _HookView(self._error(f"a hook on {name!r}"))
-            yield part.register_forward_hook(view.show, prepend=True)
-            yield part.register_forward_hook(view.hide)
-
-    def _error(self, way: str) -> str:
+    def error(way: str) -> str:
         return (
-            f"block {self._name!r}: a tensor that left its forward through {way} has a gradient, "
+            f"block {name!r}: a tensor that left its forward through {way} has a gradient, "
             f"which would not reach the block's parameters: have the block return it, detach it, "
             f"or leave the block out of blocks="
         )
 
+    before = {id(t) for _, _, _, t in _attributes(module)}
+    hooked = [(n, m) for n, m in module.named_modules() if m is not module and m._forward_hooks]
+    views = [_HookView(part, error(f"a hook on {n!r}")) for n, part in hooked]
+    try:
+        yield
+    finally:
+        for view in views:
+            view.remove()
+    for attribute, held, key, t in _attributes(module):
+        if id(t) not in before:
+            held[key] = _refused(t, error(f"the attribute {attribute!r}"))
 
-def _watched(t: Tensor, error: str, is_free: Callable[[], bool] = lambda: False) -> Tensor:
+
+def _refused(t: Tensor, error: str, is_free: Callable[[], bool] = lambda: False) -> Tensor:
     """An alias of which a gradient is an error, unless it is free by then."""
     alias = t.view_as(t)
 
@@ -103,18 +92,26 @@ def _watched(t: Tensor, error: str, is_free: Callable[[], bool] = lambda: False)
 
 
 class _HookView:
-    """What the forward hooks of one module see in the place of its output.
+    """Lets the forward hooks of a module see other tensors in the place of its output.
 
     Args:
-        error: what is wrong with a gradient of that.
+        part: the module.
+        error: what is wrong with a gradient of these.
     """
 
-    def __init__(self, error: str) -> None:
+    def __init__(self, part: nn.Module, error: str) -> None:
         self._error, self._is_free = error, False
         self._real: Any = None
         self._seen: Any = None
+        first = part.register_forward_hook(self._show, prepend=True)
+        self._handles = [first, part.register_forward_hook(self._hide)]
 
-    def show(self, part: nn.Module, args: Any, output: Any) -> Any:
+    def remove(self) -> None:
+        """The forward is over."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _show(self, part: nn.Module, args: Any, output: Any) -> Any:
         """The first hook."""
         try:
             tensors = flattened(output)[1]
@@ -125,9 +122,9 @@ class _HookView:
         return self._seen
 
     def _alias(self, t: Tensor) -> Tensor:
-        return _watched(t, self._error, lambda: self._is_free)
+        return _refused(t, self._error, lambda: self._is_free)
 
-    def hide(self, part: nn.Module, args: Any, output: Any) -> Any:
+    def _hide(self, part: nn.Module, args: Any, output: Any) -> Any:
         """The last hook: what one between has put in the place of the output goes on."""
         if output is self._seen:
             return self._real
@@ -139,17 +136,13 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
     """Tensors with a graph among the attributes: full name, where each stands, key, itself."""
     for prefix, part in module.named_modules():
         for key, value in list(vars(part).items()):
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                yield f"{prefix}.{key}".lstrip("."), vars(part), key, value
-            elif type(value) in (list, dict) and value and key not in _OWN:
-                yield from _items(f"{prefix}.{key}".lstrip("."), value)
-
-
-def _items(name: str, held: Any) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    pairs = held.items() if isinstance(held, Mapping) else enumerate(held)
-    for key, value in list(pairs):
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            yield name, held, key, value
+            name, held = f"{prefix}.{key}".lstrip("."), [(vars(part), key, value)]
+            if type(value) in (list, dict) and key not in _OWN:
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
+                held = [(value, *pair) for pair in pairs]
+            for where, place, t in held:
+                if isinstance(t, Tensor) and t.grad_fn is not None:
+                    yield name, where, place, t
 
 
 _OWN = frozenset(vars(nn.Module()))

@@ -14,48 +14,24 @@ Derivative = Callable[[Any, Tensor], Tensor]
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 
 
-def _relu(module: nn.Module, a: Tensor) -> Tensor:
-    return (a > 0).to(a.dtype)
+def _between(a: Tensor, low: float, high: float) -> Tensor:
+    return ((a > low) & (a < high)).to(a.dtype)
 
 
-def _leaky_relu(module: nn.LeakyReLU, a: Tensor) -> Tensor:
-    return torch.where(a > 0, 1.0, module.negative_slope).to(a.dtype)
-
-
-def _clamped(low: float, high: float, slope: float = 1.0) -> Derivative:
-    return lambda module, a: ((a > low) & (a < high)).to(a.dtype) * slope
-
-
-def _hardtanh(module: nn.Hardtanh, a: Tensor) -> Tensor:
-    return ((a > module.min_val) & (a < module.max_val)).to(a.dtype)
-
-
-def _elu(module: nn.ELU, a: Tensor) -> Tensor:
-    return torch.where(a > 0, torch.ones_like(a), a + module.alpha)
-
-
-def _celu(module: nn.CELU, a: Tensor) -> Tensor:
-    return torch.where(a > 0, torch.ones_like(a), a / module.alpha + 1)
-
-
-def _selu(module: nn.SELU, a: Tensor) -> Tensor:
-    return torch.where(a > 0, torch.full_like(a, _SELU_SCALE), a + _SELU_SCALE * _SELU_ALPHA)
-
-
-def _softplus(module: nn.Softplus, a: Tensor) -> Tensor:
-    return -torch.expm1(-module.beta * a)
+def _above(a: Tensor, slope: Tensor, one: float = 1.0) -> Tensor:
+    return torch.where(a > 0, torch.full_like(a, one), slope)
 
 
 _DERIVATIVES: dict[type[nn.Module], Derivative] = {
-    nn.ReLU: _relu,
-    nn.LeakyReLU: _leaky_relu,
-    nn.ReLU6: _clamped(0.0, 6.0),
-    nn.Hardtanh: _hardtanh,
-    nn.Hardsigmoid: _clamped(0.0, 1.0, 1 / 6),
-    nn.ELU: _elu,
-    nn.CELU: _celu,
-    nn.SELU: _selu,
-    nn.Softplus: _softplus,
+    nn.ReLU: lambda module, a: (a > 0).to(a.dtype),
+    nn.LeakyReLU: lambda module, a: torch.where(a > 0, 1.0, module.negative_slope).to(a.dtype),
+    nn.ReLU6: lambda module, a: _between(a, 0.0, 6.0),
+    nn.Hardtanh: lambda module, a: _between(a, module.min_val, module.max_val),
+    nn.Hardsigmoid: lambda module, a: _between(a, 0.0, 1.0) * (1 / 6),
+    nn.ELU: lambda module, a: _above(a, a + module.alpha),
+    nn.CELU: lambda module, a: _above(a, a / module.alpha + 1),
+    nn.SELU: lambda module, a: _above(a, a + _SELU_SCALE * _SELU_ALPHA, _SELU_SCALE),
+    nn.Softplus: lambda module, a: -torch.expm1(-module.beta * a),
     nn.Sigmoid: lambda module, a: a * (1 - a),
     nn.Tanh: lambda module, a: 1 - a * a,
     nn.LogSigmoid: lambda module, a: -torch.expm1(a),
@@ -67,12 +43,11 @@ _RESHAPING = (nn.Flatten, nn.Unflatten)
 
 def is_known(module: nn.Module) -> bool:
     """Whether the derivative follows from the output: the function must be invertible there."""
-    kind = type(module)
     if isinstance(module, nn.LeakyReLU):
         return module.negative_slope > 0
     if isinstance(module, nn.ELU | nn.CELU):
         return module.alpha > 0
-    return kind in _DERIVATIVES or kind in _RESHAPING
+    return type(module) in (*_DERIVATIVES, *_RESHAPING)
 
 
 def reshapes(module: nn.Module) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from outergrad.replay.from_output import is_known
+from outergrad.replay.from_output import is_known, reshapes
 
 ChainLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -100,7 +102,7 @@ def _may_stand_between(module: nn.Module) -> bool:
     return is_known(module) or type(module) in _BETWEEN
 
 
-def keeps_rows_apart(module: nn.Module) -> bool:
+def _keeps_rows_apart(module: nn.Module) -> bool:
     """Whether, of what may stand between layers, it never looks across the first dimension."""
     if isinstance(module, nn.Softmax | nn.LogSoftmax):
         return False  # which dimension is meant depends on how many there are
@@ -109,3 +111,32 @@ def keeps_rows_apart(module: nn.Module) -> bool:
     if isinstance(module, nn.Flatten):
         return module.start_dim > 0
     return not isinstance(module, nn.Unflatten) or (isinstance(module.dim, int) and module.dim > 0)
+
+
+@dataclass(frozen=True)
+class Between:
+    """What stands between two layers.
+
+    Attributes:
+        modules: in their order.
+    """
+
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its derivative follows from its output: of one function, and changes of shape."""
+        functions = [m for m in self.modules if not reshapes(m)]
+        return len(functions) <= 1 and all(map(is_known, self.modules))
+
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """Whether each of a batch's rows is made of the same row before."""
+        return all(map(_keeps_rows_apart, self.modules))
+
+    def __call__(self, y: Tensor, params: Mapping[int, Tensor]) -> Tensor:
+        """The activations of the next layer; parameters by the identity of the real ones."""
+        for module in self.modules:
+            own = {n: params[id(p)] for n, p in module.named_parameters()}
+            y = functional_call(module, own, (y,))
+        return y

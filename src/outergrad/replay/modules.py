@@ -9,18 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outergrad.core.blocks import Sent, SentRun, Traced
+from outergrad.core.blocks import SentRun, SentUse, Traced
 from outergrad.core.errors import ReplayError
 from outergrad.core.structure import exchanged, flattened, rebuilt
-from outergrad.linalg.gradients import summed
-from outergrad.replay.context import (
-    autocast_as,
-    autocast_now,
-    modes_as,
-    modes_now,
-    recorded,
-    replayed,
-)
+from outergrad.linalg.gradients import summed, vjp
+from outergrad.replay.context import conditions_as, conditions_now, recorded, replayed
 from outergrad.replay.fingerprint import (
     Comparison,
     failures_told,
@@ -28,7 +21,7 @@ from outergrad.replay.fingerprint import (
     never_like,
     tolerance,
 )
-from outergrad.replay.forward import Escapes, Forward, other_tensors
+from outergrad.replay.forward import Forward, escapes_refused, other_tensors
 from outergrad.replay.run import DTYPES
 from outergrad.replay.unchanged import unchanged
 
@@ -65,7 +58,7 @@ class Modules:
         given = [(t, t._version) for t in tensors]
         held = [(n, t, t._version) for n, t in other_tensors(module)]
         detached = {n: p.detach() for n, p in module.named_parameters()}
-        with recorded(device) as draws, Escapes(name, module).told():
+        with recorded(device) as draws, escapes_refused(name, module):
             output = self._forwards[member].with_parameters(detached, args, kwargs)
         for n, t, version in held:
             if t._version != version:
@@ -78,8 +71,7 @@ class Modules:
                 f"block {name!r}: its forward changes one of its inputs in place, so other sites "
                 f"could not compute it again: use inplace=False there, or leave it out of blocks="
             )
-        about = {"in": structure, "seed": draws.seed, "autocast": autocast_now(device)}
-        about["training"] = modes_now([module])
+        about = {"in": structure, "seed": draws.seed, **conditions_now([module], device)}
         leaves = self._flattened(name, output, "it returned")[1]
         self._check_dtypes(name, [*tensors, *(t for t in leaves if t.requires_grad)])
         floating = [t for t in leaves if t.is_floating_point()]
@@ -130,7 +122,7 @@ class Modules:
         except TypeError as error:
             raise TypeError(f"block {name!r}: {told} {error}; or leave it out of blocks=") from None
 
-    def again(self, sent: Sent, params: Mapping[str, Tensor]) -> list[Tensor]:
+    def again(self, sent: SentUse, params: Mapping[str, Tensor]) -> list[Tensor]:
         """See `Replayer`."""
         with self._unchanged():
             return self._forward(sent, sent.tensors, dict(params))
@@ -173,7 +165,7 @@ class Modules:
 
     def _forwards_of(
         self, run: SentRun, copies: dict[str, Tensor]
-    ) -> Iterator[tuple[Sent, list[Tensor]]]:
+    ) -> Iterator[tuple[SentUse, list[Tensor]]]:
         """The links, each with its floating outputs, which have a graph to the copies."""
         entry = None
         for link in run.links:
@@ -193,7 +185,7 @@ class Modules:
             return self._backward(leaves, run.deltas, copies)
 
     def _compare(
-        self, run: SentRun, link: Sent, leaves: Sequence[Tensor], comparison: Comparison
+        self, run: SentRun, link: SentUse, leaves: Sequence[Tensor], comparison: Comparison
     ) -> None:
         """Notes what a replay gave and what the forward did."""
         module = self._modules[link.member]
@@ -209,17 +201,11 @@ class Modules:
         self, leaves: Sequence[Tensor], deltas: Sequence[Tensor], copies: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The gradients of copies of the parameters from the deltas of the floating outputs."""
-        pairs = [(y, d) for y, d in zip(leaves, deltas, strict=True) if y.requires_grad]
-        if not pairs:
-            return {}
-        names, wanted = list(copies), list(copies.values())
-        outputs, grad_outputs = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True)
-        gradients = {n: g for n, g in zip(names, found, strict=True) if g is not None}
-        return _apart(gradients, deltas)
+        found = zip(copies, vjp(leaves, list(copies.values()), deltas), strict=True)
+        return _apart({name: g for name, g in found if g is not None}, deltas)
 
     def _forward(
-        self, link: Sent, tensors: Sequence[Tensor | None], copies: dict[str, Tensor]
+        self, link: SentUse, tensors: Sequence[Tensor | None], copies: dict[str, Tensor]
     ) -> list[Tensor]:
         """The floating outputs, with a graph to copies of the parameters, which it adds."""
         module, trained = self._modules[link.member], self._trained[link.member]
@@ -228,8 +214,8 @@ class Modules:
         for n, full in trained.items():
             used[n] = copies.setdefault(full, used[n].requires_grad_())
         args, kwargs = rebuilt(about["in"], tensors)  # type: ignore[arg-type]
-        modes, seeded = modes_as([module], about["training"]), replayed(about["seed"], device)
-        with torch.enable_grad(), seeded, modes, autocast_as(about["autocast"], device):
+        seeded, conditions = replayed(about["seed"], device), conditions_as(about, [module], device)
+        with torch.enable_grad(), seeded, conditions:
             output = self._forwards[link.member].with_parameters(used, args, kwargs)
         return [t for t in flattened(output)[1] if t.is_floating_point()]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from outergrad.core.blocks import SentRun, SentUse
 from outergrad.core.coding import Codecs, Field, aligned, decode, encode
 from outergrad.wire import Plain
 
@@ -42,34 +42,24 @@ class Shape(NamedTuple):
         return Field(self.sizes, self.dtype, codecs if encoded else ())
 
 
-@dataclass(frozen=True)
-class LinkedUse:
-    """One use of one module, in a run of uses of which each reads the output of the one before.
-
-    Attributes:
-        member: which of the block's modules.
-        about: plain values that its replay needs.
-        places: of each of its tensors among those of the message, or `PREVIOUS`.
-        fingerprint: place of that of its outputs; None where there is none.
-    """
-
-    member: int
-    about: Any
-    places: tuple[int, ...]
-    fingerprint: int | None = None
+Run = Mapping[str, Any]
+"""A `SentRun` with places among the tensors of a message in their stead. "links": of every use its
+member, what its replay needs, the places of its tensors, `PREVIOUS` for the output of the use
+before, and the place of its fingerprint or None; "deltas": the places of these."""
 
 
-@dataclass(frozen=True)
-class ReplayRun:
-    """Uses that are computed again together.
-
-    Attributes:
-        links: in the order of forward.
-        deltas: places of the deltas of the last one's outputs.
-    """
-
-    links: tuple[LinkedUse, ...]
-    deltas: tuple[int, ...]
+def sent_run(run: Run, tensors: Sequence[Tensor], scale: float = 1.0) -> SentRun:
+    """A run with its tensors, and the deltas times scale: the gradients are larger."""
+    links = [
+        SentUse(
+            member,
+            about,
+            [None if place == PREVIOUS else tensors[place] for place in places],
+            None if mark is None else tensors[mark],
+        )
+        for member, about, places, mark in run["links"]
+    ]
+    return SentRun(links, [tensors[place] * scale for place in run["deltas"]])
 
 
 class Message:
@@ -84,9 +74,11 @@ class Message:
         nbytes: its length; 0 if there are no runs.
     """
 
-    def __init__(self, runs: Sequence[ReplayRun], shapes: Sequence[Shape], codecs: Codecs) -> None:
-        self.runs, self._fields = tuple(runs), [shape.field(codecs) for shape in shapes]
-        self._text = _text(self.runs, shapes)
+    def __init__(self, runs: Sequence[Run], shapes: Sequence[Shape], codecs: Codecs) -> None:
+        self.runs, self._fields = runs, [shape.field(codecs) for shape in shapes]
+        tensors = [[DTYPES.index(shape.dtype), shape.sizes] for shape in shapes]
+        described = {"runs": runs, "tensors": tensors}
+        self._text = json.dumps(described, separators=(",", ":")).encode()
         self._start = aligned(8 + len(self._text))
         payload = sum(_nbytes(plain) for field in self._fields for plain in field.tensors())
         self.nbytes = self._start + payload if runs else 0
@@ -107,7 +99,7 @@ class Message:
         return [_decoded(field, encode(field.codecs, t)) for field, t in pairs]
 
     @staticmethod
-    def read(data: Tensor, codecs: Codecs) -> tuple[tuple[ReplayRun, ...], list[Tensor]]:
+    def read(data: Tensor, codecs: Codecs) -> tuple[list[Run], list[Tensor]]:
         """The runs of a site, and their tensors: views where they were not encoded.
 
         Raises:
@@ -146,30 +138,18 @@ def _nbytes(plain: Plain) -> int:
     return aligned(math.prod(plain.shape) * plain.dtype.itemsize)
 
 
-def _text(runs: Sequence[ReplayRun], shapes: Sequence[Shape]) -> bytes:
-    told = {
-        "runs": [
-            {
-                "links": [[x.member, x.about, x.places, x.fingerprint] for x in run.links],
-                "deltas": run.deltas,
-            }
-            for run in runs
-        ],
-        "tensors": [[DTYPES.index(shape.dtype), shape.sizes] for shape in shapes],
-    }
-    return json.dumps(told, separators=(",", ":")).encode()
-
-
-def _told(text: bytes) -> tuple[tuple[ReplayRun, ...], list[Shape]]:
-    """The inverse of `_text`.
+def _told(text: bytes) -> tuple[list[Run], list[Shape]]:
+    """The runs and the shapes of a description.
 
     Raises:
-        ValueError: it is nothing that `_text` makes.
+        ValueError: it is none.
     """
     try:
         told = json.loads(text)
         shapes = [told_shape(dtype, sizes) for dtype, sizes in told["tensors"]]
-        return tuple(_run(run, len(shapes)) for run in told["runs"]), shapes
+        for run in told["runs"]:
+            _check(run, len(shapes))
+        return told["runs"], shapes
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(f"its description cannot be read: {type(error).__name__}") from error
 
@@ -189,23 +169,19 @@ def told_shape(dtype: Any, sizes: Any) -> Shape:
     return Shape(found, DTYPES[_whole(dtype, 0, len(DTYPES))])
 
 
-def _run(told: Any, tensors: int) -> ReplayRun:
-    links = [
-        LinkedUse(
-            _whole(member, 0, _MOST_ENTRIES),
-            _shallow(about),
-            _places(places, PREVIOUS, tensors),
-            None if mark is None else _whole(mark, 0, tensors),
-        )
-        for member, about, places, mark in told["links"]
-    ]
-    if not links:
+def _check(run: Any, tensors: int) -> None:
+    """Raises if this is no `Run` with so many tensors."""
+    for member, about, places, mark in run["links"]:
+        _whole(member, 0, _MOST_ENTRIES)
+        _check_depth(about)
+        for place in places:
+            _whole(place, PREVIOUS, tensors)
+        if mark is not None:
+            _whole(mark, 0, tensors)
+    if not run["links"]:
         raise ValueError("a run of nothing")
-    return ReplayRun(tuple(links), _places(told["deltas"], 0, tensors))
-
-
-def _places(told: Any, least: int, tensors: int) -> tuple[int, ...]:
-    return tuple(_whole(place, least, tensors) for place in told)
+    for place in run["deltas"]:
+        _whole(place, 0, tensors)
 
 
 def _whole(value: Any, least: int, below: int) -> int:
@@ -214,11 +190,10 @@ def _whole(value: Any, least: int, below: int) -> int:
     return value
 
 
-def _shallow(value: Any, depth: int = 0) -> Any:
-    """The same, unless it is too deep for what goes through it by recursion."""
+def _check_depth(value: Any, depth: int = 0) -> None:
+    """Raises if it is too deep for what goes through it by recursion."""
     if depth > _MOST_DEPTH:
         raise ValueError("containers inside each other")
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            _shallow(item, depth + 1)
-    return value
+            _check_depth(item, depth + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -72,21 +72,9 @@ def _is_same(held: Any, before: Any) -> bool:
 
 
 def _put_back(held: Any, before: Any) -> None:
-    if isinstance(before, dict):
-        for key in [key for key in held if key not in before]:
-            del held[key]
-        for key, value in before.items():
-            held[key] = value
-    else:
-        held.clear()
-        _ADD[type(held)](held, before)
-
-
-_ADD: dict[type, Callable[[Any, Any], None]] = {
-    list: list.extend,
-    deque: deque.extend,
-    set: set.update,
-}
+    held.clear()
+    fill = held.extend if isinstance(held, list | deque) else held.update
+    fill(before)
 
 
 @contextmanager

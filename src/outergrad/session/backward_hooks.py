@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from outergrad.capture.engine import current_task
-from outergrad.capture.parameters import OwnParameters, WatchedParameter
+from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
@@ -16,7 +16,6 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import Factors, Slot
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use
-from outergrad.replay.blocks_found import FoundBlock
 from outergrad.session.inspect import Inspection
 from outergrad.session.settings import Settings
 from outergrad.session.stepping import Step, Stepping
@@ -45,24 +44,8 @@ class BackwardHooks(Stepping):
             self._layers.append(tapped)
             self._header_builder.add(tapped)
         for found in inspection.blocks:  # in the order of the model
-            self._tap_block(found)
-
-    def _tap_block(self, found: FoundBlock) -> None:
-        watched = [self._watches(params) for params in found.params_of]
-        own = [OwnParameters(*pair) for pair in zip(found.modules_of, watched, strict=True)]
-        tapped = TappedBlock(
-            found.block,
-            found.names,
-            found.replayer,
-            watched,
-            own,
-            codecs=found.codecs,
-            raw_inputs=found.raw_inputs,
-            explicit=found.explicit,
-            sink=self,
-        )
-        found.swap(tapped)
-        self._blocks.add(tapped)
+            watched = [self._watches(params) for params in found.params_of]
+            self._blocks.add(TappedBlock(found, watched, sink=self))
 
     def _watches(self, names: Sequence[str]) -> list[WatchedParameter]:
         return [self._watched[name] for name in names]

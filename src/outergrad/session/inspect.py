@@ -16,7 +16,8 @@ from outergrad.core.types import Slot
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
 from outergrad.methods.per_layer import Assignment, PerLayer, is_local
-from outergrad.replay.blocks_found import BlockFinder, FoundBlock
+from outergrad.replay.blocks_found import BlockFinder
+from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host
 from outergrad.step.joint import joint_parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outergrad.replay.fingerprint import are_like, fingerprint, never_like, tolerance
+from outergrad.replay.fingerprint import fingerprint, is_like, never_like, tolerance
 
 CPU = torch.device("cpu")
 ROOM = tolerance([torch.float32], CPU, same_machine=True)
@@ -15,7 +15,7 @@ ROOM = tolerance([torch.float32], CPU, same_machine=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_same_output_is_like_itself(shape, dtype):
     y = torch.randn(shape).to(dtype)
-    assert are_like(fingerprint([y]), fingerprint([y.clone()]), 0.0)
+    assert is_like(fingerprint([y]), fingerprint([y.clone()]), 0.0)
 
 
 CHANGES = {
@@ -36,7 +36,7 @@ CHANGES = {
 def test_another_output_is_not(change, seed):
     torch.manual_seed(seed)
     y = torch.randn(33, 48)
-    assert not are_like(fingerprint([y]), fingerprint([CHANGES[change](y)]), ROOM)
+    assert not is_like(fingerprint([y]), fingerprint([CHANGES[change](y)]), ROOM)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -49,17 +49,17 @@ def test_rounding_is_within_the_tolerance(dtype, seed):
     for _ in range(4):
         again = (again * 1.7).to(dtype).double() / 1.7
     room = tolerance([dtype], CPU, same_machine=False)
-    assert are_like(fingerprint([y]), fingerprint([again]), room)
+    assert is_like(fingerprint([y]), fingerprint([again]), room)
 
 
 def test_what_is_not_finite_cannot_be_compared():
     y = torch.tensor([1.0, float("inf")])
-    assert are_like(fingerprint([y]), fingerprint([y]), ROOM)
+    assert is_like(fingerprint([y]), fingerprint([y]), ROOM)
 
 
 def test_nothing_is_like_never():
     y = torch.randn(3, 4)
-    assert not are_like(never_like(fingerprint([y])), fingerprint([y]), ROOM)
+    assert not is_like(never_like(fingerprint([y])), fingerprint([y]), ROOM)
 
 
 def test_no_stream_is_drawn_from():
