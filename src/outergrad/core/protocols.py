@@ -75,38 +75,40 @@ Rules = Mapping[type[nn.Module], Rule]
 
 
 class Exchange(Protocol):
-    """How the factors of a unit travel: one per method; owns the method's state."""
+    """How the factors of a unit travel: one per method; owns the method's state.
+
+    What stands here with a value, or needs none, is right for a method that remembers nothing and
+    has nothing to choose: a class that derives from this one writes the rest.
+    """
 
     bucket_bytes: int
     """Payload of one message before the next layer opens another."""
-    wire: tuple[Codec, ...]
+    wire: tuple[Codec, ...] = ()
     """The codecs that it was given, for what it does not say otherwise in `codecs`."""
-    forced: bool
+    forced: bool = False
     """Whether factors are sent even where dense would be fewer bytes."""
-    replays: Replays
+    replays: Replays = Replays()
     """What is to be computed again by all sites, instead of being sent."""
-    takes_plain: bool
+    takes_plain: bool = False
     """Whether weights without a rule are its business, too: their formed gradients."""
-    sketches: Sketches | None
+    sketches: Sketches | None = None
     """The state of what takes `Route.REDUCE`."""
-    merger: Merger | None
+    merger: Merger | None = None
     """What the owner of a slot does on `Route.TWO_WAY`."""
-    exact: bool
+    exact: bool = True
     """Whether the rows that it sends have the product of the gradient, but for their codecs."""
-    auto_way: AutoWay | None
+    auto_way: AutoWay | None = None
     """How low rank travels, where that was chosen by the link between the sites."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""
-        ...
 
     def wants_link(self, sites: int) -> bool:
         """Whether the way of low rank depends on the link."""
-        ...
+        return False
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Decides for good how low rank travels; the same figures on every site."""
-        ...
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
@@ -128,7 +130,7 @@ class Exchange(Protocol):
 
     def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
         """Whether a unit that is a block is computed again, for what every site would send."""
-        ...
+        return False
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """R, the rows on the wire for N rows on a site: agreed before they are computed.
@@ -139,7 +141,7 @@ class Exchange(Protocol):
 
     def codecs(self, slot: Slot) -> tuple[Codec, ...]:
         """What the deltas and activations of a slot go through; none for as they are."""
-        ...
+        return self.wire
 
     def sends_bias(self, slot: Slot) -> bool:
         """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
@@ -154,27 +156,24 @@ class Exchange(Protocol):
 
     def wanted_rows(self, slot: Slot) -> int:
         """R that this site would like to send in the next step; travels with its factors."""
-        ...
+        return 0
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
         """Takes note of what a site, this one too, said in `wanted_rows`."""
-        ...
 
     def residual(self, slot: Slot) -> Gradient | None:
         """What it has not sent of the gradients of the steps until now, if it remembers that."""
-        ...
+        return None
 
     def commit(self, *, applied: bool) -> None:
         """The step is over: what `compress` left for the next one holds, or is void."""
-        ...
 
     def state(self) -> StateDict:
         """What it remembers between two steps; `load` takes it back."""
-        ...
+        return {}
 
     def load(self, inheritance: Inheritance) -> None:
         """Goes on from what was saved, and forgets what it remembers now."""
-        ...
 
     def reveals(self, unit: Unit) -> str:
         """What the other sites can learn from the unit's factors."""

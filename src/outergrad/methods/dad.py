@@ -9,6 +9,7 @@ from typing import Literal
 
 from outergrad.core.blocks import UNSENDABLE, Replays
 from outergrad.core.coding import Wire, stacked
+from outergrad.core.protocols import Exchange
 from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.outer import row_sum
@@ -23,7 +24,6 @@ from outergrad.methods.common import (
     used_slots,
     without_silent_ids,
 )
-from outergrad.methods.stateless import Stateless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class DAD:
         return DADExchange(self, Replays(recurrent=raw, raw_inputs=raw))
 
 
-class DADExchange(Stateless):
+class DADExchange(Exchange):
     """Decides by bytes between factors and dense, and makes the factors."""
 
     def __init__(self, method: DAD, replays: Replays | None = None) -> None:
@@ -78,9 +78,6 @@ class DADExchange(Stateless):
         self.replays = replays or Replays()
         self.bucket_bytes = method.bucket_bytes
         self.wire = stacked(method.wire)
-
-    def refuse(self, units: Sequence[Unit]) -> None:
-        """DAD can do every rule."""
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per slot from which on dense is fewer bytes, were all slots used alike."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outergrad.core.blocks import Replays
 from outergrad.core.coding import Codecs, drops
 from outergrad.core.owners import heaviest_share
-from outergrad.core.protocols import Merger, Sketches
+from outergrad.core.protocols import Exchange
 from outergrad.core.reasons import AutoWay
 from outergrad.core.types import (
     Factors,
@@ -43,13 +42,11 @@ _GATHER_SITES = 2
 """Up to so many sites "auto" gathers: it is no more bytes than to reduce, and one round less."""
 
 
-class LowRankExchange:
+class LowRankExchange(Exchange):
     """The exchange of `RankDAD` and of `PowerSGD`."""
 
-    forced = False
     takes_plain = True
     exact = False
-    replays = Replays()
 
     def __init__(self, settings: LowRankSettings) -> None:
         self._settings = settings
@@ -58,12 +55,7 @@ class LowRankExchange:
         self._sizes, self._memories = Sizes(settings), Memories()
         self._gathered = Gathered(settings, self._memories)
         self._sketches = GlobalSketches(settings, self._memories)
-        self.sketches: Sketches | None = self._sketches
-        self.merger: Merger | None = Merging(settings, self._memories)
-        self.auto_way: AutoWay | None = None
-
-    def refuse(self, units: Sequence[Unit]) -> None:
-        """Low rank can do every rule."""
+        self.sketches, self.merger = self._sketches, Merging(settings, self._memories)
 
     # -- which way low rank travels, for good -----------------------------------------------------
 
@@ -106,10 +98,6 @@ class LowRankExchange:
         if low_rank * self._settings.min_ratio >= dense:
             return Route.DENSE
         return self._low_rank_route(sites)
-
-    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
-        """Nothing is computed again."""
-        return False
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         """Whether factors are all that is sent, or what triplets are found from in less time."""
