@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
 
-from outergrad.core.coding import Codecs, nbytes, stacked
+from outergrad.core.coding import Codecs, Wire, nbytes, stacked
 from outergrad.core.types import Factors, Slot, Unit
 
 FLOAT_BYTES = 4
@@ -55,26 +54,44 @@ def without_silent_ids(factors: Factors) -> Factors:
     return factors._replace(a_GRI=factors.a_GRI.masked_fill(silent, 0))
 
 
-def brief(method: Any) -> str:
-    """A method as text: its rank, and the settings that differ from the defaults."""
-    told = [
-        f"{field.name}={getattr(method, field.name)!r}"
-        for field in fields(method)
-        if field.name == "rank" or getattr(method, field.name) != field.default
-    ]
-    return f"{type(method).__name__}({', '.join(told)})"
+_LEAST = {
+    "rank": "1 or more",
+    "min_ratio": "1 or more",
+    "bucket_bytes": "a positive number",
+    "every": "1 or more",
+}
+"""Settings of several methods that may not be less than one, and what to use."""
 
 
-def settle_wire(method: Any) -> None:
-    """Checks the setting `wire` and makes it a tuple: however it is written, a method is one.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Settings:
+    """What the settings of methods have in common; each is a frozen dataclass of its own."""
 
-    Raises:
-        ValueError: names the method and what cannot stand there.
-    """
-    try:
-        object.__setattr__(method, "wire", stacked(method.wire))
-    except ValueError as error:
-        raise ValueError(f"{type(method).__name__}: {error}") from None
+    def __post_init__(self) -> None:
+        """Checks them, and makes `wire` a tuple: however it is written, a method is one.
+
+        Raises:
+            ValueError: names the method, the setting and what it may be.
+        """
+        for name, value in list(vars(self).items()):
+            require(name not in _LEAST or value >= 1, self, name, _LEAST.get(name, ""))
+            if name == "wire":
+                object.__setattr__(self, name, self._stacked(value))
+
+    def _stacked(self, wire: Wire) -> Codecs:
+        try:
+            return stacked(wire)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from None
+
+    def __repr__(self) -> str:
+        """With the rank, and the settings that differ from the defaults."""
+        told = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name == "rank" or getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(told)})"
 
 
 def require(holds: bool, method: object, name: str, wanted: str) -> None:

@@ -14,20 +14,19 @@ from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.outer import row_sum
 from outergrad.methods.common import (
+    Settings,
     bias_bytes,
-    brief,
     dense_bytes,
     require,
     row_bytes,
-    settle_wire,
     tied_in_use,
     used_slots,
     without_silent_ids,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DAD:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DAD(Settings):
     """Sites send the factors of each weight gradient where they are fewer bytes (dAD).
 
     Exact, unless `wire` says otherwise. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
@@ -53,15 +52,9 @@ class DAD:
 
     def __post_init__(self) -> None:
         """Checks the settings."""
+        super().__post_init__()
         known = self.reveal in ("gradient", "activations")
         require(known, self, "reveal", "'gradient' or 'activations'")
-        require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
-        settle_wire(self)
-        require(self.every >= 1, self, "every", "1 or more")
-
-    def __repr__(self) -> str:
-        """With the settings that are not the default."""
-        return brief(self)
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad.methods.common import brief, require
+from outergrad.methods.common import Settings
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dense:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Dense(Settings):
     """Every gradient is all-reduced in buckets during backward, as DDP does.
 
     Attributes:
@@ -17,14 +17,6 @@ class Dense:
     """
 
     every: int = 1
-
-    def __post_init__(self) -> None:
-        """Checks the settings."""
-        require(self.every >= 1, self, "every", "1 or more")
-
-    def __repr__(self) -> str:
-        """With the settings that are not the default."""
-        return brief(self)
 
     def exchange(self) -> None:
         """None: nothing travels as factors."""

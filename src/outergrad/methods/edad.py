@@ -7,12 +7,12 @@ from typing import Literal
 
 from outergrad.core.blocks import Replays
 from outergrad.core.coding import Wire
-from outergrad.methods.common import brief, require, settle_wire
+from outergrad.methods.common import Settings, require
 from outergrad.methods.dad import DAD, DADExchange
 
 
-@dataclass(frozen=True, kw_only=True)
-class EDAD:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EDAD(Settings):
     """Sites send activations and one delta per chain of layers; the others follow (edAD).
 
     Exact. Of a chain of linear layers and convolutions in an `nn.Sequential`, with elementwise
@@ -49,18 +49,12 @@ class EDAD:
 
     def __post_init__(self) -> None:
         """Checks the settings."""
+        super().__post_init__()
         patterns = not isinstance(self.blocks, str) and all(isinstance(b, str) for b in self.blocks)
         require(patterns, self, "blocks", 'a list of patterns, as ["layers.*"]')
         object.__setattr__(self, "blocks", tuple(self.blocks))
         require(self.inputs in ("canonical", "raw"), self, "inputs", "'canonical' or 'raw'")
-        settle_wire(self)
-        require(self.every >= 1, self, "every", "1 or more")
         require(self.every == 1 or not self.blocks, self, "every", "1 with blocks=")
-        require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
-
-    def __repr__(self) -> str:
-        """With the settings that are not the default."""
-        return brief(self)
 
     def exchange(self) -> DADExchange:
         """A new exchange with these settings."""

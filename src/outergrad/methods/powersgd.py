@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outergrad.core.coding import Wire, drops, stacked
-from outergrad.methods.common import brief, require, settle_wire
+from outergrad.methods.common import Settings, require
 from outergrad.methods.low_rank.exchange import LowRankExchange
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class PowerSGD:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PowerSGD(Settings):
     """Low rank of gradients that are formed first, with a memory of the size of the model.
 
     A baseline: what the `powerSGD_hook` of DistributedDataParallel does, in outergrad's messages.
@@ -40,27 +40,24 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         """Checks the settings."""
-        require(self.rank >= 1, self, "rank", "1 or more")
-        settle_wire(self)
+        super().__post_init__()
         summable = not drops(stacked(self.wire))
         require(summable, self, "wire", "BF16() at most: what is sent is added up")
-        require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
-        require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
-        require(self.every >= 1, self, "every", "1 or more")
-
-    def __repr__(self) -> str:
-        """With the settings that are not the default."""
-        return brief(self)
 
     def exchange(self) -> LowRankExchange:
         """A new exchange with these settings."""
-        settings = LowRankSettings(
+        settings = _OfMatrices(
             rank=self.rank,
             reduce="all_reduce",
             error_feedback="dense" if self.error_feedback else None,
-            wire=stacked(self.wire),
+            wire=self.wire,
             min_ratio=self.min_ratio,
             bucket_bytes=self.bucket_bytes,
-            taps=False,
         )
         return LowRankExchange(settings)
+
+
+class _OfMatrices(LowRankSettings):
+    """Every gradient is formed."""
+
+    taps = False

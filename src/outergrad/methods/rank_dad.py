@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
-from outergrad.core.coding import Wire, drops, stacked
-from outergrad.linalg.compress import Solver
-from outergrad.methods.common import brief, require, settle_wire
 from outergrad.methods.low_rank.exchange import LowRankExchange
-from outergrad.methods.low_rank.settings import Feedback, LowRankSettings, Reduce
-
-_FEEDBACK_RANK = 8
+from outergrad.methods.low_rank.settings import LowRankSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankDAD:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RankDAD(LowRankSettings):
     """Sites send the leading singular triplets of each weight gradient (rank-dAD).
 
     A layer that is fewer bytes exactly, as factors or dense, travels so; biases and other vectors
@@ -55,44 +49,6 @@ class RankDAD:
             summed up on each site, and what is shared is their mean (docs/methods.md).
     """
 
-    rank: int = 4
-    tolerance: float = 0.0
-    solver: Solver = "auto"
-    iterations: int | None = None
-    reduce: Reduce = "auto"
-    error_feedback: Feedback = "factored"
-    feedback_rank: int | None = None
-    wire: Wire = ()
-    min_ratio: float = 1.0
-    bucket_bytes: int = 1 << 16
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        """Checks the settings."""
-        require(self.rank >= 1, self, "rank", "1 or more")
-        require(0 <= self.tolerance < 1, self, "tolerance", "a number in [0, 1)")
-        require(self.solver in get_args(Solver), self, "solver", f"one of {get_args(Solver)}")
-        require((self.iterations or 1) >= 1, self, "iterations", "1 or more, or None")
-        require(self.reduce in get_args(Reduce), self, "reduce", f"one of {get_args(Reduce)}")
-        feedback = (None, "factored", "dense")
-        require(self.error_feedback in feedback, self, "error_feedback", f"one of {feedback}")
-        feedback_rank = 1 if self.feedback_rank is None else self.feedback_rank
-        require(feedback_rank >= 1, self, "feedback_rank", "1 or more, or None")
-        settle_wire(self)
-        summable = not drops(stacked(self.wire)) or self.reduce != "all_reduce"
-        added = "reduce='all_reduce' adds up what is sent"
-        require(summable, self, "wire", f"BF16() at most, or another way to reduce: {added}")
-        require(self.min_ratio >= 1, self, "min_ratio", "1 or more")
-        require(self.bucket_bytes > 0, self, "bucket_bytes", "a positive number")
-        require(self.every >= 1, self, "every", "1 or more")
-
-    def __repr__(self) -> str:
-        """With the settings that are not the default."""
-        return brief(self)
-
     def exchange(self) -> LowRankExchange:
         """A new exchange with these settings."""
-        feedback_rank = self.feedback_rank or max(self.rank // 2, _FEEDBACK_RANK)
-        chosen = {"feedback_rank": feedback_rank, "wire": stacked(self.wire)}
-        settings = {name: value for name, value in vars(self).items() if name != "every"}
-        return LowRankExchange(LowRankSettings(**{**settings, **chosen}))
+        return LowRankExchange(self)

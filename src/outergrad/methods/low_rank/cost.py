@@ -27,7 +27,7 @@ class Sizes:
 
     def codecs(self, slot: Slot) -> Codecs:
         """The codecs of a slot; rows by id have no memory, so nothing of them may be dropped."""
-        wire = self._settings.wire
+        wire = self._settings.codecs
         return without_drops(wire) if slot.lookup and self._settings.keeps_loss else wire
 
     def row(self, slot: Slot) -> int:

@@ -51,7 +51,7 @@ class LowRankExchange(Exchange):
     def __init__(self, settings: LowRankSettings) -> None:
         self._settings = settings
         self.bucket_bytes = settings.bucket_bytes
-        self.wire, self._sums = settings.wire, not drops(settings.wire)
+        self.wire, self._sums = settings.codecs, not drops(settings.codecs)
         self._sizes, self._memories = Sizes(settings), Memories()
         self._gathered = Gathered(settings, self._memories)
         self._sketches = GlobalSketches(settings, self._memories)
@@ -148,7 +148,7 @@ class LowRankExchange(Exchange):
         if slot.patches:
             return False
         width = slot.outputs + slot.inputs
-        thin = 2 * _THIN * (self._settings.rank + self._settings.feedback_rank)
+        thin = 2 * _THIN * (self._settings.rank + self._settings.memory_rank)
         size = slot.outputs * slot.inputs
         return thin * rows * width < rows * size + thin * size
 

@@ -64,7 +64,7 @@ class Merging:
         """The residual and `sites` times what the mean lost, as a matrix."""
         dtype = kept.d_GRO.dtype
         if self._settings.keeps_loss:
-            kept = decoded(kept, self._settings.wire)
+            kept = decoded(kept, self._settings.codecs)
         sent = stack([Factors(part.d_GRO.to(dtype), part.a_GRI.to(dtype)) for part in parts])
         rest_GOI = product_of(sent) - sites * product_of(kept)
         whole_GOI = formed(rest_GOI, residual)
@@ -76,11 +76,11 @@ class Merging:
         """The residual and `sites` times what all sites miss, as few triplets."""
         missed = rest.factors()
         if self._settings.keeps_loss:
-            missed = stack([missed, loss_of(kept, self._settings.wire)])
+            missed = stack([missed, loss_of(kept, self._settings.codecs)])
         more = finite_or_none(Factors(missed.d_GRO * sites, missed.a_GRI))
         if more is None or not more.d_GRO.shape[1]:
             return None
         if residual is None and not self._settings.keeps_loss:
             return more
         whole = more if residual is None else added(residual, more)
-        return small_core(whole, self._settings.feedback_rank).factors()
+        return small_core(whole, self._settings.memory_rank).factors()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, cast, get_args
 
 from torch import Tensor
 
-from outergrad.core.coding import Codecs, drops
+from outergrad.core.coding import Codecs, Wire, drops
 from outergrad.core.types import Gradient, Part, Slot
 from outergrad.linalg.compress import Solver
+from outergrad.methods.common import Settings, require
 
 Reduce = Literal["auto", "gather", "two_way", "all_reduce"]
 Feedback = Literal["factored", "dense"] | None
@@ -18,35 +19,62 @@ _SMALL = 50_000
 """Elements of a gradient that is formed and remembered in less time than more triplets take."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LowRankSettings:
-    """As in `RankDAD`, where they are explained; without anything left to be chosen.
+_FEEDBACK_RANK = 8
 
-    Attributes:
-        taps: whether factors may be used; otherwise gradients are always formed.
-    """
 
-    rank: int
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LowRankSettings(Settings):
+    """As in `RankDAD`, where they are explained."""
+
+    taps: ClassVar[bool] = True
+    """Whether factors may be used; otherwise gradients are always formed."""
+
+    rank: int = 4
     tolerance: float = 0.0
     solver: Solver = "auto"
     iterations: int | None = None
     reduce: Reduce = "auto"
     error_feedback: Feedback = "factored"
-    feedback_rank: int = 8
-    wire: Codecs = ()
+    feedback_rank: int | None = None
+    wire: Wire = ()
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
-    taps: bool = True
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        super().__post_init__()
+        require(0 <= self.tolerance < 1, self, "tolerance", "a number in [0, 1)")
+        require(self.solver in get_args(Solver), self, "solver", f"one of {get_args(Solver)}")
+        require((self.iterations or 1) >= 1, self, "iterations", "1 or more, or None")
+        require(self.reduce in get_args(Reduce), self, "reduce", f"one of {get_args(Reduce)}")
+        feedback = (None, "factored", "dense")
+        require(self.error_feedback in feedback, self, "error_feedback", f"one of {feedback}")
+        feedback_rank = 1 if self.feedback_rank is None else self.feedback_rank
+        require(feedback_rank >= 1, self, "feedback_rank", "1 or more, or None")
+        summable = not drops(self.codecs) or self.reduce != "all_reduce"
+        added = "reduce='all_reduce' adds up what is sent"
+        require(summable, self, "wire", f"BF16() at most, or another way to reduce: {added}")
+
+    @property
+    def codecs(self) -> Codecs:
+        """What `wire` has become."""
+        return cast(Codecs, self.wire)
+
+    @property
+    def memory_rank(self) -> int:
+        """The rank of what a memory in factors holds."""
+        return self.feedback_rank or max(self.rank // 2, _FEEDBACK_RANK)
 
     @property
     def kept_triplets(self) -> int:
         """How many a memory in factors holds."""
-        return self.feedback_rank if self.error_feedback == "factored" else 0
+        return self.memory_rank if self.error_feedback == "factored" else 0
 
     @property
     def keeps_loss(self) -> bool:
         """Whether what encoding loses is remembered: where it is always the same that is lost."""
-        return self.error_feedback is not None and drops(self.wire)
+        return self.error_feedback is not None and drops(self.codecs)
 
     def keeps_whole(self, part: Part, residual: Gradient | None) -> bool:
         """Whether all of what is not sent is remembered, as a matrix: once so, always so."""

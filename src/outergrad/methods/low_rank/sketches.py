@@ -50,7 +50,7 @@ class GlobalSketches:
     def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
         self._settings, self._memories = settings, memories
         self._turns: dict[Slot, _Turn] = {}
-        self._rounds = bool(settings.wire)
+        self._rounds = bool(settings.codecs)
 
     def columns(self, slot: Slot) -> int:
         """K: the rank, or what the tolerance asked for after the last step."""

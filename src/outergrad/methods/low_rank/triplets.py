@@ -212,7 +212,7 @@ class Gathered:
             residual = apart(Factors(found.d_GRO[:, more].clone(), found.a_GRI[:, more]), slots)
         if not self._settings.keeps_loss:
             return residual
-        wire = self._settings.wire
+        wire = self._settings.codecs
         return [with_loss(u, f, wire, kept) for u, f in zip(residual, sent, strict=True)]
 
 
