@@ -13,7 +13,7 @@ import outergrad as og
 from low_rank import train
 from outergrad.linalg.outer import weight_gradient
 from outergrad.methods.low_rank import settings as _settings
-from outergrad.methods.low_rank.batching import _LARGE, _PADDING, Kind, bundles
+from outergrad.methods.low_rank.batching import _LARGE, _PADDING, Form, bundles
 
 SLOTS = [
     og.Slot("a", "a.weight", 40, 60),
@@ -144,7 +144,7 @@ def test_memory_does_not_grow_where_other_layers_are_used_in_each_step():
 
 
 KINDS = st.builds(
-    lambda rows, has_residual, whole, shape: Kind(
+    lambda rows, has_residual, whole, shape: Form(
         rows, has_residual, whole, (torch.float32,), (torch.Size(shape),)
     ),
     st.sampled_from([4, 8]),

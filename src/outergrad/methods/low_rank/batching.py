@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,15 +42,15 @@ class Warm(NamedTuple):
     columns: int
 
     @property
-    def kind(self) -> Kind:
+    def form(self) -> Form:
         """What decides who is computed together."""
         gradient = self.part.gradient
         tensors = (gradient,) if isinstance(gradient, Tensor) else gradient[:2]
         shapes, dtypes = zip(*((t.shape, t.dtype) for t in tensors), strict=True)
-        return Kind(self.part.rows, self.residual is not None, self.whole, dtypes, shapes)
+        return Form(self.part.rows, self.residual is not None, self.whole, dtypes, shapes)
 
 
-class Kind(NamedTuple):
+class Form(NamedTuple):
     """The same but for the shapes goes together."""
 
     rows: int
@@ -59,41 +59,35 @@ class Kind(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[torch.Size, ...]
 
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def behind(self, other: Form) -> Form | None:
+        """Of the batch in which this one stands behind another, padded; None if it cannot."""
+        if self[:4] != other[:4]:
+            return None
+        pairs = zip(other.shapes, self.shapes, strict=True)
+        shapes = tuple(torch.Size((a[0] + b[0], *map(max, a[1:], b[1:]))) for a, b in pairs)
+        return self._replace(shapes=shapes)
+
 
 @lru_cache(maxsize=256)
-def bundles(kinds: tuple[Kind, ...]) -> list[list[int]]:
+def bundles(forms: tuple[Form, ...]) -> list[list[int]]:
     """Who is computed together, by their places; large ones alone."""
-    found: list[_Bundle] = []
-    for i in sorted(range(len(kinds)), key=lambda i: -_numel(kinds[i].shapes)):
-        if not any(bundle.takes(i, kinds[i]) for bundle in found):
-            found.append(_Bundle(i, kinds[i]))
-    return [bundle.places for bundle in found]
-
-
-class _Bundle:
-    def __init__(self, place: int, kind: Kind) -> None:
-        self.places, self._kind, self._shapes = [place], kind, kind.shapes
-        self._numel = _numel(kind.shapes)
-
-    def takes(self, place: int, kind: Kind) -> bool:
-        """Adds a member, if it goes with the others."""
-        numel = self._numel + _numel(kind.shapes)
-        if kind[:4] != self._kind[:4] or self._is_large():
-            return False
-        pairs = zip(self._shapes, kind.shapes, strict=True)
-        shapes = tuple(torch.Size((a[0] + b[0], *map(max, a[1:], b[1:]))) for a, b in pairs)
-        if _numel(shapes) - numel > _PADDING:
-            return False
-        self.places.append(place)
-        self._shapes, self._numel = shapes, numel
-        return True
-
-    def _is_large(self) -> bool:
-        return _numel(self._kind.shapes) > _LARGE
-
-
-def _numel(shapes: Iterable[torch.Size]) -> int:
-    return sum(shape.numel() for shape in shapes)
+    found: list[tuple[list[int], Form]] = []
+    for i in sorted(range(len(forms)), key=lambda i: -forms[i].numel):
+        for k, (places, batch) in enumerate(found):
+            joined = forms[i].behind(batch)
+            numel = sum(forms[place].numel for place in (*places, i))
+            large = forms[places[0]].numel > _LARGE
+            if joined is not None and not large and joined.numel - numel <= _PADDING:
+                found[k] = [*places, i], joined
+                break
+        else:
+            found.append(([i], forms[i]))
+    return [places for places, _ in found]
 
 
 def compress_together(members: Sequence[Warm]) -> tuple[LowRank, Tensor | None]:

@@ -88,7 +88,7 @@ class Gathered:
                 found[part.slot] = self._alone(part)
             else:
                 usual.append(warm)
-        for places in bundles(tuple(warm.kind for warm in usual)):
+        for places in bundles(tuple(warm.form for warm in usual)):
             members = [usual[i] for i in places]
             triplets, rest_GOI = compress_together(members)
             found.update(self._kept([warm.part for warm in members], triplets, rest_GOI))
