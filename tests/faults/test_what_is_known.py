@@ -17,7 +17,7 @@ from torch.optim import SGD
 import outergrad as og
 from cases import mlp
 from outergrad.comm.last_words import LastWords
-from outergrad.comm.standing import End, Standing
+from outergrad.comm.standing import LastStep, Standing
 from outergrad.step.lost import find_out, lost_error
 from ranks import run_ranks
 
@@ -41,13 +41,13 @@ class StoreComm:
 
 def voted(gone=(), silent=(), **about):
     """Of a site that has said that step STEP may count, and lost others then."""
-    ends = {SESSION: End(STEP, True)}
+    ends = {SESSION: LastStep(STEP, True)}
     return Standing(STEP, SESSION, voted=True, gone=gone, silent=silent, ends=ends, **about)
 
 
 def at(steps, session=SESSION, *, counted=True, **about):
     """Of a site that has made so many steps."""
-    return Standing(steps, session, ends={session: End(steps, counted)}, **about)
+    return Standing(steps, session, ends={session: LastStep(steps, counted)}, **about)
 
 
 def found_by_site_0(standing, others, monkeypatch, at_exit=(), at_end=()):
@@ -115,7 +115,7 @@ def test_steps_of_another_session_tell_nothing(monkeypatch):
 def test_who_stays_a_step_behind_is_named(monkeypatch):
     """Site 2 stopped looking for the others' words before this one left its own."""
     late = replace(voted(gone=(1,)), settled=True).text()
-    standing = Standing(STEP + 1, SESSION, gone=(2,), ends={SESSION: End(STEP + 1, True)})
+    standing = Standing(STEP + 1, SESSION, gone=(2,), ends={SESSION: LastStep(STEP + 1, True)})
     found = found_by_site_0(standing, {1: at(STEP + 1, gone=(2,)).text(), 2: late}, monkeypatch)
     assert found.certain
     assert found.may_differ == (2,)
@@ -124,8 +124,8 @@ def test_who_stays_a_step_behind_is_named(monkeypatch):
 def test_who_stays_a_step_behind_in_another_session_is_named(monkeypatch):
     """This site applied a step of one model, which site 2 has not heard, and went to the other."""
     late = replace(voted(gone=(1,)), settled=True)
-    late = replace(late, ends={**late.ends, OTHER: End(0)}).text()
-    ends = {SESSION: End(STEP + 1, True), OTHER: End(0)}
+    late = replace(late, ends={**late.ends, OTHER: LastStep(0)}).text()
+    ends = {SESSION: LastStep(STEP + 1, True), OTHER: LastStep(0)}
     found = found_by_site_0(Standing(0, OTHER, gone=(2,), ends=ends), {2: late}, monkeypatch)
     assert 2 in found.may_differ
 
@@ -156,7 +156,7 @@ def test_of_two_sites_that_differ_the_one_behind_or_both_know(seed, monkeypatch)
     monkeypatch.setattr("outergrad.comm.last_words._LIMIT_S", 0.1)
     store, found = dist.HashStore(), {}
     late_s = 0.3 + random.Random(seed).uniform(-0.02, 0.06)
-    ahead = Standing(STEP + 1, SESSION, gone=(2,), ends={SESSION: End(STEP + 1, True)})
+    ahead = Standing(STEP + 1, SESSION, gone=(2,), ends={SESSION: LastStep(STEP + 1, True)})
 
     def give_up(rank, standing, after_s):
         time.sleep(after_s)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _BITS = 63
 
 
 @dataclass(frozen=True)
-class End:
+class LastStep:
     """How the last step of a session ended on a site.
 
     Attributes:
@@ -60,7 +60,7 @@ class Standing:
     silent: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
     waited_s: float = 0.0
-    ends: Mapping[int, End] = field(default_factory=dict)
+    ends: Mapping[int, LastStep] = field(default_factory=dict)
     why: str = ""
     timed_out: bool = False
     ended: str = ""
@@ -77,9 +77,11 @@ class Standing:
         if len(text) > _LONGEST_TEXT:
             return None
         try:
-            return _parsed(json.loads(text))
+            left = json.loads(text)
+            found = {f.name: _READERS[str(f.type)](left[f.name]) for f in fields(Standing)}
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
+        return Standing(**found) if found["ended"] in ("", *ENDED) else None
 
 
 def printable(text: str) -> str:
@@ -89,30 +91,13 @@ def printable(text: str) -> str:
     return words if len(words) <= LONGEST_WHY else f"{words[: LONGEST_WHY - 3]}..."
 
 
-def _parsed(found: Any) -> Standing:
-    """Raises one of what `Standing.of` catches, if anything is not as it is left."""
-    return Standing(
-        step=_whole(found["step"]),
-        session=_whole(found["session"]),
-        voted=_a(bool, found["voted"]),
-        silent=_sites(found["silent"]),
-        gone=_sites(found["gone"]),
-        waited_s=_seconds(found["waited_s"]),
-        ends=_ends(found["ends"]),
-        why=printable(_a(str, found["why"])),
-        timed_out=_a(bool, found["timed_out"]),
-        ended=_one_of(("", *ENDED), found["ended"]),
-        settled=_a(bool, found["settled"]),
-    )
+# These raise one of what `Standing.of` catches, if anything is not as it is left.
 
 
-def _ends(value: object) -> dict[int, End]:
-    pairs = ((_whole(int(one)), _a(list, end)) for one, end in _a(dict, value).items())
-    return {session: _end(*end) for session, end in pairs}
-
-
-def _end(steps: object, counted: object) -> End:
-    return End(_whole(steps), _a(bool, counted))
+def _a(kind: type[T], value: object) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"not of type {kind.__name__}")
+    return value
 
 
 def _whole(value: object, below: int = 1 << _BITS) -> int:
@@ -121,23 +106,26 @@ def _whole(value: object, below: int = 1 << _BITS) -> int:
     return value
 
 
-def _one_of(known: Sequence[str], value: object) -> str:
-    if value not in known:
-        raise ValueError("unknown")
-    return _a(str, value)
-
-
 def _seconds(value: object) -> float:
     if not math.isfinite(_a(float, value)):
         raise ValueError("not finite")
     return _a(float, value)
 
 
-def _sites(value: object) -> tuple[int, ...]:
-    return tuple(_whole(site, _MOST_SITES) for site in _a(list, value))
+def _ends(value: object) -> dict[int, LastStep]:
+    return {_whole(int(one)): _end(*_a(list, end)) for one, end in _a(dict, value).items()}
 
 
-def _a(kind: type[T], value: object) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"not of type {kind.__name__}")
-    return value
+def _end(steps: object, counted: object) -> LastStep:
+    return LastStep(_whole(steps), _a(bool, counted))
+
+
+_READERS: dict[str, Callable[[object], Any]] = {
+    "int": _whole,
+    "bool": lambda value: _a(bool, value),
+    "str": lambda value: printable(_a(str, value)),
+    "float": _seconds,
+    "tuple[int, ...]": lambda value: tuple(_whole(site, _MOST_SITES) for site in _a(list, value)),
+    "Mapping[int, LastStep]": _ends,
+}
+"""By the types of the fields."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outergrad.comm.standing import End
+from outergrad.comm.standing import LastStep
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.model import Model
 from outergrad.core.transport import Comm
@@ -46,7 +46,7 @@ class GivingUp:
 
     def _note_end(self, *, counted: bool) -> None:
         """How far this session is, for sites that lose each other."""
-        end = End(self._stats.step, counted)
+        end = LastStep(self._stats.step, counted)
         on_group(self._comm.group).note_end(self._number, end)
 
     def _give_up(self, error: ExchangeError) -> bool:

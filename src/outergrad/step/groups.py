@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from outergrad.capture.engine import current_task
-from outergrad.comm.standing import End
+from outergrad.comm.standing import LastStep
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.transport import Comm
 from outergrad.step.lost import Findings, find_out, lost_error, standing_of
@@ -43,9 +43,9 @@ class Sessions:
     attached: WeakSet[Any] = field(default_factory=WeakSet)
     running: list[Endable] = field(default_factory=list)
     lost: SiteLostError | None = None
-    ends: dict[int, End] = field(default_factory=dict)
+    ends: dict[int, LastStep] = field(default_factory=dict)
 
-    def note_end(self, session: int, end: End) -> None:
+    def note_end(self, session: int, end: LastStep) -> None:
         """A step of a session, known by its fingerprint, has come to its end."""
         if session not in self.ends and len(self.ends) == _MOST_SESSIONS:
             del self.ends[next(iter(self.ends))]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from outergrad.comm.standing import End, Standing
+from outergrad.comm.standing import LastStep, Standing
 from outergrad.comm.work import CLOSED, LATE
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.transport import Comm
@@ -80,7 +80,7 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
     later = [end for end in ends.values() if end.steps > standing.step]
     counted = standing.voted and any(end.counted for end in later)
     unheard = set(range(len(texts))) - ends.keys() - {rank} if standing.session else missing
-    own = {**standing.ends, standing.session: End(standing.step + counted)}
+    own = {**standing.ends, standing.session: LastStep(standing.step + counted)}
     behind = {site for site, one in others.items() if _stays_behind(one, own)}
     return Findings(
         lost=_lost(rank, found, missing),
@@ -92,7 +92,7 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
     )
 
 
-def _stays_behind(other: Standing, own: Mapping[int, End]) -> bool:
+def _stays_behind(other: Standing, own: Mapping[int, LastStep]) -> bool:
     """Whether a site has made fewer steps of any session, and will not hear of more."""
     fewer = any(end.steps < own[one].steps for one, end in other.ends.items() if one in own)
     return fewer and (other.settled or bool(other.ended))
@@ -142,7 +142,7 @@ def _alone(comm: Comm, standing: Standing) -> Findings:
 
 
 def standing_of(
-    error: ExchangeError, step: int, session: int = 0, ends: Mapping[int, End] | None = None
+    error: ExchangeError, step: int, session: int = 0, ends: Mapping[int, LastStep] | None = None
 ) -> Standing:
     """How far this site has come when its transport failed, before any vote."""
     text = str(error)

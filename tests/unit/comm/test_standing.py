@@ -8,7 +8,7 @@ import string
 
 import pytest
 
-from outergrad.comm.standing import LONGEST_WHY, End, Standing, printable
+from outergrad.comm.standing import LONGEST_WHY, LastStep, Standing, printable
 
 FULL = Standing(
     step=7,
@@ -17,7 +17,7 @@ FULL = Standing(
     silent=(0, 3),
     gone=(2,),
     waited_s=1.5,
-    ends={5: End(7, True), (1 << 62) - 1: End(8, False)},
+    ends={5: LastStep(7, True), (1 << 62) - 1: LastStep(8, False)},
     why="ValueError: no more rows",
     timed_out=True,
     ended="process",
