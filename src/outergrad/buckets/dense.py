@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Pending, Result, StepContext, copy_scaled
-from outergrad.comm.torch import ring_bytes
+from outergrad.comm.cost import ring_bytes
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import checksum

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext, copy_scaled
-from outergrad.comm.torch import ring_bytes
+from outergrad.comm.cost import ring_bytes
 from outergrad.core.coding import sum_dtype
 from outergrad.core.protocols import Exchange
 from outergrad.core.transport import Comm, Work

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad.comm.torch import ring_bytes
-from outergrad.comm.trace import Kind, Tracer
+from outergrad.comm.cost import Pattern, ring_bytes
+from outergrad.comm.trace import Tracer
 from outergrad.core.transport import Enough
 from outergrad.messages.wire import as_from
 
@@ -52,7 +52,7 @@ class MirrorComm:
         """As many times t as there are sites, in place."""
         with self._tracer.away():
             nbytes = ring_bytes(t.nbytes, self.world_size)
-            return self._exchanged(t.mul_(self.world_size), Kind.RING, nbytes, nbytes, nbytes)
+            return self._exchanged(t.mul_(self.world_size), Pattern.RING, nbytes, nbytes, nbytes)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
         """Of every site what this one sends, under its own name."""
@@ -61,7 +61,7 @@ class MirrorComm:
             others, nbytes = self.world_size - 1, sum(part.nbytes for part in parts)
             mean_bytes = others * nbytes / self.world_size
             return self._exchanged(
-                parts, Kind.PAIRS, others * t.nbytes, nbytes - t.nbytes, mean_bytes
+                parts, Pattern.PAIRS, others * t.nbytes, nbytes - t.nbytes, mean_bytes
             )
 
     def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
@@ -75,18 +75,18 @@ class MirrorComm:
             mean_bytes = others * nbytes / self.world_size
             found = self._as_from_all(own, sizes)
             return self._exchanged(
-                found, Kind.PAIRS, nbytes - own.nbytes, others * own.nbytes, mean_bytes
+                found, Pattern.PAIRS, nbytes - own.nbytes, others * own.nbytes, mean_bytes
             )
 
     def _as_from_all(self, t: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         return [t, *(as_from(rank, t, sizes[rank]) for rank in range(1, self.world_size))]
 
     def _exchanged(
-        self, result: Any, kind: Kind, sent_bytes: int, received_bytes: int, mean_bytes: float
+        self, result: Any, pattern: Pattern, sent_bytes: int, received_bytes: int, mean_bytes: float
     ) -> Mirrored:
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes
-        index = self._tracer.started(kind, mean_bytes, max(sent_bytes, received_bytes))
+        index = self._tracer.started(pattern, mean_bytes, max(sent_bytes, received_bytes))
         return Mirrored(result, self._tracer, index)
 
     def broadcast(self, t: Tensor) -> None:

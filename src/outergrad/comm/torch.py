@@ -6,12 +6,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outergrad.comm.cost import ring_bytes
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
@@ -21,17 +22,12 @@ from outergrad.core.transport import Enough
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
 _Receives = list[tuple[dist.Work, Sequence[int]]]
+_Receiving = tuple[list[Tensor], _Receives]
+"""What will be received, and the transfers that wait for it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
-
-
-class _Receiving(NamedTuple):
-    """What will be received, and the transfers that wait for it."""
-
-    parts: list[Tensor]
-    receives: _Receives
 
 
 class TorchComm:
@@ -50,7 +46,9 @@ class TorchComm:
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
     ) -> None:
         self.group = group
-        self.rank, self.world_size = group.rank(), group.size()
+        self.rank, self.world_size = rank, sites = group.rank(), group.size()
+        self._others = [(rank + k) % sites for k in range(1, sites)]
+        self._only_other = self._others if sites == 2 else ()
         self.sent_bytes = self.received_bytes = 0
         self.device = device
         self._kept: Tensor | None = None
@@ -68,16 +66,16 @@ class TorchComm:
         """
         if self.world_size == 1:
             return Ready(t)
-        self.sent_bytes += ring_bytes(t.nbytes, self.world_size)
-        self.received_bytes += ring_bytes(t.nbytes, self.world_size)
-        self.pace.sends(ring_bytes(t.nbytes, self.world_size))
+        nbytes = ring_bytes(t.nbytes, self.world_size)
+        self.sent_bytes += nbytes
+        self.received_bytes += nbytes
+        self.pace.sends(nbytes)
         staged = self._staged(t)
-        sites = (1 - self.rank,) if self.world_size == 2 else ()
-        with transport(sites):
+        with transport(self._only_other):
             work = dist.all_reduce(staged, group=self.group, async_op=True)
         assert work is not None
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
-        return TorchWork([(work, sites)], result, self.pace, self.pace.all_sent)
+        return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -107,7 +105,7 @@ class TorchComm:
         """
         if self.world_size > 1 and self._wire.type == "cpu":
             parts = [_room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
-            self._expected[lane].append(_Receiving(parts, self._receives(parts, _TAG + lane)))
+            self._expected[lane].append((parts, self._receives(parts, _TAG + lane)))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -125,11 +123,7 @@ class TorchComm:
         return t if t.device in (self._wire, self._host) else t.to(self._wire)
 
     def _exchanged(
-        self,
-        outgoing: Sequence[Tensor],
-        sizes: Sequence[int],
-        device: torch.device,
-        lane: int = 0,
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int], device: torch.device, lane: int = 0
     ) -> TorchWork:
         """What every site has for this one, on the device."""
         own = outgoing[self.rank]
@@ -157,23 +151,16 @@ class TorchComm:
     ) -> tuple[_Receives, list[dist.Work]]:
         """Starts to send every other site its tensor and to receive the other parts."""
         if parts[0].device.type == "cuda":
-            others = self._others
-            sends = [
-                dist.P2POp(dist.isend, outgoing[o], group=self.group, group_peer=o) for o in others
+            ops = [
+                dist.P2POp(call, tensors[other], group=self.group, group_peer=other)
+                for call, tensors in ((dist.irecv, parts), (dist.isend, outgoing))
+                for other in self._others
             ]
-            receive = [(parts[o], o) for o in others]
-            receives = [
-                dist.P2POp(dist.irecv, part, group=self.group, group_peer=o) for part, o in receive
-            ]
-            with transport(others):
-                return [(w, others) for w in dist.batch_isend_irecv([*receives, *sends])], []
+            with transport(self._others):
+                return [(work, self._others) for work in dist.batch_isend_irecv(ops)], []
         # gloo: a receive that is posted behind a send waits for it, and the link runs one way at
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
         return self._receives(parts, tag), self._sends(outgoing, tag)
-
-    @property
-    def _others(self) -> list[int]:
-        return [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
 
     def _receives(self, parts: Sequence[Tensor], tag: int) -> _Receives:
         wanted = [(o, part) for o in reversed(self._others) for part in self.pace.parts(parts[o])]
@@ -194,15 +181,18 @@ class TorchComm:
 
         None if the store of the group is gone; `LastWords` explains the arguments.
         """
-        words = LastWords(self.group.get_group_store(), self.rank, self.world_size, session)
+        words = self._last_words(session)
         words.leave(text)  # first: who finds a connection closed may look for it
         self.close()
         return words.gather(enough, patience_s, final)
 
     def words(self, session: int) -> LastWords:
         """Where a site that leaves in order leaves word of it, without much waiting."""
+        return self._last_words(session, _BRIEFLY_S)
+
+    def _last_words(self, session: int, limit_s: float | None = None) -> LastWords:
         store = self.group.get_group_store()
-        return LastWords(store, self.rank, self.world_size, session, _BRIEFLY_S)
+        return LastWords(store, self.rank, self.world_size, session, limit_s)
 
     def close(self) -> None:
         """Closes all connections, so that the other sites hear at once of the end.
@@ -213,7 +203,7 @@ class TorchComm:
             with suppress(RuntimeError):
                 self.group.abort()
             return
-        for other in (r for r in range(self.world_size) if r != self.rank):
+        for other in self._others:
             with suppress(ExchangeError), transport():
                 work = self._started(dist.irecv, torch.empty(1), other, _TAG - 1)
                 work.wait(AN_INSTANT)
@@ -223,11 +213,10 @@ class TorchComm:
         if self.world_size == 1:
             return
         staged = t.to(self._wire).contiguous()
-        sites = (1 - self.rank,) if self.world_size == 2 else ()
-        with transport(sites):
+        with transport(self._only_other):
             work = dist.broadcast(staged, group=self.group, group_src=0, async_op=True)
         assert work is not None
-        TorchWork([(work, sites)], lambda: None, self.pace).wait()
+        TorchWork([(work, self._only_other)], lambda: None, self.pace).wait()
         # A thread of gloo's may hold it a little longer; were it the last to do so while the
         # interpreter shuts down, the process would abort.
         self._kept = staged
@@ -249,11 +238,6 @@ def _room(like: Tensor, size: int, rank: int) -> Tensor:
         return like.new_empty(size)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
-
-
-def ring_bytes(nbytes: int, sites: int) -> int:
-    """Bytes that one site sends in a ring all-reduce."""
-    return 2 * (sites - 1) * nbytes // sites
 
 
 def _has_backend(group: dist.ProcessGroup, device: str) -> bool:

@@ -6,16 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 
-
-class Kind(Enum):
-    """Who a message goes to."""
-
-    PAIRS = "pairs"
-    """From every site straight to every other."""
-    RING = "ring"
-    """Round the sites, added up on the way."""
+from outergrad.comm.cost import Pattern
 
 
 @dataclass(frozen=True)
@@ -24,13 +16,13 @@ class Started:
 
     Attributes:
         at_s: Seconds that the site had computed by then.
-        kind: Who it goes to.
+        pattern: Who it goes to.
         mean_bytes: Payload that a site sends, on average over the sites.
         busy_bytes: Payload that the busier direction of this site's link carries.
     """
 
     at_s: float
-    kind: Kind
+    pattern: Pattern
     mean_bytes: float
     busy_bytes: int
 
@@ -89,10 +81,10 @@ class Tracer:
         yield
         self._since = time.perf_counter()
 
-    def started(self, kind: Kind, mean_bytes: float, busy_bytes: int) -> int:
+    def started(self, pattern: Pattern, mean_bytes: float, busy_bytes: int) -> int:
         """Takes down that a collective was started; returns its index."""
         index = sum(isinstance(event, Started) for event in self._events)
-        self._events.append(Started(self._now_s(), kind, mean_bytes, busy_bytes))
+        self._events.append(Started(self._now_s(), pattern, mean_bytes, busy_bytes))
         return index
 
     def awaited(self, index: int) -> None:

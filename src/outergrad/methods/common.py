@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from outergrad.comm.cost import ring_share
 from outergrad.core.coding import Codecs, Wire, nbytes, stacked
 from outergrad.core.types import Factors, Slot, Unit
 
@@ -30,7 +31,7 @@ def bias_bytes(slots: Iterable[Slot]) -> int:
 
 def dense_bytes(unit: Unit, sites: int) -> float:
     """Bytes that a site sends of a unit in a ring all-reduce, per other site."""
-    return FLOAT_BYTES * 2 * unit.dense_numel / sites
+    return ring_share(FLOAT_BYTES * unit.dense_numel, sites)
 
 
 def used_slots(unit: Unit, rows_K: Sequence[int]) -> list[tuple[Slot, int]]:

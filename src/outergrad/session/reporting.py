@@ -11,7 +11,7 @@ import torch
 
 from outergrad._version import __version__
 from outergrad.buckets.bucket import StepContext
-from outergrad.comm.torch import ring_bytes
+from outergrad.comm.cost import ring_bytes
 from outergrad.core.model import Exchanges, Model
 from outergrad.core.protocols import Recorder
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from outergrad.comm.cost import ring_share
 from outergrad.core.coding import Codecs, without_drops
-from outergrad.core.types import Link, Route, Slot, Unit
+from outergrad.core.types import Route, Slot, Unit
 from outergrad.methods.common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
 from outergrad.methods.low_rank.settings import LowRankSettings
 
@@ -48,7 +49,7 @@ class Sizes:
             return math.inf
         triplets = sum(map(self.triplets, unit.matrices))
         numel = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
-        return (triplets + FLOAT_BYTES * numel) * (1.0 if gathers else 2 / sites)
+        return (triplets + FLOAT_BYTES * numel) * (1.0 if gathers else ring_share(1, sites))
 
     def exact(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
         """Bytes of factors that hold all of the gradient, on the site that has most."""
@@ -67,25 +68,6 @@ class Sizes:
 def exact_rows(slot: Slot, rows: int) -> int:
     """The rows that N rows can always be written as."""
     return rows if slot.lookup else min(rows, slot.outputs, slot.inputs)
-
-
-def delays(way: Route, sites: int) -> int:
-    """Messages that wait for one another: two all-reduces in a ring are 4 (S - 1)."""
-    return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (sites - 1)}[way]
-
-
-def times(sent_bytes: Mapping[Route, float], sites: int, link: Link) -> dict[Route, float]:
-    """Seconds for the low-rank messages of a step.
-
-    Args:
-        sent_bytes: what the busiest site sends to all others together, by way.
-        sites: S.
-        link: what the slowest site has.
-    """
-    return {
-        way: delays(way, sites) * link.delay_s + nbytes / link.bytes_per_s
-        for way, nbytes in sent_bytes.items()
-    }
 
 
 def best_way(seconds: Mapping[Route, float]) -> Route:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from outergrad.comm import cost
 from outergrad.core.coding import Codecs, drops
 from outergrad.core.owners import heaviest_share
 from outergrad.core.protocols import Exchange
@@ -21,7 +22,7 @@ from outergrad.core.types import (
     Unit,
 )
 from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
-from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows, times
+from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows
 from outergrad.methods.low_rank.memory import (
     Memories,
     common_state,
@@ -66,7 +67,8 @@ class LowRankExchange(Exchange):
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Takes the way that is fastest for the whole model."""
         ways = [way for way in WAYS if way != Route.REDUCE or self._sums]
-        seconds = times({way: self._sent_bytes(units, sites, way) for way in ways}, sites, link)
+        sent_bytes = {way: self._sent_bytes(units, sites, way) for way in ways}
+        seconds = {way: cost.seconds(way, n, sites, link) for way, n in sent_bytes.items()}
         way = best_way(seconds)
         others = tuple((other, s) for other, s in seconds.items() if other != way)
         self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)

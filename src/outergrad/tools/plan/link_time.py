@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
-from outergrad.comm.trace import Kind, Started, Trace
+from outergrad.comm.cost import Pattern
+from outergrad.comm.trace import Started, Trace
 from outergrad.core.types import Link
 from outergrad.launch.links import ShapedLink
 from outergrad.launch.traffic import HEADER_BYTES
@@ -12,20 +13,15 @@ from outergrad.launch.traffic import HEADER_BYTES
 SEGMENT_BYTES = 1448
 """Payload of one packet of TCP on Ethernet."""
 PACKETS_PER_ACK = 2
-MESSAGE_BYTES = {Kind.PAIRS: 144, Kind.RING: 288}
+MESSAGE_BYTES = {Pattern.PAIRS: 144, Pattern.RING: 288}
 """What gloo says besides, per message and hop."""
 LEAST_RTT_S = 3e-4
 """What gloo's threads take to hear of each other on the shortest link."""
 
 
-def hops(kind: Kind, sites: int) -> int:
-    """Messages that a site sends in a collective: to every other, or twice round the ring."""
-    return sites - 1 if kind == Kind.PAIRS else 2 * (sites - 1)
-
-
-def wire_bytes(payload_bytes: float, kind: Kind, sites: int) -> float:
+def wire_bytes(payload_bytes: float, pattern: Pattern, sites: int) -> float:
     """Bytes on an interface: with headers of packets, and acknowledgements of as much received."""
-    nbytes = payload_bytes + MESSAGE_BYTES[kind] * hops(kind, sites)
+    nbytes = payload_bytes + MESSAGE_BYTES[pattern] * pattern.messages(sites)
     return nbytes + HEADER_BYTES * nbytes / SEGMENT_BYTES * (1 + 1 / PACKETS_PER_ACK)
 
 
@@ -43,9 +39,9 @@ def step_seconds(trace: Trace, link: ShapedLink, sites: int) -> float:
     for event in trace.events:
         now_s = event.at_s + waited_s
         if isinstance(event, Started):
-            transfer_s = 8 * wire_bytes(event.busy_bytes, event.kind, sites) / rate_bit_per_s
+            transfer_s = 8 * wire_bytes(event.busy_bytes, event.pattern, sites) / rate_bit_per_s
             free_s = max(free_s, now_s + rtt_s / 2) + transfer_s
-            round_trips = 1 if event.kind == Kind.PAIRS else hops(event.kind, sites)
+            round_trips = 1 if event.pattern == Pattern.PAIRS else event.pattern.messages(sites)
             alone_s = now_s + round_trips * rtt_s + transfer_s
             there_s.append(max(alone_s, free_s + rtt_s / 2))
         else:

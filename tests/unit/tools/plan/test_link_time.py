@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.comm.trace import Awaited, Kind, Started, Trace, Tracer
+from outergrad.comm.cost import Pattern
+from outergrad.comm.trace import Awaited, Started, Trace, Tracer
 from outergrad.launch.links import ShapedLink
 from outergrad.tools.plan.link_time import LEAST_RTT_S, step_seconds, wire_bytes
 
@@ -12,17 +13,19 @@ MB = 1_000_000
 FAST = ShapedLink(rate_bit_per_s=None)
 
 
-def link(transfer_s: float, rtt_s: float = 0.0, kind: Kind = Kind.PAIRS) -> ShapedLink:
+def link(transfer_s: float, rtt_s: float = 0.0, pattern: Pattern = Pattern.PAIRS) -> ShapedLink:
     """On which a message of a megabyte takes so long."""
-    return ShapedLink(rate_bit_per_s=8 * wire_bytes(MB, kind, 2) / transfer_s, rtt_s=rtt_s)
+    return ShapedLink(rate_bit_per_s=8 * wire_bytes(MB, pattern, 2) / transfer_s, rtt_s=rtt_s)
 
 
-def trace(*events: tuple[str, float], compute_s: float = 1.0, kind: Kind = Kind.PAIRS) -> Trace:
+def trace(
+    *events: tuple[str, float], compute_s: float = 1.0, pattern: Pattern = Pattern.PAIRS
+) -> Trace:
     """Messages of a megabyte are started, and awaited in the same order."""
     found, awaited = [], 0
     for what, at_s in events:
         if what == "start":
-            found.append(Started(at_s, kind, MB, MB))
+            found.append(Started(at_s, pattern, MB, MB))
         else:
             found.append(Awaited(at_s, awaited))
             awaited += 1
@@ -52,13 +55,13 @@ STEPS = {
         6.0,
     ),
     "a ring": (
-        trace(("start", 1.0), ("wait", 1.0), kind=Kind.RING),
-        link(4, rtt_s=1, kind=Kind.RING),
+        trace(("start", 1.0), ("wait", 1.0), pattern=Pattern.RING),
+        link(4, rtt_s=1, pattern=Pattern.RING),
         1 + 2 + 4,
     ),
     "a ring in the round trips of another": (
-        trace(("start", 1.0), ("start", 1.0), ("wait", 1.0), ("wait", 1.0), kind=Kind.RING),
-        link(4, rtt_s=1, kind=Kind.RING),
+        trace(("start", 1.0), ("start", 1.0), ("wait", 1.0), ("wait", 1.0), pattern=Pattern.RING),
+        link(4, rtt_s=1, pattern=Pattern.RING),
         1 + 1 + 4 + 4,
     ),
 }
@@ -71,14 +74,14 @@ def test_a_step_takes_what_it_computes_and_waits(step, on, seconds):
 
 @pytest.mark.parametrize("sites", [2, 3, 8])
 def test_a_ring_of_small_messages_takes_two_rounds_of_all_sites(sites):
-    step = trace(("start", 1.0), ("wait", 1.0), kind=Kind.RING)
+    step = trace(("start", 1.0), ("wait", 1.0), pattern=Pattern.RING)
     on = ShapedLink(rate_bit_per_s=None, rtt_s=1)
     assert step_seconds(step, on, sites) == pytest.approx(1 + 2 * (sites - 1))
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_an_interface_counts_headers_and_acknowledgements(kind):
-    assert 1.065 * MB < wire_bytes(MB, kind, sites=2) < 1.07 * MB
+@pytest.mark.parametrize("pattern", Pattern)
+def test_an_interface_counts_headers_and_acknowledgements(pattern):
+    assert 1.065 * MB < wire_bytes(MB, pattern, sites=2) < 1.07 * MB
 
 
 def test_what_is_done_away_is_not_counted():
@@ -86,10 +89,10 @@ def test_what_is_done_away_is_not_counted():
     tracer.begin()
     with tracer.away():
         began = sum(range(1_000_000))
-        first = tracer.started(Kind.PAIRS, 1, 1)
-    second = tracer.started(Kind.RING, 2, 2)
+        first = tracer.started(Pattern.PAIRS, 1, 1)
+    second = tracer.started(Pattern.RING, 2, 2)
     tracer.awaited(second)
     found = tracer.end()
     assert (first, second, began > 0) == (0, 1, True)
-    assert [m.kind for m in found.messages] == [Kind.PAIRS, Kind.RING]
+    assert [m.pattern for m in found.messages] == [Pattern.PAIRS, Pattern.RING]
     assert 0 <= found.events[0].at_s <= found.events[-1].at_s <= found.compute_s < 0.01
