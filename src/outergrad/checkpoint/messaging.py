@@ -16,6 +16,7 @@ from torch import Tensor
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
+from outergrad.messages.raw import as_tensor
 from outergrad.session.session import Session
 
 _END = b"\0"
@@ -103,7 +104,7 @@ def _value(rank: int, part: Tensor) -> Any:
 
 
 def _message(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content + _END), dtype=torch.uint8)
+    return as_tensor(content + _END)
 
 
 def _content(message: Tensor) -> bytes:

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outergrad.messages.raw import digest
+
 _ELSEWHERE = "outergrad: tensor elsewhere"
 """Key of what stands in a tree for a tensor that is kept beside it."""
 
 
-def tensors(tree: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors(tree: Any) -> list[tuple[str, Tensor]]:
     """Every ordinary tensor of a tree of dicts, lists and tuples, by its place."""
-    if isinstance(tree, Tensor):
-        if tree.layout == torch.strided and not tree.is_complex():
-            yield place, tree
-    else:
-        for where, item in _children(tree, place):
-            yield from tensors(item, where)
+    found: list[tuple[str, Tensor]] = []
+
+    def note(leaf: Any, place: str) -> None:
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_complex():
+            found.append((place, leaf))
+
+    _mapped(tree, note)
+    return found
 
 
 def digests(tree: Any) -> dict[int, str]:
     """The place of every tensor, by a digest of the place, the form and the content."""
-    return {_digest(place, t): place for place, t in tensors(tree)}
+    forms = ((f"{place}: {tuple(t.shape)} {t.dtype}", place, t) for place, t in tensors(tree))
+    return {digest(form.encode(), [t]): place for form, place, t in forms}
 
 
-def without(tree: Any, elsewhere: Collection[str], place: str = "") -> Any:
+def without(tree: Any, elsewhere: Collection[str]) -> Any:
     """The tree with marks for the tensors of some places."""
-    if isinstance(tree, Tensor):
-        return {_ELSEWHERE: place} if place in elsewhere else tree
-    return _rebuilt(tree, place, lambda item, where: without(item, elsewhere, where))
+    return _mapped(tree, lambda leaf, at: {_ELSEWHERE: at} if at in elsewhere else leaf)
 
 
 def whole(tree: Any, elsewhere: Mapping[str, Tensor]) -> Any:
@@ -42,32 +44,20 @@ def whole(tree: Any, elsewhere: Mapping[str, Tensor]) -> Any:
     Raises:
         KeyError: one is not there.
     """
-    if isinstance(tree, dict) and _ELSEWHERE in tree:
-        return elsewhere[tree[_ELSEWHERE]]
-    return _rebuilt(tree, "", lambda item, _: whole(item, elsewhere))
+    return _mapped(tree, lambda leaf, _: elsewhere[leaf[_ELSEWHERE]] if _marks(leaf) else leaf)
 
 
-def _children(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
-    items: Any = ()
-    if isinstance(tree, dict):
-        items = tree.items()
-    elif isinstance(tree, list | tuple):
-        items = enumerate(tree)
-    return ((f"{place}/{key!r}", item) for key, item in items)
-
-
-def _rebuilt(tree: Any, place: str, change: Callable[[Any, str], Any]) -> Any:
-    """A container of the same kind with its items changed; a leaf as it is."""
-    changed = [change(item, where) for where, item in _children(tree, place)]
-    if isinstance(tree, dict):
+def _mapped(tree: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
+    """The tree with its leaves changed, by what they are and their place."""
+    if isinstance(tree, dict) and not _marks(tree):
         new = copy.copy(tree)  # a model's state has its versions in an attribute
-        new.update(zip(tree, changed, strict=True))
+        new.update({k: _mapped(item, change, f"{place}/{k!r}") for k, item in tree.items()})
         return new
-    return type(tree)(changed) if type(tree) in (list, tuple) else tree
+    if type(tree) in (list, tuple):
+        items = enumerate(tree)
+        return type(tree)([_mapped(item, change, f"{place}/{k!r}") for k, item in items])
+    return change(tree, place)
 
 
-def _digest(place: str, t: Tensor) -> int:
-    """62 bits, so that it is an int64."""
-    found = hashlib.sha256(f"{place}: {tuple(t.shape)} {t.dtype}".encode())
-    found.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return int.from_bytes(found.digest()[:8], "big") >> 2
+def _marks(tree: Any) -> bool:
+    return isinstance(tree, dict) and _ELSEWHERE in tree

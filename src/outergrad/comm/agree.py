@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -14,15 +13,15 @@ from outergrad.comm.course import Course
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
+from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, raw
 
 _MOST_TEXT = 1 << 24
-_CHUNK_BYTES = 1 << 26
 _SAME = "build the same model and method with the same versions everywhere"
 
 
 def fingerprint(lines: Sequence[str]) -> int:
     """62 bits of the SHA-256 of a description."""
-    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
+    return digest("\n".join(lines).encode())
 
 
 def agree(
@@ -69,8 +68,7 @@ def _exchange_texts(
     for rank, (_, size) in enumerate(announced):
         if not 0 < size <= max(_MOST_TEXT, 4 * len(text)):
             raise ExchangeError(f"{who} {rank} announced a description of {size} bytes")
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    parts = comm.all_gather(own, [size for _, size in announced]).wait()
+    parts = comm.all_gather(as_tensor(text), [size for _, size in announced]).wait()
     pairs = enumerate(zip(parts, announced, strict=True))
     return [_lines(part, print_, f"{who} {rank}") for rank, (part, (print_, _)) in pairs]
 
@@ -99,17 +97,17 @@ def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> 
     raise AssertionError("descriptions that differ in no line")
 
 
-def all_came(comm: Comm, digest: int) -> None:
+def all_came(comm: Comm, checksum: int) -> None:
     """Waits for all sites: a broadcast may return before another site has looked for it.
 
     Args:
         comm: the transport.
-        digest: of what was broadcast, as this site has it.
+        checksum: of what was broadcast, as this site has it.
 
     Raises:
         ExchangeError: another site has something else.
     """
-    words = comm.all_gather(comm.control([digest]), [1] * comm.world_size).wait()
+    words = comm.all_gather(comm.control([checksum]), [1] * comm.world_size).wait()
     odd = [rank for rank, word in enumerate(words) if int(word) != int(words[0])]
     if odd:
         raise ExchangeError(f"the model of site 0 did not reach site {odd[0]} as it was sent")
@@ -124,26 +122,15 @@ def broadcast_all(comm: TorchComm, tensors: Sequence[Tensor]) -> None:
     if comm.world_size == 1:
         return
     course = Course(comm)
-    chunk: list[Tensor] = []
-    for tensor in tensors:
-        chunk.append(tensor)
-        if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
-            _broadcast_chunk(comm, chunk, course)
-            chunk = []
-    if chunk:
+    for chunk in in_chunks(tensors):
         _broadcast_chunk(comm, chunk, course)
     course.settle()
 
 
 def _broadcast_chunk(comm: TorchComm, tensors: Sequence[Tensor], course: Course) -> None:
-    flat = torch.cat([_bytes(t).to(comm.device) for t in tensors])
+    flat = torch.cat([raw(t).to(comm.device) for t in tensors])
     course.broadcast(flat)
     if comm.rank == 0:
         return
     for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
-        part = part.to(tensor.device, copy=True)  # a copy is aligned for any dtype
-        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view(-1).view(torch.uint8)
+        tensor.copy_(from_raw(part, tensor))

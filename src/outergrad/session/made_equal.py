@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,10 @@ from torch.optim import Optimizer
 from outergrad.core.errors import ExchangeError
 from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
+from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, raw
 from outergrad.replay.run import DTYPES, told_shape
 
 _MOST_TEXT = 1 << 24
-_CHUNK_BYTES = 1 << 26
 
 
 class Replica:
@@ -54,8 +53,9 @@ class Replica:
         structure, parts = flattened(self._states())
         told = json.dumps({"states": structure, "tensors": [_described(t) for t in parts]})
         layout = str([(t.dtype, t.shape) for t in self._buffers])
-        words = [_digest(self._parameters), _digest(parts, told), _digest(self._buffers, layout)]
-        words += [_digest([], layout), len(told.encode()) if self._optimizers else 0]
+        words = [digest(b"", self._parameters), digest(told.encode(), parts)]
+        words += [digest(layout.encode(), self._buffers), digest(layout.encode())]
+        words += [len(told.encode()) if self._optimizers else 0]
         found = comm.all_gather(comm.control(words), [len(words)] * comm.world_size).wait()
         words_S = [t.tolist() for t in found]
         alike = all(theirs[3] == words_S[0][3] for theirs in words_S)
@@ -65,7 +65,7 @@ class Replica:
         tensors = [*self._parameters, *(self._buffers if alike else ())]
         for t, new in zip(tensors, _sent(comm, source, tensors), strict=True):
             t.copy_(new)
-        _require_equal(comm, source, _digest(tensors))
+        _require_equal(comm, source, tensors)
         if letters := words_S[source][4]:
             self._take(comm, source, told, letters, parts)
         return True
@@ -75,12 +75,12 @@ class Replica:
     ) -> None:
         if not 0 < letters <= max(_MOST_TEXT, 4 * len(told)):
             raise ExchangeError(f"site {source} announced {letters} bytes of optimizer states")
-        ours = torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8)
+        ours = as_tensor(told.encode())
         text = _from_source(comm, source, ours, letters).cpu().numpy().tobytes()
         mine = comm.rank == source
         states, shapes = (None, parts) if mine else _read(text, source)
         found = _sent(comm, source, shapes)
-        _require_equal(comm, source, _digest(found))
+        _require_equal(comm, source, found)
         if mine:
             return
         try:
@@ -142,14 +142,14 @@ def _read(text: bytes, source: int) -> tuple[Any, list[Tensor]]:
         raise ExchangeError(f"{what}: {type(error).__name__}") from error
 
 
-def _require_equal(comm: Comm, source: int, digest: int) -> None:
+def _require_equal(comm: Comm, source: int, tensors: Sequence[Tensor]) -> None:
     """Checks what has been taken.
 
     Raises:
         ExchangeError: it did not arrive as it was sent.
     """
-    words = comm.control([digest])
-    found = comm.all_gather(words, [1] * comm.world_size).wait()
+    word = comm.control([digest(b"", tensors)])
+    found = comm.all_gather(word, [1] * comm.world_size).wait()
     odd = [rank for rank, word in enumerate(found) if int(word) != int(found[source])]
     if odd:
         raise ExchangeError(f"what site {source} sent did not reach site {odd[0]} as it was sent")
@@ -168,26 +168,9 @@ def _described(t: Tensor) -> tuple[int, list[int]]:
     return DTYPES.index(t.dtype), list(t.shape)
 
 
-def _digest(tensors: Sequence[Tensor], told: str = "") -> int:
-    """62 bits of the SHA-256 of all bytes."""
-    found = hashlib.sha256(told.encode())
-    for t in tensors:
-        found.update(_bytes(t).cpu().numpy().data)
-    return int.from_bytes(found.digest()[:8], "big") >> 2
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def _sent(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that a site has, of the same shapes as these; many in one message."""
-    chunks: list[list[Tensor]] = [[]]
-    for t in tensors:
-        if sum(one.nbytes for one in chunks[-1]) >= _CHUNK_BYTES:
-            chunks.append([])
-        chunks[-1].append(t)
-    return [new for chunk in chunks for new in _sent_chunk(comm, source, chunk)]
+    return [new for chunk in in_chunks(tensors) for new in _sent_chunk(comm, source, chunk)]
 
 
 def _sent_chunk(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -196,12 +179,9 @@ def _sent_chunk(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tens
         return [torch.empty(t.shape, dtype=t.dtype, device=comm.device) for t in tensors]
     ours = torch.empty(0, dtype=torch.uint8)
     if comm.rank == source:
-        ours = torch.cat([_bytes(t).to(comm.device) for t in tensors])
+        ours = torch.cat([raw(t).to(comm.device) for t in tensors])
     parts = _from_source(comm, source, ours, sum(sizes)).split(sizes)
-    return [
-        part.clone().view(t.dtype).view(t.shape)  # a copy is aligned for any dtype
-        for part, t in zip(parts, tensors, strict=True)
-    ]
+    return list(map(from_raw, parts, tensors))
 
 
 def _from_source(comm: Comm, source: int, ours: Tensor, nbytes: int) -> Tensor:
