@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from outergrad.checkpoint.choose import Choice
+from outergrad.checkpoint.choose import Selection
 from outergrad.checkpoint.parts import for_a_new_site
-from outergrad.checkpoint.residuals import without_debts
 from outergrad.checkpoint.restored import Restored
 from outergrad.core.types import StateDict
+
+_UNSENT = ("unsent", "unsent_deltas", "unsent_activations")
+"""What a memory holds that no other site may see."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,12 @@ class Cast:
     """Who goes on from whom.
 
     Attributes:
-        choice: the checkpoint, and who reads which file.
+        selection: the checkpoint, and who reads which file.
         rank_then: of the sites whose files are there, by number.
         numbers: of the sites that there are, by rank.
     """
 
-    choice: Choice
+    selection: Selection
     rank_then: Mapping[int, int]
     numbers: Sequence[int]
 
@@ -30,51 +33,43 @@ class Cast:
     def same(self) -> bool:
         """Whether every site is what it was."""
         then = {rank: number for number, rank in self.rank_then.items()}
-        return dict(enumerate(self.numbers)) == then and not self.choice.lost
+        return dict(enumerate(self.numbers)) == then and not self.selection.lost
 
     @property
     def new(self) -> tuple[int, ...]:
         """The numbers of sites whose file is not there."""
         return tuple(n for n in self.numbers if n not in self.rank_then)
 
-    @property
-    def example(self) -> int:
-        """The number of the site that new ones are like: the first."""
-        return min(self.rank_then, key=lambda number: self.rank_then[number])
-
     def restored(self, skipped: Sequence[str]) -> Restored:
         """In words."""
         return Restored(
-            step=self.choice.save.step,
-            saved_sites=self.choice.save.sites,
+            step=self.selection.save.step,
+            saved_sites=self.selection.save.sites,
             sites=len(self.numbers),
-            lost=self.choice.lost,
+            lost=self.selection.lost,
             new=self.new,
             skipped=tuple(skipped),
         )
 
     def letters(self, read: Mapping[int, StateDict], rank: int) -> list[StateDict]:
-        """What one site gets of all that this one has read."""
-        found = [self.letter(state, number, rank) for number, state in read.items()]
-        return [letter for letter in found if letter is not None]
-
-    def letter(self, state: StateDict, number: int, rank: int) -> StateDict | None:
-        """What one site gets of a state that another saved.
+        """What one site gets of all that this one has read.
 
         Args:
-            state: as it was saved.
-            number: of the site that saved it.
-            rank: of the one that gets it.
+            read: states as they were saved, by the number of the site that saved them.
+            rank: of the one that gets them.
         """
         to = self.numbers[rank]
-        if self.same and to != number:
-            return None
+        wanted = {n: state for n, state in read.items() if n == to or not self.same}
+        return [self._letter(state, number, rank) for number, state in wanted.items()]
+
+    def _letter(self, state: StateDict, number: int, rank: int) -> StateDict:
+        to, first = self.numbers[rank], min(self.rank_then, key=self.rank_then.__getitem__)
         letter = {"rank": state["rank"], "session": self._session(state, rank)}
         if to == number:
-            letter |= {"parts": state["parts"], "random": state["random"]}
-        elif to in self.new and number == self.example:
+            return letter | {"parts": state["parts"], "random": state["random"]}
+        if to in self.new and number == first:  # whom new ones are like
             parts = for_a_new_site(state["parts"], state["own"])
-            letter |= {"parts": parts, "random": None}
+            return letter | {"parts": parts, "random": None}
         return letter
 
     def _session(self, state: StateDict, rank: int) -> StateDict | None:
@@ -82,7 +77,48 @@ class Cast:
         session, then = state["session"], state["rank"]
         if session is None or self.same:
             return session
-        like = rank % self.choice.save.sites
+        like = rank % self.selection.save.sites
         start = then == (like if like in self.rank_then.values() else min(self.rank_then.values()))
         takes_over = then % len(self.numbers) == rank
-        return session if takes_over else without_debts(session, start=start)
+        return session if takes_over else _without_debts(session, start=start)
+
+
+def with_lost(states: Mapping[int, StateDict], sites: int) -> list[StateDict]:
+    """The states of all sites that there were; those of lost ones as if they owed nothing.
+
+    Args:
+        states: those that there are, by rank; at least one.
+        sites: how many there were.
+    """
+    pattern = _without_debts(states[min(states)], start=True)
+    return [states.get(rank, {**pattern, "rank": rank}) for rank in range(sites)]
+
+
+def _without_debts(session: StateDict, *, start: bool) -> StateDict:
+    """A session's state without what it owes; enough for sites that do not take that over.
+
+    Args:
+        session: as it was saved.
+        start: whether to leave the weights that `og.LocalSteps` starts from.
+    """
+    found = {
+        **session,
+        "exchanges": list(map(_sent, session["exchanges"])),
+        "cadence": {**session["cadence"], "formed": {}, "rows": {}, "formed_rows": {}},
+    }
+    if not start:
+        found.pop("local_steps", None)
+    return found
+
+
+def _sent(exchange: StateDict) -> StateDict:
+    """Its memories without what has not been sent."""
+    own = exchange.get("own", {})
+    if "memories" not in own:
+        return exchange
+    saved: Mapping[str, Mapping[str, Any]] = own["memories"]
+    memories = {
+        place: {key: value for key, value in memory.items() if key not in _UNSENT}
+        for place, memory in saved.items()
+    }
+    return {**exchange, "own": {**own, "memories": memories}}

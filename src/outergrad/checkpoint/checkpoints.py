@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import index
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from outergrad.checkpoint.choose import Allowed
-from outergrad.checkpoint.going_on import Found, GoingOn, found_by_all
+from outergrad.checkpoint.going_on import GoingOn, found_by_all
 from outergrad.checkpoint.keep import Kept
 from outergrad.checkpoint.messaging import comm_of, gathered, told_of_lost_sites
 from outergrad.checkpoint.neighbours import first_of_folder
-from outergrad.checkpoint.parts import Part, Parts
-from outergrad.checkpoint.random_state import random_state, set_random_state
+from outergrad.checkpoint.parts import Parts, Saveable
+from outergrad.checkpoint.random_state import set_random_state
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
-from outergrad.core.types import StateDict
+from outergrad.core.transport import Comm
 from outergrad.session.session import Session
 from outergrad.step.groups import end_unfinished
 
 _LOG = logging.getLogger("outergrad")
-
-T = TypeVar("T")
 
 
 class Checkpoints:
@@ -69,7 +66,7 @@ class Checkpoints:
         keep: int = 2,
         site: int | None = None,
         group: dist.ProcessGroup | None = None,
-        **others: Part,
+        **others: Saveable,
     ) -> None:
         self._folder, self._session = Path(folder), session
         self._comm = comm_of(session, group)
@@ -80,12 +77,14 @@ class Checkpoints:
         try:
             number = number if site is None else index(site)
             self._parts = Parts({"model": model, **optimizers, **others}, local)
-            _check_keep(keep)
+            if keep < 1:
+                raise ValueError(f"Checkpoints: keep={keep}; use 1 or more")
         except (TypeError, ValueError) as raised:
             error = raised
-        doing = "looking at the folder of checkpoints"
         lines = [f"parts: {', '.join(self._parts.names)}", f"keep: {keep}"]
-        firsts, self._numbers = self._together(doing, lambda: self._meet(lines, number, error))
+        with told_of_lost_sites(self._comm, "looking at the folder of checkpoints"):
+            firsts = first_of_folder(self._comm, self._folder, lines, error)
+            self._numbers = _numbers(self._comm, number)
         self._kept = Kept(self._folder, keep)
         self._writer = Writer(self._comm, self._folder, number, firsts)
 
@@ -104,7 +103,11 @@ class Checkpoints:
             RuntimeError: this site lost the others.
         """
         session = None if self._session is None else self._session.state_dict()
-        self._together(f"saving after step {step}", lambda: self._save(step, session))
+        with told_of_lost_sites(self._comm, f"saving after step {step}"):
+            about = {"rank": self._comm.rank, "session": session}
+            self._kept.add(self._writer.write(step, lambda: about | self._parts.state()))
+        if self._writer.first:
+            self._kept.tidy()
 
     def restore(self, *, allow_lost: bool = False, allow_foreign: bool = False) -> Restored | None:
         """Goes on from the newest checkpoint of which all sites' files are there and whole.
@@ -134,63 +137,25 @@ class Checkpoints:
         """
         end_unfinished(self._comm.group)
         allowed = Allowed(allow_lost=bool(allow_lost), allow_foreign=bool(allow_foreign))
-        return self._together("restoring", lambda: self._restore(allowed))
-
-    # -- together -------------------------------------------------------------------------------
-
-    def _together(self, doing: str, work: Callable[[], T]) -> T:
-        with told_of_lost_sites(self._comm, doing):
-            return work()
-
-    def _meet(
-        self, lines: list[str], number: int, error: Exception | None
-    ) -> tuple[list[int], list[int]]:
-        """Of every site the first one in its folder, and its number."""
-        firsts = first_of_folder(self._comm, self._folder, lines, error)
-        told = gathered(self._comm, number)
-        if any(type(one) is not int or one < 0 for one in told) or len({*told}) < len(told):
-            raise ValueError(
-                f"Checkpoints: the numbers of the sites are {told}: pass site= another number, "
-                f"0 or more, on each, or leave it out"
-            )
-        return firsts, told
-
-    # -- saving ---------------------------------------------------------------------------------
-
-    def _save(self, step: int, session: StateDict | None) -> None:
-        self._kept.add(self._writer.write(step, lambda: self._state(session)))
-        if self._writer.first:
-            self._kept.tidy()
-
-    def _state(self, session: StateDict | None) -> StateDict:
-        return {
-            "rank": self._comm.rank,
-            "session": session,
-            "parts": self._parts.state(),
-            "own": self._parts.own(),
-            "random": random_state(),
-        }
+        with told_of_lost_sites(self._comm, "restoring"):
+            return self._restore(allowed)
 
     # -- going on -------------------------------------------------------------------------------
 
     def _restore(self, allowed: Allowed) -> Restored | None:
-        found = found_by_all(self._comm, self._folder, self._numbers, allowed)
-        self._log(f"checkpoint skipped: {line}" for line in found.skipped)
-        going_on = found.going_on
+        going_on, skipped, overview = found_by_all(self._comm, self._folder, self._numbers, allowed)
+        self._log(f"checkpoint skipped: {line}" for line in skipped)
         if going_on is None:
             return None
         self._load(going_on)
-        self._keep(found, going_on)
-        if not going_on.restored.exact:
-            self._log([str(going_on.restored)])
-        return going_on.restored
-
-    def _keep(self, found: Found, going_on: GoingOn) -> None:
-        """One of which files are lost is not removed later: they may come back."""
-        self._kept.found(found.older, found.cut_short)
-        if not going_on.restored.lost:
-            self._kept.add(going_on.save)
-            self._writer.finish(going_on.save)
+        save, restored = going_on.save, going_on.restored
+        self._kept.found(overview, save)
+        if not restored.lost:  # files that are lost may come back: it is not removed later
+            self._kept.add(save)
+            self._writer.finish(save)
+        if not restored.exact:
+            self._log([str(restored)])
+        return restored
 
     def _load(self, found: GoingOn) -> None:
         error = None
@@ -212,6 +177,12 @@ class Checkpoints:
             _LOG.warning("%s", line)
 
 
-def _check_keep(keep: int) -> None:
-    if keep < 1:
-        raise ValueError(f"Checkpoints: keep={keep}; use 1 or more")
+def _numbers(comm: Comm, own: int) -> list[int]:
+    """Of all sites, by rank."""
+    numbers = gathered(comm, own)
+    if any(type(one) is not int or one < 0 for one in numbers) or len({*numbers}) < len(numbers):
+        raise ValueError(
+            f"Checkpoints: the numbers of the sites are {numbers}: pass site= another number, "
+            f"0 or more, on each, or leave it out"
+        )
+    return numbers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from outergrad.checkpoint.folder import Listing, Save
 
@@ -33,8 +34,34 @@ class Allowed:
         return [name for name, value in vars(self).items() if value]
 
 
+_WAYS = (
+    Allowed(allow_lost=True),
+    Allowed(allow_foreign=True),
+    Allowed(allow_lost=True, allow_foreign=True),
+)
+
+
+class UnusableError(ValueError):
+    """There are checkpoints, and none can be gone on from; raised on all sites.
+
+    Attributes:
+        problems: what is wrong with each, a line of text per checkpoint or file.
+        way: what the user could allow, so that one can be; None if nothing would help.
+    """
+
+    def __init__(self, folder: Path, problems: Sequence[str], way: Allowed | None) -> None:
+        self.problems, self.way = tuple(problems), way
+        remedy = "mend these files or bring them back, or move the folder away to begin anew"
+        if way is not None:
+            remedy += f", or let restore({way}) go on with what there is"
+        super().__init__(
+            f"Checkpoints: the folder {folder} cannot be gone on from, and nothing in it was "
+            f"changed: {'; '.join(problems)}. On every site: {remedy}"
+        )
+
+
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What to go on from.
 
     Attributes:
@@ -50,10 +77,9 @@ class Choice:
         """Of how many sites that saved it nothing is left."""
         return self.save.sites - len(self.readers)
 
-    def asked(self) -> dict[int, list[int]]:
-        """Per rank, the numbers of the sites whose files it reads."""
-        ranks = {*self.readers.values()}
-        return {rank: [n for n, reader in self.readers.items() if reader == rank] for rank in ranks}
+    def read_by(self, rank: int) -> list[int]:
+        """The numbers of the sites whose files a rank reads."""
+        return [number for number, reader in self.readers.items() if reader == rank]
 
 
 @dataclass(frozen=True)
@@ -105,7 +131,7 @@ class Overview:
             if save not in listing and not all(seen.unfinished for seen in listing.values())
         ]
 
-    def choose(self, allowed: Allowed) -> Choice | None:
+    def choose(self, allowed: Allowed) -> Selection | None:
         """The newest checkpoint of which all files are there, somewhere."""
         known = [s for s in self.saves if allowed.allow_foreign or not self.strangers(s)]
         usable = [save for save in known if self.whole(save)]
@@ -113,15 +139,28 @@ class Overview:
             usable = [save for save in known if self.holders(save) and not self.cut_short(save)]
         if not usable:
             return None
-        readers = {n: self._reader(n, ranks) for n, ranks in self.holders(usable[-1]).items()}
-        return Choice(usable[-1], readers)
+        holders = self.holders(usable[-1])
+        readers = {
+            number: next((rank for rank in ranks if self.numbers[rank] == number), ranks[0])
+            for number, ranks in holders.items()
+        }
+        return Selection(usable[-1], readers)
 
-    def _reader(self, number: int, ranks: Sequence[int]) -> int:
-        return next((rank for rank in ranks if self.numbers[rank] == number), ranks[0])
+    def require_nothing(self, folder: Path, problems: Sequence[str]) -> None:
+        """Checks that where no checkpoint can be used there has never been one.
 
-    def passed_over(self, choice: Choice | None) -> list[str]:
+        A first one that was cut short is none: training begins anew, as it did then.
+
+        Raises:
+            UnusableError: there has been one.
+        """
+        if not all(map(self.cut_short, self.saves)):
+            way = next((way for way in _WAYS if self.choose(way)), None)
+            raise UnusableError(folder, problems, way)
+
+    def passed_over(self, selection: Selection | None) -> list[str]:
         """What is newer but cannot be used, and why; of files that were read it is known."""
-        newer = [save for save in self.saves if choice is None or save > choice.save]
+        newer = [save for save in self.saves if selection is None or save > selection.save]
         return [line for save in newer if not self.damaged(save) for line in self._why_not(save)]
 
     def _why_not(self, save: Save) -> list[str]:

@@ -7,9 +7,10 @@ that it must have the form of what this library sends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from outergrad.checkpoint.choose import Selection
 from outergrad.checkpoint.folder import Listing, Save, Seen
 
 T = TypeVar("T")
@@ -76,14 +77,10 @@ def listing(rank: int, told: Any) -> dict[Save, Seen]:
     return found
 
 
-def outcome(
-    asked: Mapping[int, Collection[int]], sites: int
+def outcome_of(
+    selection: Selection,
 ) -> Callable[[int, Any], tuple[dict[int, str], dict[int, int]]]:
-    """The form of what came of reading files.
-
-    Args:
-        asked: per rank, the numbers of the sites whose files it is to read.
-        sites: how many had saved them.
+    """The form of what came of reading the files of a checkpoint.
 
     Returns:
         Makes, per number, why a file cannot be read, and of the others the ranks of the sites that
@@ -91,10 +88,11 @@ def outcome(
     """
 
     def form(rank: int, told: Any) -> tuple[dict[int, str], dict[int, int]]:
+        asked, sites = selection.read_by(rank), selection.save.sites
         failed = {int(n): _line(reason) for n, reason in told["failed"].items()}
         ranks = {int(n): number(rank, then) for n, then in told["ranks"].items()}
-        if {*failed, *ranks} != {*asked.get(rank, ())}:
-            raise ValueError(f"it was to read the files of sites {sorted(asked.get(rank, ()))}")
+        if {*failed, *ranks} != {*asked}:
+            raise ValueError(f"it was to read the files of sites {sorted(asked)}")
         if any(then >= sites for then in ranks.values()):
             raise ValueError(f"{sorted(ranks.values())} are no ranks of {sites} sites")
         return failed, ranks

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.storage import StorageReader
 
 from outergrad.checkpoint.messaging import packed, unpacked
-from outergrad.checkpoint.parts import Part, Parts, for_a_new_site
-from outergrad.checkpoint.random_state import random_state, set_random_state
+from outergrad.checkpoint.parts import Parts, Saveable, for_a_new_site
+from outergrad.checkpoint.random_state import set_random_state
 from outergrad.comm.agree import agree
 from outergrad.core.types import StateDict
+from outergrad.messages.raw import as_tensor
 from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.session import Session
 
@@ -48,7 +49,7 @@ class DCPState:
         saved: str | Path | StorageReader | None = None,
         *,
         name: str = "session",
-        **own: Part,
+        **own: Saveable,
     ) -> None:
         differs = session.own_names or isinstance(session, LocalStepsSession)
         if differs and "model" not in own:
@@ -65,11 +66,13 @@ class DCPState:
         """This site's state under its name; to load, room for what was saved."""
         rank, sites = self._comm.rank, self._comm.world_size
         if self._saved is None:
-            return {self._key(rank, sites): self._blob()}
-        sizes, before = self._sizes(self._saved)
-        wanted = [rank] if before == sites else range(before)
+            state = {"session": self._session.state_dict(), **self._parts.state()}
+            return {self._key(rank, sites): as_tensor(packed(state))}
+        sizes = self._sizes(self._saved)
+        wanted = [rank] if len(sizes) == sites else range(len(sizes))
         return {
-            self._key(site, before): torch.empty(sizes[site], dtype=torch.uint8) for site in wanted
+            self._key(site, len(sizes)): torch.empty(sizes[site], dtype=torch.uint8)
+            for site in wanted
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -102,17 +105,8 @@ class DCPState:
     def _key(self, rank: int, sites: int) -> str:
         return f"outergrad-{self._name}-site-{rank}-of-{sites}"
 
-    def _blob(self) -> Tensor:
-        state = {
-            "session": self._session.state_dict(),
-            "parts": self._parts.state(),
-            "own": self._parts.own(),
-            "random": random_state(),
-        }
-        return torch.frombuffer(bytearray(packed(state)), dtype=torch.uint8)
-
-    def _sizes(self, saved: str | Path | StorageReader) -> tuple[list[int], int]:
-        """Of the blobs of all sites that there were, and their number.
+    def _sizes(self, saved: str | Path | StorageReader) -> list[int]:
+        """Of the blobs of all sites that there were.
 
         Raises:
             ValueError: there is none of this name.
@@ -129,7 +123,7 @@ class DCPState:
                 f"DCPState: the checkpoint holds no session of the name {self._name!r}: save "
                 f"og.DCPState(session) in it, and name it alike"
             )
-        return [sizes[site] for site in sorted(sizes)], len(sizes)
+        return [sizes[site] for site in sorted(sizes)]
 
 
 def _in_order(state_dict: StateDict) -> list[Tensor]:

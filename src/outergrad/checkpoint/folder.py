@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import zipfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -175,11 +175,8 @@ def read(path: Path) -> Any:
     Raises:
         DamagedError: it is missing, cut short, changed, or no such file.
     """
-    try:
-        _check_sums(path)
+    with _checked(path):
         return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # zipfile and pickle raise nearly everything
-        raise _damaged(path, error) from error
 
 
 def check(folder: Path, save: Save) -> None:
@@ -189,22 +186,22 @@ def check(folder: Path, save: Save) -> None:
         DamagedError: one cannot be read.
     """
     for path in sorted((folder / str(save)).glob("*.pt")):
-        try:
-            _check_sums(path)
-        except Exception as error:  # zipfile raises nearly everything
-            raise _damaged(path, error) from error
+        with _checked(path):
+            pass
 
 
-def _check_sums(path: Path) -> None:
-    with zipfile.ZipFile(path) as file:
-        bad = file.testzip() if torch.serialization.get_crc32_options() else None
-    if bad is not None:
-        raise ValueError(f"the check sum of {bad} is wrong")
-
-
-def _damaged(path: Path, error: Exception) -> DamagedError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return DamagedError(f"{path} cannot be read: {reason}")
+@contextmanager
+def _checked(path: Path) -> Iterator[None]:
+    """Compares check sums first; names the file in the error if these or the block fail."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            bad = file.testzip() if torch.serialization.get_crc32_options() else None
+        if bad is not None:
+            raise ValueError(f"the check sum of {bad} is wrong")
+        yield
+    except Exception as error:  # zipfile and pickle raise nearly everything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DamagedError(f"{path} cannot be read: {reason}") from error
 
 
 def read_site(folder: Path, save: Save, number: int) -> StateDict:

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outergrad.checkpoint import claims
-from outergrad.checkpoint.cast import Cast
-from outergrad.checkpoint.choose import Allowed, Choice, Overview
+from outergrad.checkpoint.cast import Cast, with_lost
+from outergrad.checkpoint.choose import Allowed, Overview, Selection
 from outergrad.checkpoint.folder import DamagedError, Listing, Save, read_site, saves_in
 from outergrad.checkpoint.messaging import gathered, packed, swapped, unpacked
-from outergrad.checkpoint.residuals import with_lost
 from outergrad.checkpoint.restored import Restored
-from outergrad.checkpoint.unusable import require_nothing
 from outergrad.comm.agree import agree
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
@@ -41,24 +39,9 @@ class GoingOn:
     session: StateDict | list[StateDict] | None
 
 
-@dataclass(frozen=True)
-class Found:
-    """What came of looking for a checkpoint.
-
-    Attributes:
-        going_on: what this site goes on from; None if there is nothing.
-        skipped: newer checkpoints and files that could not be used, and why.
-        older: whole checkpoints before that one.
-        cut_short: those that were never finished.
-    """
-
-    going_on: GoingOn | None
-    skipped: Sequence[str]
-    older: Sequence[Save] = ()
-    cut_short: Sequence[Save] = ()
-
-
-def found_by_all(comm: Comm, folder: Path, numbers: Sequence[int], allowed: Allowed) -> Found:
+def found_by_all(
+    comm: Comm, folder: Path, numbers: Sequence[int], allowed: Allowed
+) -> tuple[GoingOn | None, list[str], Overview]:
     """Finds the newest checkpoint that can be used, and why newer ones cannot.
 
     Args:
@@ -66,6 +49,10 @@ def found_by_all(comm: Comm, folder: Path, numbers: Sequence[int], allowed: Allo
         folder: of this site.
         numbers: of the sites, by rank.
         allowed: what may be missing.
+
+    Returns:
+        What this site goes on from, if there is something; newer checkpoints and files that could
+        not be used, and why; and all that the sites see.
 
     Raises:
         OSError: this site cannot look into its folder.
@@ -75,19 +62,17 @@ def found_by_all(comm: Comm, folder: Path, numbers: Sequence[int], allowed: Allo
     overview = Overview(_listings(comm, folder, allowed), numbers)
     skipped: list[str] = []
     read, ranks = Read(), dict[int, int]()
-    while choice := overview.choose(allowed):
-        read, ranks, failed = _read_by_all(comm, folder, choice)
+    while selection := overview.choose(allowed):
+        read, ranks, failed = _read_by_all(comm, folder, selection)
         if not failed:
             break
         skipped += failed.values()
         overview = replace(overview, bad=overview.bad | failed.keys())
-    skipped += overview.passed_over(choice)
-    if choice is None:
-        require_nothing(overview, folder, skipped)
-        return Found(None, skipped)
-    going_on = _received(comm, Cast(choice, ranks, numbers), read, skipped)
-    older = [save for save in overview.saves if save < choice.save and overview.whole(save)]
-    return Found(going_on, skipped, older, list(filter(overview.cut_short, overview.saves)))
+    skipped += overview.passed_over(selection)
+    if selection is None:
+        overview.require_nothing(folder, skipped)
+        return None, skipped, overview
+    return _received(comm, Cast(selection, ranks, numbers), read, skipped), skipped, overview
 
 
 def _listings(comm: Comm, folder: Path, allowed: Allowed) -> list[Listing]:
@@ -104,30 +89,23 @@ def _listings(comm: Comm, folder: Path, allowed: Allowed) -> list[Listing]:
 
 
 def _read_by_all(
-    comm: Comm, folder: Path, choice: Choice
+    comm: Comm, folder: Path, selection: Selection
 ) -> tuple[Read, dict[int, int], dict[tuple[int, Save, int], str]]:
     """The states that this site reads, the ranks of all that were read, and what failed."""
-    read, failed = _read(comm.rank, folder, choice)
+    save, read, failed = selection.save, Read(), dict[int, str]()
+    for number in selection.read_by(comm.rank):
+        try:
+            read[number] = read_site(folder, save, number)
+        except DamagedError as error:
+            failed[number] = f"site {comm.rank}: {error}"
     mine = {"failed": failed, "ranks": {number: state["rank"] for number, state in read.items()}}
-    form = claims.outcome(choice.asked(), choice.save.sites)
-    told = claims.understood(gathered(comm, mine), form, "the files that it read")
-    ranks = {number: then for _, found in told for number, then in found.items()}
+    told = gathered(comm, mine)
+    outcomes = claims.understood(told, claims.outcome_of(selection), "the files that it read")
+    ranks = {number: then for _, found in outcomes for number, then in found.items()}
     if len({*ranks.values()}) < len(ranks):
-        raise ValueError(f"Checkpoints: two files of {choice.save} are of the same site")
-    why = {(r, choice.save, n): line for r, (bad, _) in enumerate(told) for n, line in bad.items()}
+        raise ValueError(f"Checkpoints: two files of {save} are of the same site")
+    why = {(r, save, n): line for r, (bad, _) in enumerate(outcomes) for n, line in bad.items()}
     return read, ranks, why
-
-
-def _read(rank: int, folder: Path, choice: Choice) -> tuple[Read, dict[int, str]]:
-    """The files that this site is to read, and what is wrong with those that it cannot."""
-    read, failed = Read(), dict[int, str]()
-    for number, reader in choice.readers.items():
-        if reader == rank:
-            try:
-                read[number] = read_site(folder, choice.save, number)
-            except DamagedError as error:
-                failed[number] = f"site {rank}: {error}"
-    return read, failed
 
 
 def _received(comm: Comm, cast: Cast, read: Read, skipped: Sequence[str]) -> GoingOn:
@@ -137,7 +115,7 @@ def _received(comm: Comm, cast: Cast, read: Read, skipped: Sequence[str]) -> Goi
         ValueError: on all sites: a file or a letter has not the content of a checkpoint.
     """
     letters: list[list[StateDict]] = [[] for _ in range(comm.world_size)]
-    found, error = None, None
+    found, error, save = None, None, cast.selection.save
     try:
         letters = [cast.letters(read, rank) for rank in range(comm.world_size)]
     except Exception as raised:  # of content that nobody has checked
@@ -150,8 +128,8 @@ def _received(comm: Comm, cast: Cast, read: Read, skipped: Sequence[str]) -> Goi
     except Exception as raised:
         error = error or raised
     if error is not None:
-        error = ValueError(f"Checkpoints: {cast.choice.save} is no checkpoint of ours: {error}")
-    agree(comm, [f"read: {cast.choice.save}"], error)
+        error = ValueError(f"Checkpoints: {save} is no checkpoint of ours: {error}")
+    agree(comm, [f"read: {save}"], error)
     assert found is not None
     return found
 
@@ -161,8 +139,8 @@ def _put_together(cast: Cast, letters: Sequence[StateDict], skipped: Sequence[st
     mine = next((letter for letter in letters if "parts" in letter), None)
     if mine is None:
         raise ValueError("no site has sent this one's part")
-    session = mine["session"]
+    session, save = mine["session"], cast.selection.save
     if session is not None and not cast.same:
         sessions = {letter["rank"]: letter["session"] for letter in reversed(letters)}
-        session = with_lost(sessions, cast.choice.save.sites)
-    return GoingOn(cast.choice.save, cast.restored(skipped), mine["parts"], mine["random"], session)
+        session = with_lost(sessions, save.sites)
+    return GoingOn(save, cast.restored(skipped), mine["parts"], mine["random"], session)

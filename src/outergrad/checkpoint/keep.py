@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 from outergrad.checkpoint import folder as files
+from outergrad.checkpoint.choose import Overview
 from outergrad.checkpoint.folder import DamagedError, Save
 
 _LOG = logging.getLogger("outergrad")
@@ -29,15 +29,16 @@ class Kept:
         self._unread: set[Save] = set()
         self._cut_short: set[Save] = set()
 
-    def found(self, older: Iterable[Save], cut_short: Iterable[Save]) -> None:
+    def found(self, overview: Overview, newest: Save) -> None:
         """Some are there already.
 
         Args:
-            older: whole ones, as far as is known without reading them, the oldest first.
-            cut_short: those that were never finished, which nobody can go on from.
+            overview: of all.
+            newest: the one that is gone on from.
         """
-        self._saves = [*older]
-        self._unread, self._cut_short = {*older}, {*cut_short}
+        saves = overview.saves
+        self._saves = [save for save in saves if save < newest and overview.whole(save)]
+        self._unread, self._cut_short = {*self._saves}, {*filter(overview.cut_short, saves)}
 
     def add(self, save: Save) -> None:
         """One has been written or read everywhere."""

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad.core.types import StateDict
+from outergrad.checkpoint.random_state import random_state
+from outergrad.core.types import StateDict, Stateful
 
-
-class Stateful(Protocol):
-    """What can be saved: a scheduler, a scaler, a sampler."""
-
-    def state_dict(self) -> Any:
-        """What there is to save."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Goes on from it."""
-        ...
-
-
-Part = Stateful | torch.Generator
+Saveable = Stateful | torch.Generator
+"""What can be saved."""
 
 
 class Parts:
@@ -38,7 +27,7 @@ class Parts:
         TypeError: a part has no state.
     """
 
-    def __init__(self, parts: Mapping[str, Part], local: Collection[str]) -> None:
+    def __init__(self, parts: Mapping[str, Saveable], local: Collection[str]) -> None:
         self._parts, self._local = dict(parts), frozenset(local)
         for name, part in parts.items():
             if not isinstance(part, torch.Generator) and not hasattr(part, "load_state_dict"):
@@ -53,13 +42,16 @@ class Parts:
         return sorted(self._parts)
 
     def state(self) -> StateDict:
-        """Of every part."""
-        return {name: _state(part) for name, part in self._parts.items()}
+        """Of every part, what of it no other site may get, and the random streams.
 
-    def own(self) -> StateDict:
-        """What no other site may get: names in the model, numbers in the optimizer, generators."""
+        What is a site's own is told by names in the model, places in the optimizer, generators.
+        """
         generators = [n for n, part in self._parts.items() if isinstance(part, torch.Generator)]
-        return {"model": sorted(self._local), "optimizer": self._slots(), "parts": generators}
+        return {
+            "parts": {name: _state(part) for name, part in self._parts.items()},
+            "own": {"model": sorted(self._local), "optimizer": self._slots(), "parts": generators},
+            "random": random_state(),
+        }
 
     def _slots(self) -> list[int]:
         """Places of a site's own parameters in the optimizer's state."""
@@ -86,7 +78,7 @@ class Parts:
                     f"restore the same parts"
                 )
 
-    def _load_one(self, name: str, part: Part, state: Any, *, new: bool) -> None:
+    def _load_one(self, name: str, part: Saveable, state: Any, *, new: bool) -> None:
         try:
             if isinstance(part, torch.Generator):
                 part.set_state(state)
@@ -103,7 +95,7 @@ def for_a_new_site(states: StateDict, own: StateDict) -> StateDict:
 
     Args:
         states: of all parts.
-        own: what `Parts.own` said when they were saved.
+        own: what `Parts.state` told of that when they were saved.
     """
     found = {name: state for name, state in states.items() if name not in own["parts"]}
     if own["model"]:
@@ -114,5 +106,5 @@ def for_a_new_site(states: StateDict, own: StateDict) -> StateDict:
     return found
 
 
-def _state(part: Part) -> Any:
+def _state(part: Saveable) -> Any:
     return part.get_state() if isinstance(part, torch.Generator) else part.state_dict()

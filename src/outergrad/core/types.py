@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -212,3 +212,15 @@ class Link:
 
     delay_s: float
     bytes_per_s: float
+
+
+class Stateful(Protocol):
+    """What can be saved: an optimizer, a scheduler, a scaler, a sampler."""
+
+    def state_dict(self) -> Any:
+        """What there is to save."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Goes on from it."""
+        ...

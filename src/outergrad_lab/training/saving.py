@@ -10,8 +10,8 @@ from pathlib import Path
 import outergrad as og
 from outergrad._whole_files import write_whole
 from outergrad.checkpoint import Restored
+from outergrad.checkpoint.choose import UnusableError
 from outergrad.checkpoint.folder import saves_in
-from outergrad.checkpoint.unusable import UnusableError
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.training.job import Job, option
 from outergrad_lab.training.position import Position
