@@ -27,9 +27,8 @@ from outergrad.session.farewell import say_farewell
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh
 from outergrad.session.mesh.topology import MeshTopology
-from outergrad.session.options import check_drift, check_settings, time_span
 from outergrad.session.session import Session
-from outergrad.session.settings import Settings
+from outergrad.session.settings import Settings, check_settings, time_span
 from outergrad.session.topology import Topology
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
@@ -116,8 +115,7 @@ def distribute(
             buffers=buffers,
             verify_every=verify_every,
         )
-        check_settings(inspection, weighting, buffers)
-        check_drift(verify_every, on_drift)
+        check_settings(inspection.every, weighting, buffers, verify_every, on_drift)
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.group)
@@ -207,9 +205,9 @@ def attach(
     """
     inspection = inspect(model, method, rules)
     _settle_reduce(inspection, comm.world_size, lambda: link)
-    agreed = fingerprint(describe(model, method, inspection))
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
+    agreed = fingerprint(describe(model, method, inspection))
     session = Session(inspection, comm, agreed, settings)
     session.tap(inspection)
     return session

@@ -1,13 +1,16 @@
-"""What a user says of a session, besides the model and who takes part."""
+"""What a user says of a session, besides the model and who takes part, and what goes with what."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
+from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
 from outergrad.core.protocols import Recorder
-from outergrad.session.drift import OnDrift
+from outergrad.session.drift import ON_DRIFT, OnDrift
+from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 
 
@@ -33,3 +36,57 @@ class Settings:
     buffers: SharedBuffers = field(default_factory=SharedBuffers)
     verify_every: int | None = None
     on_drift: OnDrift = "raise"
+
+
+def check_settings(
+    every: Mapping[str, int],
+    weighting: _weighting.Kind,
+    buffers: _buffers.Kind | None,
+    verify_every: int | None,
+    on_drift: OnDrift,
+) -> None:
+    """Whether settings are such, and go with the model and its methods.
+
+    Args:
+        every: of each trained parameter, at every how many-th backward it travels.
+        weighting: as for `distribute`.
+        buffers: as for `distribute`.
+        verify_every: as for `distribute`.
+        on_drift: as for `distribute`.
+
+    Raises:
+        ValueError: names one that cannot be.
+    """
+    _check_one_of("weighting", weighting, _weighting.KINDS)
+    if buffers is not None:
+        _check_one_of("buffers", buffers, _buffers.KINDS)
+    first_with = {k: name for name, k in every.items()}
+    if weighting == "samples" and len(first_with) > 1:
+        (k, name), (other_k, other), *_ = sorted(first_with.items())
+        raise ValueError(
+            f"weighting='samples': {name!r} has every={k} and {other!r} every={other_k}, of which "
+            f"the samples are not the same; give all methods one every="
+        )
+    _check_one_of("on_drift", on_drift, ON_DRIFT)
+    if verify_every is not None and (type(verify_every) is not int or verify_every < 1):
+        raise ValueError(f"verify_every={verify_every!r}: pass a number of steps, 1 or more")
+
+
+def _check_one_of(setting: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{setting}={value!r}: pass one of {', '.join(known)}")
+
+
+def time_span(timeout: float | timedelta | None) -> timedelta | None:
+    """The seconds that `distribute` was given.
+
+    Raises:
+        ValueError: they are not above 0.
+    """
+    if timeout is None or isinstance(timeout, timedelta):
+        span = timeout
+    else:
+        span = timedelta(seconds=timeout)
+    if span is not None and span <= timedelta():
+        raise ValueError(f"timeout={timeout!r}; use seconds above 0, or a timedelta")
+    return span
