@@ -122,7 +122,6 @@ def hook(monkeypatch):
     """What users have for `sys.excepthook`."""
     seen = []
     monkeypatch.setattr(_farewell, "_before", [])
-    monkeypatch.setattr(_farewell, "_ends", WeakKeyDictionary())
     monkeypatch.setattr(_farewell, "_farewells", WeakKeyDictionary())
     monkeypatch.setattr(sys, "excepthook", lambda *about: seen.append(about))
     return seen

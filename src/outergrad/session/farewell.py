@@ -18,10 +18,9 @@ from outergrad.comm.torch import TorchComm
 from outergrad.step.groups import Sessions, on_group
 from outergrad.step.lost import USUAL_HOST
 
-_ends: WeakKeyDictionary[Any, finalize[..., Any]] = WeakKeyDictionary()
-"""Of the transport of each session of this process what is done when nobody has it any more, or
-Python ends; weak, so that process groups end when the user's do."""
-_farewells: WeakKeyDictionary[Any, Farewell] = WeakKeyDictionary()
+_farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()
+"""Of the transport of each session of this process, and what is done when nobody has it any more,
+or Python ends; weak, so that process groups end when the user's do."""
 _before: list[Any] = []
 """The `sys.excepthook` that was there, while ours is."""
 
@@ -31,8 +30,7 @@ def say_farewell(comm: TorchComm, session: int) -> None:
     if comm.world_size == 1:
         return
     farewell = Farewell(on_group(comm.group), comm.words(session), session)
-    _ends[comm] = finalize(comm, farewell.end_session)
-    _farewells[comm] = farewell
+    _farewells[comm] = farewell, finalize(comm, farewell.end_session)
     if not _before:
         _before.append(sys.excepthook)
         sys.excepthook = _on_error
@@ -40,11 +38,10 @@ def say_farewell(comm: TorchComm, session: int) -> None:
 
 def end_session(comm: Any) -> None:
     """Ends a session now: leaves word of that."""
-    _farewells.pop(comm, None)
-    end = _ends.pop(comm, None)
-    if end is not None:
+    if comm in _farewells:
+        _, end = _farewells.pop(comm)
         end()
-    if not _ends and _before and sys.excepthook is _on_error:
+    if not _farewells and _before and sys.excepthook is _on_error:
         sys.excepthook = _before.pop()
 
 
@@ -63,33 +60,29 @@ class Farewell:
         self._group, self._words, self._session = group, words, session
         self._process = os.getpid()
 
-    @property
-    def _silent(self) -> bool:
-        return self._process != os.getpid() or self._group.lost is not None
-
     def end_session(self) -> None:
         """Tells how many steps it has made."""
-        if self._silent:
-            return
-        text = Standing(0, self._session, ends=self._group.ends, ended="session").text()
-        self._words.leave_at_end(text, of_process=False)
+        self._leave("session")
 
     def end_process(self, why: str, comm: TorchComm) -> None:
         """Tells what error ends the program; waits for others to read it where it is first."""
-        if self._silent:
-            return
-        ends = self._group.ends
-        text = Standing(0, self._session, ends=ends, why=why, ended="process").text()
-        self._words.leave_at_end(text, of_process=True)
-        if comm.rank == USUAL_HOST:
+        if self._leave("process", why) and comm.rank == USUAL_HOST:
             comm.close()
             self._words.stay(range(1, comm.world_size))
+
+    def _leave(self, ended: str, why: str = "") -> bool:
+        """Whether there was something to say."""
+        if self._process != os.getpid() or self._group.lost is not None:
+            return False
+        standing = Standing(0, self._session, ends=self._group.ends, why=why, ended=ended)
+        self._words.leave_at_end(standing.text(), of_process=ended == "process")
+        return True
 
 
 def _on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """As `sys.excepthook`, in front of the one that was there."""
     try:
-        for comm, farewell in list(_farewells.items()):
+        for comm, (farewell, _) in list(_farewells.items()):
             with suppress(Exception):  # the user's own error is what matters
                 farewell.end_process(f"{kind.__name__}: {error}".rstrip(": "), comm)
     finally:
