@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,20 +11,11 @@ from torch import nn
 
 from outergrad.comm.agree import agree
 from outergrad.comm.torch import TorchComm
-from outergrad.core.types import StateDict
+from outergrad.core.types import StateDict, Stateful
 from outergrad.session.session import Session
 
-
-class Stateful(Protocol):
-    """An optimizer, or what a library makes of one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there."""
-        ...
+Read = Callable[[int], StateDict | None]
+"""What the site of a rank has saved, or None."""
 
 
 def site_state(session: Session, model: nn.Module, optimizers: Sequence[Stateful]) -> StateDict:
@@ -43,34 +32,20 @@ def site_state(session: Session, model: nn.Module, optimizers: Sequence[Stateful
     return {"session": state, "model": own, "optimizers": steps}
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a site has read.
-
-    Attributes:
-        states: its own, or those of all sites if their number has changed; empty if there is none.
-        error: why it could not be read, if so.
-    """
-
-    states: Sequence[StateDict] = ()
-    error: Exception | None = None
-
-
-def find(read: Callable[[int], StateDict | None], rank: int, sites: int) -> Found:
-    """Reads what this site needs; never raises, because all sites must hear of an error.
+def needed(read: Read, rank: int, sites: int) -> list[StateDict]:
+    """A site's own state, or those of all sites if their number has changed.
 
     Args:
-        read: what the site of a rank has saved, or None.
+        read: reads them.
         rank: this site.
         sites: how many there are now.
+
+    Returns:
+        Nothing if nothing was saved.
+
+    Raises:
+        FileNotFoundError: states of some sites are missing.
     """
-    try:
-        return Found(_needed(read, rank, sites))
-    except Exception as error:
-        return Found(error=error)
-
-
-def _needed(read: Callable[[int], StateDict | None], rank: int, sites: int) -> list[StateDict]:
     own = read(rank) or read(0)
     if own is None or own["session"]["sites"] == sites:
         return [] if own is None else [own]
@@ -84,23 +59,27 @@ def _needed(read: Callable[[int], StateDict | None], rank: int, sites: int) -> l
     return [state for state in states.values() if state is not None]
 
 
-def resume(
-    found: Found, session: Session, model: nn.Module, optimizers: Sequence[Stateful]
-) -> None:
-    """Goes on from what was read, when the library has loaded model and optimizers. On all sites.
+def resume(read: Read, session: Session, model: nn.Module, optimizers: Sequence[Stateful]) -> None:
+    """Goes on from what was saved, when the library has loaded model and optimizers. On all sites.
 
     Raises:
         ValueError: the sites do not have states of the same checkpoint; the same on all sites.
+        Exception: what was saved cannot be read on this site; the others raise a ValueError.
     """
-    number = f"states of outergrad in the checkpoint: {len(found.states)}"
+    states, error = list[StateDict](), None
+    try:
+        states = needed(read, dist.get_rank(), dist.get_world_size())
+    except Exception as raised:  # all sites must hear of it
+        error = raised
+    number = f"states of outergrad in the checkpoint: {len(states)}"
     remedy = "copy into the checkpoint what each site saved there, and resume from it everywhere"
-    agree_on(model, [number], remedy, found.error)
-    if not found.states:
+    agree_on(model, [number], remedy, error)
+    if not states:
         _warn_of_nothing()
         return
-    sessions = [state["session"] for state in found.states]
+    sessions = [state["session"] for state in states]
     session.load_state_dict(sessions[0] if len(sessions) == 1 else sessions)
-    own = found.states[dist.get_rank() % len(found.states)]
+    own = states[dist.get_rank() % len(states)]
     model.load_state_dict(own["model"], strict=False)
     for optimizer, state in zip(optimizers, own["optimizers"], strict=False):
         optimizer.load_state_dict(state)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
-from outergrad.integrations._sites import Found, find, resume, site_state
+from outergrad.integrations._sites import Read, resume, site_state
 from outergrad.layers import RULES
 from outergrad.methods import LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders
@@ -159,8 +159,8 @@ class _Link:
     def load_state_dict(self, state: StateDict) -> None:
         """Everything else is loaded: the turn of the sessions."""
         for index, (model, session) in enumerate(self._sessions):
-            found = read_site(self._folder, index)
-            resume(found, session, model, self._accelerator._optimizers)
+            read = site_reader(self._folder, index)
+            resume(read, session, model, self._accelerator._optimizers)
 
 
 def site_path(folder: Path, rank: int, index: int = 0) -> Path:
@@ -168,11 +168,11 @@ def site_path(folder: Path, rank: int, index: int = 0) -> Path:
     return folder / (f"outergrad_{rank}.pt" if index == 0 else f"outergrad_{index}_{rank}.pt")
 
 
-def read_site(folder: Path, index: int = 0) -> Found:
-    """What this site needs of a checkpoint's files."""
+def site_reader(folder: Path, index: int = 0) -> Read:
+    """Reads the files of sites within a checkpoint."""
 
     def read(rank: int) -> StateDict | None:
         path = site_path(folder, rank, index)
         return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
-    return find(read, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return read

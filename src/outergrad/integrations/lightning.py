@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
-from outergrad.integrations._sites import Found, agree_on, find, resume, site_state
+from outergrad.integrations._sites import Read, agree_on, resume, site_state
 from outergrad.layers import RULES
 from outergrad.methods import LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders
@@ -53,7 +54,7 @@ class OutergradStrategy(DDPStrategy):
         if of_ddp:
             raise TypeError(f"there is no DDP to be told {', '.join(of_ddp)}: leave them out")
         self._method, self._recorder, self._rules = method, recorder, rules
-        self._found: Found | None = None
+        self._saved: Read | None = None
         self.session: Session | None = None
 
     # -- training ---------------------------------------------------------------------------------
@@ -76,9 +77,9 @@ class OutergradStrategy(DDPStrategy):
         lines = [f"batches per epoch: {trainer.num_training_batches}"]
         lines += [f"max_epochs: {trainer.max_epochs}", f"max_steps: {trainer.max_steps}"]
         agree_on(module, lines, "set limit_train_batches, max_epochs and max_steps alike")
-        if self._found is not None and self.session is not None:
-            resume(self._found, self.session, module, self.optimizers)
-        self._found = None
+        if self._saved is not None and self.session is not None:
+            resume(self._saved, self.session, module, self.optimizers)
+        self._saved = None
 
     def on_train_end(self) -> None:
         """What `og.LocalSteps` has left to share."""
@@ -87,7 +88,7 @@ class OutergradStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """The end of a run, also of one that raised."""
-        self._found = None
+        self._saved = None
         if self.session is not None:
             self.session.detach()
         super().teardown()
@@ -109,10 +110,10 @@ class OutergradStrategy(DDPStrategy):
             self.checkpoint_io.save_checkpoint(saved, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads what is this site's, too; the session goes on from it when training starts."""
-        target = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else None
-        path = target or checkpoint_path
-        self._found = find(lambda k: self._read(path, k), self.global_rank, self.world_size)
+        """Also notes where it is: the session goes on from what stands beside it in training."""
+        linked = os.path.islink(checkpoint_path)
+        path = os.path.realpath(checkpoint_path) if linked else checkpoint_path
+        self._saved = partial(self._read, path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def remove_checkpoint(self, filepath: Any) -> None:

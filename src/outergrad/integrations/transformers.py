@@ -23,7 +23,7 @@ try:
     from transformers.pytorch_utils import Conv1D
     from transformers.trainer_utils import get_last_checkpoint
 
-    from outergrad.integrations.accelerate import distribute, own_loaders, read_site, site_path
+    from outergrad.integrations.accelerate import distribute, own_loaders, site_path, site_reader
 except ImportError as error:
     _needs = "outergrad.integrations.transformers needs transformers and accelerate: "
     raise ImportError(_needs + "pip install 'outergrad[huggingface]'") from error
@@ -150,8 +150,8 @@ class _Events(transformers.TrainerCallback):
         lines = list(_course(args, state, kwargs.get("train_dataloader")))
         agree_on(kwargs["model"], lines, "set max_steps, and strategies 'steps', alike everywhere")
         if trainer._resumed is not None and trainer.session is not None:
-            found = read_site(Path(trainer._resumed))
-            resume(found, trainer.session, kwargs["model"], [kwargs["optimizer"]])
+            read = site_reader(Path(trainer._resumed))
+            resume(read, trainer.session, kwargs["model"], [kwargs["optimizer"]])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer has written its part of a checkpoint."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import outergrad as og
 from cases import mlp
-from outergrad.integrations._sites import Found, find, resume, site_state
+from outergrad.integrations._sites import needed, resume, site_state
 from ranks import run_on_lasting_groups
 
 MODEL = torch.nn.Sequential(mlp(6, 12, 12), torch.nn.BatchNorm1d(12))
@@ -45,7 +45,7 @@ def test_a_site_reads_its_own_file_alone(saved):
     def read(rank):
         return saved[1] if rank == 1 else pytest.fail("not its file")
 
-    assert find(read, 1, 2).states == [saved[1]]
+    assert needed(read, 1, 2) == [saved[1]]
 
 
 def test_shared_weights_are_not_in_it(saved):
@@ -54,20 +54,20 @@ def test_shared_weights_are_not_in_it(saved):
 
 
 def test_fewer_sites_go_on_from_the_files_of_all(saved, alone):
-    found, model = find(saved.__getitem__, 0, 1), copy.deepcopy(MODEL)
-    assert len(found.states) == 2
+    assert needed(saved.__getitem__, 0, 1) == saved
+    model = copy.deepcopy(MODEL)
     session = og.distribute(model, METHOD)
-    resume(found, session, model, [])
+    resume(saved.__getitem__, session, model, [])
     assert session.stats().step == 2
     assert torch.equal(model[1].running_mean, saved[0]["model"]["1.running_mean"])
     session.detach()
 
 
 def test_a_file_that_is_missing_then_is_named(saved, alone):
-    found, model = find({0: saved[0]}.get, 0, 1), copy.deepcopy(MODEL)
+    model = copy.deepcopy(MODEL)
     session = og.distribute(model, METHOD)
     with pytest.raises(FileNotFoundError, match=r"one of 2 sites, now there are 1.*sites \[1\]"):
-        resume(found, session, model, [])
+        resume({0: saved[0]}.get, session, model, [])
     session.detach()
 
 
@@ -75,5 +75,5 @@ def test_no_file_at_all_is_a_warning(alone):
     model = copy.deepcopy(MODEL)
     session = og.distribute(model, METHOD)
     with pytest.warns(UserWarning, match="what methods remember starts anew"):
-        resume(Found(), session, model, [])
+        resume({}.get, session, model, [])
     session.detach()
