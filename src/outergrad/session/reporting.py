@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,15 +15,13 @@ from outergrad.buckets.bucket import StepContext
 from outergrad.comm.cost import ring_bytes
 from outergrad.core.model import Exchanges, Model
 from outergrad.core.protocols import Recorder
+from outergrad.core.types import Slot
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
-from outergrad.linalg.inner import inner
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
 from outergrad.record.recorders import Client, Ending
-from outergrad.record.stats import LayerStats, Stats
-
-_LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm")
-"""What is so many times as large of so many times the gradient."""
+from outergrad.record.stats import Stats
+from outergrad.session.layer_events import LayerEvents
 
 
 class Reporter:
@@ -50,15 +49,13 @@ class Reporter:
     ) -> None:
         self._clients = [Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
-        self._model, self._exchanges, self._every = model, exchanges, every
+        self._model, self._layers = model, LayerEvents(rank, model, exchanges, every)
         self._told_s, self._steps = 0.0, 0
         self._ending = Ending(self)
-        units = [unit for unit in model.units if unit.matrices]
-        matrices = {m.weight: [] for unit in units for m in unit.matrices}
-        for unit in units:
-            for matrix in unit.matrices:
-                matrices[matrix.weight].append(matrix)
-        self._gauge = Gauge(matrices, {slot.weight for slot in model.slots if slot.lookup})
+        matrices: defaultdict[str, list[Slot]] = defaultdict(list)
+        for matrix in (matrix for unit in model.units for matrix in unit.matrices):
+            matrices[matrix.weight].append(matrix)
+        self._gauge = Gauge(dict(matrices), {slot.weight for slot in model.slots if slot.lookup})
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -69,48 +66,37 @@ class Reporter:
 
     def report(self, context: StepContext, stats: Stats) -> None:
         """Tells of a step, which has been applied: so a failure must not undo it here."""
-        if self._clients:
-            self._carefully(lambda: self._report(context, stats))
+        with self._careful():
+            step = context.header.step
+            self._take_time(stats)
+            began = time.perf_counter()
+            self._begin(step)
+            if context.reading is not None:
+                context.reading.end()
+            if self._due(step):
+                self._tell_all(list(self._layers.shared(context, stats)), step, stats)
+                self._told_s = time.perf_counter() - began
 
     def report_alone(self, stats: Stats) -> None:
-        """Tells of a step of a single site: nothing travels, its gradients are all there are."""
-        if self._clients:
-            self._carefully(lambda: self._report_alone(stats))
+        """Tells of a step of a single site."""
+        with self._careful():
+            step = stats.step - 1
+            self._take_time(stats)
+            self._begin(step)
+            reading = self.reading(step)
+            if reading is not None:
+                layers = list(self._layers.alone(step, reading))
+                reading.end()
+                self._tell_all(layers, step, stats)
 
-    def _carefully(self, tell: Callable[[], None]) -> None:
+    @contextmanager
+    def _careful(self) -> Iterator[None]:
+        """Around what must not fail."""
         try:
-            tell()
+            yield
         except Exception as error:
             self._clients.clear()
             warn(f"this site records nothing any more: {error!r}")
-
-    def _report(self, context: StepContext, stats: Stats) -> None:
-        step = context.header.step
-        self._take_time(stats)
-        began = time.perf_counter()
-        self._begin(step)
-        due = self._due(step)
-        if context.reading is not None:
-            context.reading.end()
-        if due:
-            self._tell_all(list(self._layers(context, stats)), step, stats)
-            self._told_s = time.perf_counter() - began
-
-    def _report_alone(self, stats: Stats) -> None:
-        step = stats.step - 1
-        self._take_time(stats)
-        self._begin(step)
-        reading = self.reading(step)
-        if reading is None:
-            return
-        grads = {n: p.grad for n, p in self._model.params.items()}
-        layers = []
-        for name, grad in ((name, grad) for name, grad in grads.items() if grad is not None):
-            reading.mean(name, grad, grad)
-            measured = reading.sums[name].measured() | {"relative_error": 0.0}
-            layers.append(_alone(self._rank, step, name, measured))
-        reading.end()
-        self._tell_all(layers, step, stats)
 
     def _take_time(self, stats: Stats) -> None:
         self._steps = stats.step
@@ -124,16 +110,11 @@ class Reporter:
             TypeError: a value is no number; it is named.
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
-        self._begin(step)
-        own = {"rank": self._rank, "step": step, "time": time.time()}
-        for client in list(self._clients):
-            self._tell(client, Scalars(**own, values=numbers))
+        self._tell_everybody(Scalars(rank=self._rank, step=step, time=time.time(), values=numbers))
 
     def mishap(self, event: Mishap) -> None:
         """Tells of a step that came to nothing, at once and whatever `every` is."""
-        self._begin(event.step)
-        for client in list(self._clients):
-            self._tell(client, event)
+        self._tell_everybody(event)
 
     def resumed(self) -> None:
         """Other steps follow than those that were told of."""
@@ -180,59 +161,10 @@ class Reporter:
             torch=torch.__version__,
         )
 
-    def _layers(self, context: StepContext, stats: Stats) -> Iterator[Layer]:
-        """Of all that travelled, and of the weights of blocks: their bytes are the block's."""
-        residuals = self._residuals()
-        reading = context.reading
-        blocks = {block.block.name: block.block.params for block in context.blocks}
-        for name, layer in stats.layers.items():
-            yield self._layer(context, name, layer, blocks.get(name, (name,)), residuals)
-            for weight in blocks.get(name, ()):
-                if reading is not None and reading.sums[weight].sigma:
-                    yield self._layer(context, weight, LayerStats("replayed"), (), residuals)
-
-    def _layer(
-        self,
-        context: StepContext,
-        name: str,
-        layer: LayerStats,
-        params: Sequence[str],
-        residuals: Mapping[str, float],
-    ) -> Layer:
-        header, reading = context.header, context.reading
-        uses = [header.uses[k] for slot, k in context.slot_index.items() if slot.weight == name]
-        by_rows = layer.travels in ("factors", "low rank")
-        found: dict[str, Any] = reading.sums[name].measured() if reading is not None else {}
-        if layer.travels == "dense":
-            found["relative_error"] = 0.0
-        if name in residuals:
-            found["residual_norm"] = residuals[name]
-        found = _mean_over(self._every.get(next(iter(params), name), 1), found)
-        return Layer(
-            rank=self._rank,
-            step=header.step,
-            layer=name,
-            travels=layer.travels,
-            rows=max((use.rows for use in uses), default=0) if by_rows else 0,
-            kept_rows=layer.kept_rows,
-            sent_bytes=layer.sent_bytes,
-            received_bytes=layer.received_bytes,
-            compress_s=layer.compress_s,
-            replay_s=layer.replay_s,
-            wait_s=max((context.waits.get(p, 0.0) for p in params), default=0.0),
-            **found,
-        )
-
-    def _residuals(self) -> dict[str, float]:
-        """By weight, what error feedback keeps."""
-        squares: dict[str, float] = {}
-        for unit in self._model.units:
-            for matrix in unit.matrices:
-                residual = self._exchanges[unit].residual(matrix)
-                if residual is not None:
-                    before = squares.get(matrix.weight, 0.0)
-                    squares[matrix.weight] = before + inner(residual, residual)
-        return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}
+    def _tell_everybody(self, event: Scalars | Mishap) -> None:
+        self._begin(event.step)
+        for client in list(self._clients):
+            self._tell(client, event)
 
     def _tell_all(self, layers: Sequence[Layer], step: int, stats: Stats) -> None:
         """Whom it concerns, of a step."""
@@ -263,23 +195,6 @@ class Reporter:
             self._clients.remove(client)
             kind = type(client.recorder).__name__
             warn(f"the recorder {kind} failed and is dropped: {error!r}")
-
-
-def _mean_over(passes: int, sums: dict[str, Any]) -> dict[str, Any]:
-    """What is measured is the sum over the passes of `every=k`; `param.grad` becomes their mean."""
-    if passes == 1:
-        return sums
-    scaled = {name: sums[name] / passes for name in _LINEAR if name in sums}
-    if "singular_values" in sums:
-        scaled["singular_values"] = tuple(sigma / passes for sigma in sums["singular_values"])
-    return sums | scaled
-
-
-def _alone(rank: int, step: int, name: str, measured: Mapping[str, Any]) -> Layer:
-    nothing = dict.fromkeys(("rows", "kept_rows", "sent_bytes", "received_bytes"), 0)
-    no_time = dict.fromkeys(("compress_s", "replay_s", "wait_s"), 0.0)
-    about = {"rank": rank, "step": step, "layer": name, "travels": "dense"}
-    return Layer(**about, **nothing, **no_time, **measured)
 
 
 def _number(name: str, value: Any) -> float:

@@ -1,0 +1,118 @@
+"""What recorders are told of the layers in a step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from outergrad.buckets.bucket import StepContext
+from outergrad.core.model import Exchanges, Model
+from outergrad.events import Layer
+from outergrad.linalg.inner import inner
+from outergrad.record.gauge import Reading
+from outergrad.record.stats import LayerStats, Stats
+
+_LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm")
+"""What is so many times as large of so many times the gradient."""
+
+
+class LayerEvents:
+    """Puts together what is known of the layers of a step.
+
+    Args:
+        rank: this site.
+        model: what is shared.
+        exchanges: of its units.
+        every: of each parameter, over how many passes its gradient is a mean.
+    """
+
+    def __init__(
+        self, rank: int, model: Model, exchanges: Exchanges, every: Mapping[str, int]
+    ) -> None:
+        self._rank, self._model, self._exchanges, self._every = rank, model, exchanges, every
+
+    def alone(self, step: int, reading: Reading) -> Iterator[Layer]:
+        """Of a single site's step: nothing travels, its gradients are all there are."""
+        grads = {name: p.grad for name, p in self._model.params.items()}
+        for name, grad in grads.items():
+            if grad is not None:
+                reading.mean(name, grad, grad)
+                measured = reading.sums[name].measured() | {"relative_error": 0.0}
+                yield self._event(step, name, LayerStats("dense"), measured)
+
+    def shared(self, context: StepContext, stats: Stats) -> Iterator[Layer]:
+        """Of all that travelled, and of the weights of blocks: their bytes are the block's."""
+        reading, residuals = context.reading, self._residuals()
+        blocks = {block.block.name: block.block.params for block in context.blocks}
+        for name, layer in stats.layers.items():
+            params = blocks.get(name, (name,))
+            yield self._shared(context, name, layer, params, residuals)
+            for weight in blocks.get(name, ()):
+                if reading is not None and reading.sums[weight].sigma:
+                    yield self._shared(context, weight, LayerStats("replayed"), (), residuals)
+
+    def _shared(
+        self,
+        context: StepContext,
+        name: str,
+        layer: LayerStats,
+        params: Sequence[str],
+        residuals: Mapping[str, float],
+    ) -> Layer:
+        header, reading = context.header, context.reading
+        uses = [header.uses[k] for slot, k in context.slot_index.items() if slot.weight == name]
+        by_rows = layer.travels in ("factors", "low rank")
+        found: dict[str, Any] = reading.sums[name].measured() if reading is not None else {}
+        if layer.travels == "dense":
+            found["relative_error"] = 0.0
+        if name in residuals:
+            found["residual_norm"] = residuals[name]
+        return self._event(
+            header.step,
+            name,
+            layer,
+            _mean_over(self._every.get(next(iter(params), name), 1), found),
+            rows=max((use.rows for use in uses), default=0) if by_rows else 0,
+            wait_s=max((context.waits.get(p, 0.0) for p in params), default=0.0),
+        )
+
+    def _event(
+        self,
+        step: int,
+        name: str,
+        layer: LayerStats,
+        measured: Mapping[str, Any],
+        *,
+        rows: int = 0,
+        wait_s: float = 0.0,
+    ) -> Layer:
+        about: dict[str, Any] = {
+            "rank": self._rank,
+            "step": step,
+            "layer": name,
+            "rows": rows,
+            "wait_s": wait_s,
+        }
+        return Layer(**about, **vars(layer), **measured)
+
+    def _residuals(self) -> dict[str, float]:
+        """By weight, what error feedback keeps."""
+        squares: defaultdict[str, float] = defaultdict(float)
+        for unit in self._model.units:
+            for matrix in unit.matrices:
+                residual = self._exchanges[unit].residual(matrix)
+                if residual is not None:
+                    squares[matrix.weight] += inner(residual, residual)
+        return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}
+
+
+def _mean_over(passes: int, sums: dict[str, Any]) -> dict[str, Any]:
+    """What is measured is the sum over the passes of `every=k`; `param.grad` becomes their mean."""
+    if passes == 1:
+        return sums
+    scaled = {name: sums[name] / passes for name in _LINEAR if name in sums}
+    if "singular_values" in sums:
+        scaled["singular_values"] = tuple(sigma / passes for sigma in sums["singular_values"])
+    return sums | scaled
