@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,16 +178,16 @@ class _Look:
 
     def _named_slots(self, rule: Rule, module: nn.Module, prefix: str) -> tuple[Slot, ...]:
         """The rule's slots, with tied parameters under their first name."""
-        params = module.named_parameters(prefix)
-        own = {n: self._names[id(p)] for n, p in params}
-        return tuple(_renamed(slot, own) for slot in rule.slots(module, prefix))
+        first: dict[str | None, Any] = {None: None}
+        first |= {n: self._names[id(p)] for n, p in module.named_parameters(prefix)}
+        slots = rule.slots(module, prefix)
+        return tuple(replace(s, weight=first[s.weight], bias=first[s.bias]) for s in slots)
 
     def _unfit(self, names: Sequence[str]) -> str:
         """Why a layer with these parameters travels dense, if it has to."""
-        params = [self.trained.get(name) for name in names]
-        if any(p is None for p in params):
+        if not self.trained.keys() >= set(names):
             return "part of the layer is frozen or local"
-        if any(p is not None and p.dtype not in DTYPES for p in params):
+        if any(self.trained[name].dtype not in DTYPES for name in names):
             return "no rule for its dtype"
         return ""
 
@@ -204,11 +204,6 @@ class _Look:
         exchange, p = self.assignment.exchange_of(name), self.trained[name]
         takes = exchange is not None and exchange.takes_plain
         return takes and p.dim() >= 2 and p.numel() > 0 and p.dtype in DTYPES
-
-
-def _renamed(slot: Slot, own: Mapping[str, str]) -> Slot:
-    bias = None if slot.bias is None else own[slot.bias]
-    return replace(slot, weight=own[slot.weight], bias=bias)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -230,10 +225,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model has no parameter that requires a gradient")
     _check_parameters(params)
     for name, buffer in model.named_buffers():
-        if any(
-            stride == 0 and size > 1
-            for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-        ):
+        strides = zip(buffer.stride(), buffer.shape, strict=True)
+        if any(stride == 0 and size > 1 for stride, size in strides):
             raise ValueError(f"buffer {name!r} is expanded: register a .contiguous() copy of it")
 
 
