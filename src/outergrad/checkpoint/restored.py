@@ -31,21 +31,13 @@ class Restored:
         return self.sites == self.saved_sites and not self.lost and not self.new
 
     def __str__(self) -> str:
-        return "; ".join([self._what(), *self._changes()])
-
-    def _what(self) -> str:
-        what = f"going on after step {self.step}"
+        lines = [f"going on after step {self.step}"]
         if self.sites != self.saved_sites:
-            what += f", saved by {self.saved_sites} sites, at {self.sites}"
-        return what
-
-    def _changes(self) -> list[str]:
-        lines: list[str] = []
-        if self.sites != self.saved_sites:
+            lines[0] += f", saved by {self.saved_sites} sites, at {self.sites}"
             lines.append("what the sites had not sent yet is shared out among them")
         if self.lost:
             lines.append(f"what {self.lost} of them had not sent and kept to themselves is lost")
         if self.new:
             names = ", ".join(f"site {number}" for number in self.new)
             lines.append(f"{names}: new, with the others' model and nothing that is a site's own")
-        return lines
+        return "; ".join(lines)

@@ -29,17 +29,18 @@ class Writer:
         folder: of this site.
         number: of this site.
         firsts: of every site the first one in its folder.
+
+    Attributes:
+        first: whether this site does what is to be done once in a folder.
     """
 
     def __init__(self, comm: Comm, folder: Path, number: int, firsts: Sequence[int]) -> None:
         self._comm, self._folder, self._number = comm, folder, number
-        self._firsts = firsts
+        self._first = firsts[comm.rank]
+        self._here = [rank for rank, first in enumerate(firsts) if first == self._first]
+        self._shares = len({*firsts}) < comm.world_size
+        self.first = self._first == comm.rank
         self._proven = False
-
-    @property
-    def first(self) -> bool:
-        """Whether this site does what is to be done once in a folder."""
-        return self._firsts[self._comm.rank] == self._comm.rank
 
     def write(self, step: int, state_of: Callable[[], StateDict]) -> Save:
         """Writes a checkpoint; an error leaves nothing of it.
@@ -68,29 +69,22 @@ class Writer:
 
     def _settled(self, step: int, state: StateDict) -> tuple[Save, set[str]]:
         """The name of a checkpoint, and the tensors that all have alike who share this folder."""
-        alone = len({*self._firsts}) == self._comm.world_size
-        mine = {} if alone else digests(state)
+        mine = digests(state) if self._shares else {}
         told = gathered(self._comm, [secrets.token_hex(3), list(mine)])
         sites = self._comm.world_size
         named = claims.understood(told, lambda _, one: Save(step, sites, one[0]), "a checkpoint")
         known = claims.understood(told, lambda r, one: {*claims.numbers(r, one[1])}, "its tensors")
-        here = [known[rank] for rank in self._neighbours]
+        here = [known[rank] for rank in self._here]
         return named[0], {mine[d] for d in set.intersection(*here)} if here[1:] else set()
-
-    @property
-    def _neighbours(self) -> list[int]:
-        """The sites that share this one's folder, itself among them."""
-        first = self._firsts[self._comm.rank]
-        return [rank for rank, other in enumerate(self._firsts) if other == first]
 
     def _write(self, save: Save, state: StateDict, alike: set[str]) -> None:
         files.begin(self._folder, save)
-        first = self._firsts[self._comm.rank] if alike else None
         if alike and self.first:
             shared = {place: t for place, t in tensors(state) if place in alike}
             files.write(files.shared_file(self._folder, save, self._comm.rank), shared)
         path = files.site_file(self._folder, save, self._number)
-        files.write(path, {"shared": first, "state": without(state, alike)})
+        shared_with = self._first if alike else None
+        files.write(path, {"shared": shared_with, "state": without(state, alike)})
         if not self._proven:
             files.read(path)  # before hours depend on it
             self._proven = True
