@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,7 +10,6 @@ from outergrad.capture.engine import current_task
 from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
-from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.core.types import Factors, Slot
 from outergrad.replay.block_tap import TappedBlock
@@ -79,18 +77,6 @@ class BackwardHooks(Stepping):
         """This backward has nothing more for the parameter."""
         with self._giving_up():
             self._step_of(name).on_ready(name)
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Around what uses the transport.
-
-        Raises:
-            SiteLostError: it failed.
-        """
-        try:
-            yield
-        except ExchangeError as error:
-            raise self._lost_by(error) from error
 
     def _current(self) -> Step:
         """The step of the backward that runs now; its first event begins it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
 from outergrad.step import param_grad
 from outergrad.step.commit import Decision
-from outergrad.step.groups import note_lost, on_group, refuse_lost
+from outergrad.step.groups import end_unfinished, note_lost, on_group, refuse_lost
 from outergrad.step.lost import Findings, find_out, standing_of
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.step import SharedStep
@@ -28,6 +30,18 @@ class GivingUp:
     _step: Any
     _model: Model
     _mishaps: Mishaps
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Around what uses the transport.
+
+        Raises:
+            SiteLostError: it failed.
+        """
+        try:
+            yield
+        except ExchangeError as error:
+            raise self._lost_by(error) from error
 
     def _lost_by(self, error: ExchangeError) -> SiteLostError:
         """Gives up: the transport failed, and its group must not be used again."""
@@ -63,6 +77,15 @@ class GivingUp:
         ends = on_group(self._comm.group).ends
         standing = standing_of(error, self._stats.step, self._number, ends)
         return find_out(self._comm, replace(standing, voted=voted))
+
+    def _require_group(self) -> None:
+        """Ends steps of the group whose backward raised: after that all sites are in step.
+
+        Raises:
+            SiteLostError: the group must not be used any more.
+        """
+        end_unfinished(self._comm.group)
+        self._refuse_lost()
 
     def _refuse_lost(self) -> None:
         refuse_lost(self._comm.group)

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from outergrad.capture.loop_watch import LoopWatch
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.messages.header import Header, Join
 from outergrad.session.backward_hooks import BackwardHooks
-from outergrad.session.made_equal import Replica
+from outergrad.session.made_equal import ReplicaState
 from outergrad.step import param_grad
-from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.groups import on_group
 from outergrad.step.header_builder import Loop
 from outergrad.step.step import SharedStep
 
@@ -62,7 +63,9 @@ class Joining(BackwardHooks):
             watch.learn()
             self._follow(step or watch.repeat)
             self._join = Join.NONE
-            self._replica(watch).make_equal(self._comm, self._last_active)
+            remedy = "session.join(): pass join(step=optimizer.step)"
+            replica = self._replica(self._buffers.tensors, watch.optimizers, remedy)
+            replica.make_equal(self._comm, self._last_active)
         except ExchangeError as error:
             raise self._lost_by(error) from error
         except Exception:
@@ -92,8 +95,7 @@ class Joining(BackwardHooks):
 
     def _shadow(self, join: Join) -> SharedStep:
         """Begins a step without a backward."""
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
+        self._require_group()
         self._forget_gradients()
         loop = Loop(0, join, self._buffers.none_written())
         header = self._header_builder.absent(self._stats.step, loop)
@@ -185,7 +187,8 @@ class Joining(BackwardHooks):
         shared: dict[str, nn.Parameter] = {**self._model.params, **self._frozen}
         return {id(p): name for name, p in shared.items()}
 
-    def _replica(self, watch: LoopWatch) -> Replica:
+    def _replica(
+        self, buffers: Sequence[Tensor], optimizers: Mapping[str, Optimizer], remedy: str
+    ) -> ReplicaState:
         parameters = [*self._model.params.values(), *self._frozen.values()]
-        own = (parameters, self._buffers.tensors, watch.optimizers, self._names())
-        return Replica(*own, "session.join(): pass join(step=optimizer.step)")
+        return ReplicaState(parameters, buffers, optimizers, self._names(), remedy)

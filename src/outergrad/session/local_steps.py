@@ -24,7 +24,6 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.step.carried_over import CarriedOver
-from outergrad.step.groups import end_unfinished
 from outergrad.step.header_builder import Loop
 
 
@@ -66,18 +65,6 @@ class LocalStepsSession(Session):
         """
         if self._attached and self._counter.any_made:
             self._exchange()
-
-    def make_equal(self, *optimizers: Optimizer) -> bool:
-        """Refused: between two exchanges every site has weights of its own.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "session.make_equal(): with LocalSteps every site has weights of its own between two "
-            "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
-            "equal what they have in common"
-        )
 
     @contextmanager
     def join(self, *, step: Callable[[], Any] | None = None) -> Iterator[None]:
@@ -164,8 +151,7 @@ class LocalStepsSession(Session):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
+        self._require_group()
         self._refuse_converted()
         for name, p in self._start.items():
             p.grad = p - self._trained[name]
@@ -193,6 +179,13 @@ class LocalStepsSession(Session):
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
         """Backward passes are the user's own; what is of another dtype is refused when shared."""
+
+    def _refuse_make_equal(self) -> None:
+        raise RuntimeError(
+            "session.make_equal(): with LocalSteps every site has weights of its own between two "
+            "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
+            "equal what they have in common"
+        )
 
     def _refuse_converted(self) -> None:
         for name, p in self._start.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from outergrad.replay.run import DTYPES, told_shape
 _MOST_TEXT = 1 << 24
 
 
-class Replica:
+@dataclass(frozen=True)
+class ReplicaState:
     """What must be the same on all sites.
 
-    Args:
+    Attributes:
         parameters: those that are shared, in an order that all sites know.
         buffers: the same; compared only if all sites have the same ones: some may be replaced.
         optimizers: those that are known here, by the first parameter that they hold.
@@ -31,17 +33,11 @@ class Replica:
         remedy: what to do about an optimizer that this site has not seen step.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        optimizers: Mapping[str, Optimizer],
-        names: Mapping[int, str],
-        remedy: str,
-    ) -> None:
-        self._remedy = remedy
-        self._parameters, self._buffers = parameters, buffers
-        self._optimizers, self._names = optimizers, names
+    parameters: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    optimizers: Mapping[str, Optimizer]
+    names: Mapping[int, str]
+    remedy: str
 
     @torch.no_grad()
     def make_equal(self, comm: Comm, source: int) -> bool:
@@ -50,19 +46,19 @@ class Replica:
         Raises:
             ExchangeError: what came is not what that site has.
         """
-        structure, parts = flattened(self._states())
+        structure, parts = flattened({n: self._state(one) for n, one in self.optimizers.items()})
         told = json.dumps({"states": structure, "tensors": [_described(t) for t in parts]})
-        layout = str([(t.dtype, t.shape) for t in self._buffers])
-        words = [digest(b"", self._parameters), digest(told.encode(), parts)]
-        words += [digest(layout.encode(), self._buffers), digest(layout.encode())]
-        words += [len(told.encode()) if self._optimizers else 0]
+        layout = str([(t.dtype, t.shape) for t in self.buffers])
+        words = [digest(b"", self.parameters), digest(told.encode(), parts)]
+        words += [digest(layout.encode(), self.buffers), digest(layout.encode())]
+        words += [len(told.encode()) if self.optimizers else 0]
         found = comm.all_gather(comm.control(words), [len(words)] * comm.world_size).wait()
         words_S = [t.tolist() for t in found]
         alike = all(theirs[3] == words_S[0][3] for theirs in words_S)
         compared = 3 if alike else 2
         if all(theirs[:compared] == words_S[0][:compared] for theirs in words_S):
             return False
-        tensors = [*self._parameters, *(self._buffers if alike else ())]
+        tensors = [*self.parameters, *(self.buffers if alike else ())]
         for t, new in zip(tensors, _sent(comm, source, tensors), strict=True):
             t.copy_(new)
         _require_equal(comm, source, tensors)
@@ -89,39 +85,34 @@ class Replica:
             what = "the optimizer states of site"
             raise ExchangeError(f"{what} {source} do not fit this site's: {error}") from error
 
-    def _states(self) -> dict[str, Any]:
-        return {name: self._state(optimizer) for name, optimizer in self._optimizers.items()}
-
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Settings of its groups, and what it remembers of shared parameters."""
         groups = [
             {key: _plain(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        shared = {self._names[id(p)]: p for p in held if id(p) in self._names}
+        shared = {self.names[id(p)]: p for p in _held(optimizer) if id(p) in self.names}
         state = {n: dict(optimizer.state[p]) for n, p in shared.items() if p in optimizer.state}
         return {"groups": groups, "state": state}
 
     def _load(self, states: Mapping[str, Any]) -> None:
-        unknown = sorted(states.keys() - self._optimizers.keys())
+        unknown = sorted(states.keys() - self.optimizers.keys())
         if unknown:
             warnings.warn(
                 f"this site has not seen the optimizer of {unknown[0]!r} step, so its state is not "
-                f"that of the other sites: {self._remedy}",
+                f"that of the other sites: {self.remedy}",
                 stacklevel=2,
             )
-        for name in states.keys() & self._optimizers.keys():
-            self._load_into(self._optimizers[name], states[name])
+        for name in states.keys() & self.optimizers.keys():
+            self._load_into(self.optimizers[name], states[name])
 
     def _load_into(self, optimizer: Optimizer, found: Mapping[str, Any]) -> None:
         own = optimizer.state_dict()
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        for place, p in enumerate(held):
-            if id(p) in self._names:
+        for place, p in enumerate(_held(optimizer)):
+            if id(p) in self.names:
                 own["state"].pop(place, None)
-                if self._names[id(p)] in found["state"]:
-                    own["state"][place] = found["state"][self._names[id(p)]]
+                if self.names[id(p)] in found["state"]:
+                    own["state"][place] = found["state"][self.names[id(p)]]
         for group, settings in zip(own["param_groups"], found["groups"], strict=True):
             group.update(settings)
         optimizer.load_state_dict(own)
@@ -153,6 +144,10 @@ def _require_equal(comm: Comm, source: int, tensors: Sequence[Tensor]) -> None:
     odd = [rank for rank, word in enumerate(found) if int(word) != int(found[source])]
     if odd:
         raise ExchangeError(f"what site {source} sent did not reach site {odd[0]} as it was sent")
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _plain(value: Any) -> Any:

@@ -85,8 +85,7 @@ class Session(Verified):
         Raises:
             RuntimeError: this site lost the others in the middle of a step.
         """
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
+        self._require_group()
         progress = Progress(self._stats.step, self._tap_next, self._planner.has_autograd_grad)
         state = saved(self._owner, progress, self._exchanges)
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
@@ -109,8 +108,7 @@ class Session(Verified):
         """
         if not self._attached or current_task() != NO_TASK:
             raise RuntimeError("load a state into an attached session, and not during backward")
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
+        self._require_group()
         with lost_sites_told(self._comm, "load_state_dict on all sites", self._stats.step):
             progress, inheritances = resumed(state, self._owner, self._comm)
         self._exchanges.load(inheritances)

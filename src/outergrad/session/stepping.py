@@ -25,7 +25,7 @@ from outergrad.session.state import Owner
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
 from outergrad.step.captured import Captured
-from outergrad.step.groups import end_unfinished, on_group
+from outergrad.step.groups import on_group
 from outergrad.step.header_builder import HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, described
 from outergrad.step.mishaps import Mishaps
@@ -96,8 +96,7 @@ class Stepping(GivingUp):
 
     def _begin(self, task: int) -> None:
         refuse_nested_backward()
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
+        self._require_group()
         self._refuse_changed()
         used = {name for name, watched in self._watched.items() if watched.accumulates()}
         begin = self._synchronised if self._synchronise else self._unsynchronised

@@ -14,10 +14,10 @@ from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
 from outergrad.session.drift import Drift, compared
 from outergrad.session.inspect import Inspection
-from outergrad.session.made_equal import Replica
+from outergrad.session.made_equal import ReplicaState
 from outergrad.session.settings import Settings
 from outergrad.session.watching import Watching
-from outergrad.step.groups import end_unfinished, lost_sites_told, on_group
+from outergrad.step.groups import lost_sites_told, on_group
 from outergrad.step.step import SharedStep
 
 _REMEDY = {
@@ -63,8 +63,7 @@ class Verified(Watching):
         self._refuse_make_equal()
         if not self._several:
             return False
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
+        self._require_group()
         given = {self._seen.holder(one): one for one in optimizers}
         known = {**self._seen.present, **{n: one for n, one in given.items() if n is not None}}
         with lost_sites_told(self._comm, "session.make_equal on all sites", self._stats.step):
@@ -76,11 +75,10 @@ class Verified(Watching):
                 "session.make_equal(): call it on an attached session, and not during backward"
             )
 
-    def _whole_replica(self, optimizers: dict[str, Optimizer]) -> Replica:
-        parameters = [*self._model.params.values(), *self._frozen.values()]
-        known = {name: optimizers[name] for name in sorted(optimizers)}
-        own = (parameters, [*self._buffers.tensors, *self._shared_gradients()], known)
-        return Replica(*own, self._names(), "pass it on every site: session.make_equal(optimizer)")
+    def _whole_replica(self, optimizers: dict[str, Optimizer]) -> ReplicaState:
+        tensors = [*self._buffers.tensors, *self._shared_gradients()]
+        remedy = "pass it on every site: session.make_equal(optimizer)"
+        return self._replica(tensors, dict(sorted(optimizers.items())), remedy)
 
     def _shared_gradients(self) -> list[Tensor]:
         """Of the last step: a block that is computed again has them by each site's own weights."""
@@ -104,14 +102,11 @@ class Verified(Watching):
             self._verify()
 
     def _verify(self) -> None:
+        tensors: dict[str, Tensor | None] = {**self._model.params, **self._frozen}
         with self._giving_up():
-            drift = compared(self._comm, self._compared())
+            drift = compared(self._comm, tensors | self._buffers.by_name)
             if drift is not None:
                 self._tell_of_drift(drift)
-
-    def _compared(self) -> dict[str, Tensor | None]:
-        parameters: dict[str, Tensor | None] = {**self._model.params, **self._frozen}
-        return parameters | self._buffers.by_name
 
     def _tell_of_drift(self, drift: Drift) -> None:
         step, first = self._stats.step, drift.names[0]
