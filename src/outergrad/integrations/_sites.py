@@ -14,7 +14,7 @@ from outergrad.comm.torch import TorchComm
 from outergrad.core.types import StateDict, Stateful
 from outergrad.session.session import Session
 
-Read = Callable[[int], StateDict | None]
+SiteReader = Callable[[int], StateDict | None]
 """What the site of a rank has saved, or None."""
 
 
@@ -32,7 +32,7 @@ def site_state(session: Session, model: nn.Module, optimizers: Sequence[Stateful
     return {"session": state, "model": own, "optimizers": steps}
 
 
-def needed(read: Read, rank: int, sites: int) -> list[StateDict]:
+def needed(read: SiteReader, rank: int, sites: int) -> list[StateDict]:
     """A site's own state, or those of all sites if their number has changed.
 
     Args:
@@ -59,7 +59,9 @@ def needed(read: Read, rank: int, sites: int) -> list[StateDict]:
     return [state for state in states.values() if state is not None]
 
 
-def resume(read: Read, session: Session, model: nn.Module, optimizers: Sequence[Stateful]) -> None:
+def resume(
+    read: SiteReader, session: Session, model: nn.Module, optimizers: Sequence[Stateful]
+) -> None:
     """Goes on from what was saved, when the library has loaded model and optimizers. On all sites.
 
     Raises:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from outergrad._whole_files import save_whole
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
-from outergrad.integrations._sites import Read, resume, site_state
+from outergrad.integrations._sites import SiteReader, resume, site_state
 from outergrad.layers import RULES
 from outergrad.methods import LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders
@@ -168,7 +168,7 @@ def site_path(folder: Path, rank: int, index: int = 0) -> Path:
     return folder / (f"outergrad_{rank}.pt" if index == 0 else f"outergrad_{index}_{rank}.pt")
 
 
-def site_reader(folder: Path, index: int = 0) -> Read:
+def site_reader(folder: Path, index: int = 0) -> SiteReader:
     """Reads the files of sites within a checkpoint."""
 
     def read(rank: int) -> StateDict | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from outergrad.core.protocols import Method, Rules
 from outergrad.core.types import StateDict
-from outergrad.integrations._sites import Read, agree_on, resume, site_state
+from outergrad.integrations._sites import SiteReader, agree_on, resume, site_state
 from outergrad.layers import RULES
 from outergrad.methods import LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders
@@ -54,7 +54,7 @@ class OutergradStrategy(DDPStrategy):
         if of_ddp:
             raise TypeError(f"there is no DDP to be told {', '.join(of_ddp)}: leave them out")
         self._method, self._recorder, self._rules = method, recorder, rules
-        self._saved: Read | None = None
+        self._saved: SiteReader | None = None
         self.session: Session | None = None
 
     # -- training ---------------------------------------------------------------------------------
