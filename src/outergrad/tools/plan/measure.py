@@ -93,7 +93,7 @@ class Planned:
     def wire_bytes(self) -> float:
         """What an interface sends, on average over the sites: as `outergrad bench` counts it."""
         messages = self.traces[-1].messages
-        return sum(wire_bytes(m.mean_bytes, m.kind, self.sites) for m in messages)
+        return sum(wire_bytes(m.mean_bytes, m.pattern, self.sites) for m in messages)
 
     @property
     def messages(self) -> int:
