@@ -53,7 +53,7 @@ USUAL: Style = {"linewidth": 1.6, "linestyle": "-"}
 _AGAIN = ((0, (4, 1.5)), (0, (1, 1)), (0, (6, 1, 1, 1)))
 """Dashes of the second, third and fourth line of one colour."""
 
-_LIGHTEST, _FULL_RANK = 0.55, 64
+_LIGHTEST, _FULL_RANK = 0.7, 16
 
 
 @dataclass(frozen=True, kw_only=True)
