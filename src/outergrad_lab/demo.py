@@ -57,19 +57,6 @@ class Outcome:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """A moment that all sites share.
-
-    Attributes:
-        at_s: Seconds on a clock that only goes forward.
-        sent_bytes: What the loopback interface has sent until then, if it counts.
-    """
-
-    at_s: float
-    sent_bytes: int | None
-
-
 def demo(job: Job, folder: Path = FOLDER) -> None:
     """Does this site's part; site 0 shows a bar for each method, then the table and a report."""
     data = load(job.data, Path())
@@ -84,17 +71,18 @@ def demo(job: Job, folder: Path = FOLDER) -> None:
 def compare(job: Job, data: Dataset, folder: Path) -> Outcome:
     """Trains by one method, measures it and records it; every site must call it."""
     training = start(job, data, deal(job, data), recorder_into(folder, EVERY))
-    before = _mark()
+    began_s, before = _moment()
     losses = _train(job, training)
-    after = _mark()
-    sent_bytes = _between(before, after)
-    computed = training.replica.sent_bytes or 0
+    ended_s, after = _moment()
+    sent_bytes, measured = training.replica.sent_bytes or 0, False
+    if before is not None and after is not None:
+        sent_bytes, measured = (after - before) / job.sites / len(losses), True
     outcome = Outcome(
         accuracy=training.accuracy(),
         losses=mean_over_sites(torch.tensor(losses)),
-        sent_bytes=computed if sent_bytes is None else sent_bytes / job.sites / len(losses),
-        measured=sent_bytes is not None,
-        seconds=after.at_s - before.at_s,
+        sent_bytes=sent_bytes,
+        measured=measured,
+        seconds=ended_s - began_s,
     )
     training.close()
     return outcome
@@ -107,15 +95,10 @@ def _train(job: Job, training: Training) -> list[float]:
         return list(count(bars, task, chain.from_iterable(epochs)))
 
 
-def _mark() -> Mark:
+def _moment() -> tuple[float, int | None]:
+    """Seconds that all sites share, and what the loopback interface has sent, if it counts."""
     dist.barrier()
-    return Mark(at_s=time.perf_counter(), sent_bytes=loopback_bytes())
-
-
-def _between(before: Mark, after: Mark) -> int | None:
-    if before.sent_bytes is None or after.sent_bytes is None:
-        return None
-    return after.sent_bytes - before.sent_bytes
+    return time.perf_counter(), loopback_bytes()
 
 
 def table(job: Job, outcomes: dict[str, Outcome]) -> Table:

@@ -1,9 +1,10 @@
 """What a training of a recipe writes down for reports, whatever its method."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,14 +89,14 @@ class Recording:
             if self._steps == 0:
                 self._tell(self._run())
             if self._steps % self._recorder.every == 0:
-                self._tell(self._step())
+                self._tell(self._step(self._recorder.every))
             self._steps += 1
         self.log(loss=loss)
 
     def resume(self, steps: int) -> None:
         """So many steps are done already."""
         self._steps = steps
-        if self._recorder is not None and self._session is None and steps:
+        if self._session is None and steps:
             self._tell(self._run())
 
     def log(self, **values: float) -> None:
@@ -103,12 +104,12 @@ class Recording:
         if self._session is not None:
             self._session.log(**values)
         else:
-            self._tell(self._scalars(values))
+            self._tell(Scalars(**self._now(), values=values))
 
     def close(self) -> None:
         """The training is over; of one with a session the session has told."""
-        if self._recorder is not None and self._session is None:
-            self._tell(End(rank=rank_in(self._group), step=self._steps, time=time.time()))
+        if self._session is None:
+            self._tell(End(**self._now()))
         if self._recorder is not None:
             self._recorder.close()
 
@@ -121,15 +122,16 @@ class Recording:
             self._recorder = None
             warn(f"--record: {error}; nothing more is recorded")
 
-    def _step(self) -> Step:
-        assert self._recorder is not None
+    def _now(self) -> dict[str, Any]:
+        """What every event says."""
+        return {"rank": rank_in(self._group), "step": self._steps, "time": time.time()}
+
+    def _step(self, every: int) -> Step:
         sent, now = self._replica.sent_bytes or 0, time.perf_counter()
-        seconds = (now - self._last) / self._recorder.every if self._steps else None
+        seconds = (now - self._last) / every if self._steps else None
         self._last = now
         return Step(
-            rank=rank_in(self._group),
-            step=self._steps,
-            time=time.time(),
+            **self._now(),
             seconds=seconds,
             sent_bytes=sent,
             received_bytes=sent,
@@ -142,17 +144,11 @@ class Recording:
     def _run(self) -> Run:
         model = self._replica.model
         return Run(
-            rank=rank_in(self._group),
+            **self._now(),
             sites=sites_of(self._group),
             method=self._method,
-            step=self._steps,
-            time=time.time(),
             shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
             dense_bytes=all_reduce_bytes(model, self._group),
             outergrad=og.__version__,
             torch=torch.__version__,
         )
-
-    def _scalars(self, values: Mapping[str, float]) -> Scalars:
-        rank = rank_in(self._group)
-        return Scalars(rank=rank, step=self._steps, time=time.time(), values=values)
