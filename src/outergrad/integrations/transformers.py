@@ -13,7 +13,7 @@ from outergrad.core.protocols import Method, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.integrations._sites import agree_on, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
-from outergrad.layers._common import is_plain, join, rows_of
+from outergrad.layers._common import computed_reason, join, rows_of
 from outergrad.methods import LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders
 from outergrad.session.session import Session
@@ -38,7 +38,7 @@ class Conv1DRule:
 
     def objection(self, module: Conv1D) -> str | None:
         """Parametrised weights are no leaves."""
-        return None if is_plain(module, "weight") else "its weight is computed from others"
+        return computed_reason(module, "weight")
 
     def slots(self, module: Conv1D, name: str) -> list[Slot]:
         """The weight, whose rows are inputs: activations and deltas change places."""

@@ -32,8 +32,8 @@ def tapped_linear(
     return tap(y_NO, flat_NI, slot).view(*x.shape[:-1], weight.shape[0])
 
 
-def computed(module: nn.Module, *names: str) -> str | None:
-    """The objection to a module of which one of these weights is computed from others."""
+def computed_reason(module: nn.Module, *names: str) -> str | None:
+    """Why a module travels dense of which one of these weights is computed from others, if so."""
     if is_plain(module, *names):
         return None
     return f"{'its weight' if len(names) == 1 else 'one of its weights'} is computed from others"

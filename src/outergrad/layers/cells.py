@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
 from outergrad.core.types import Slot
-from outergrad.layers._common import LinearProducts, computed, input_of, matrix_slot, tapped_linear
+from outergrad.layers._common import (
+    LinearProducts,
+    computed_reason,
+    input_of,
+    matrix_slot,
+    tapped_linear,
+)
 
 
 def rnn_cell(module: nn.RNNCell, x_gates: Tensor, h_gates: Tensor, h: Tensor) -> Tensor:
@@ -50,8 +56,9 @@ class CellRule(LinearProducts):
 
     def objection(self, module: nn.RNNCellBase) -> str | None:
         """Parametrised weights are no leaves; without inputs there is nothing to flatten."""
-        no_inputs = not module.input_size
-        return "it has no inputs" if no_inputs else computed(module, "weight_ih", "weight_hh")
+        if not module.input_size:
+            return "it has no inputs"
+        return computed_reason(module, "weight_ih", "weight_hh")
 
     def slots(self, module: nn.RNNCellBase, name: str) -> list[Slot]:
         """The weight of the input and that of the hidden state, all gates of each together."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import computed, detached, input_of, matrix_slot
+from outergrad.layers._common import computed_reason, detached, input_of, matrix_slot
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -25,7 +25,7 @@ class ConvRule:
 
     def objection(self, module: nn.Module) -> str | None:
         """Parametrised weights are no leaves."""
-        return computed(module, "weight")
+        return computed_reason(module, "weight")
 
     def slots(self, module: Conv, name: str) -> list[Slot]:
         """One: I is a patch (channels of a group x kernel), O the output channels of a group."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import computed, input_of, join
+from outergrad.layers._common import computed_reason, input_of, join
 from outergrad.linalg.outer import coalesce
 
 
@@ -39,7 +39,7 @@ class EmbeddingRule:
             )
         if module.scale_grad_by_freq:
             return "scale_grad_by_freq"
-        return computed(module, "weight")
+        return computed_reason(module, "weight")
 
     def slots(self, module: nn.Embedding, name: str) -> list[Slot]:
         """One lookup: O is the width of the table, I its number of rows."""

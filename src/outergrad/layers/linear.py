@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
 from outergrad.core.types import Slot
-from outergrad.layers._common import LinearProducts, computed, input_of, matrix_slot, tapped_linear
+from outergrad.layers._common import (
+    LinearProducts,
+    computed_reason,
+    input_of,
+    matrix_slot,
+    tapped_linear,
+)
 
 
 class LinearRule(LinearProducts):
@@ -18,7 +24,7 @@ class LinearRule(LinearProducts):
 
     def objection(self, module: nn.Linear) -> str | None:
         """Parametrised weights are no leaves; without inputs there is nothing to flatten."""
-        return computed(module, "weight") if module.in_features else "it has no inputs"
+        return computed_reason(module, "weight") if module.in_features else "it has no inputs"
 
     def slots(self, module: nn.Linear, name: str) -> list[Slot]:
         """One: the whole weight."""

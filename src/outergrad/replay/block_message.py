@@ -13,7 +13,7 @@ from outergrad.core.errors import RefusedError, ReplayError
 from outergrad.linalg.gradients import scaled
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.block_use import Use
-from outergrad.replay.run import PREVIOUS, Message, Run, Shape, sent_run
+from outergrad.replay.run import PREVIOUS, Message, PlacedRun, Shape, sent_run
 
 
 class BlockMessage:
@@ -36,7 +36,7 @@ class BlockMessage:
         self._message = Message([self._run(run) for run in _runs(uses)], self._shapes, codecs)
         self.nbytes = self._message.nbytes
 
-    def _run(self, uses: Sequence[Use]) -> Run:
+    def _run(self, uses: Sequence[Use]) -> PlacedRun:
         links = [self._link(use, follows=k > 0) for k, use in enumerate(uses)]
         last = uses[-1]
         deltas = [self._add((last, "deltas", k), s) for k, s in enumerate(last.outputs)]

@@ -42,13 +42,13 @@ class Shape(NamedTuple):
         return Field(self.sizes, self.dtype, codecs if encoded else ())
 
 
-Run = Mapping[str, Any]
+PlacedRun = Mapping[str, Any]
 """A `SentRun` with places among the tensors of a message in their stead. "links": of every use its
 member, what its replay needs, the places of its tensors, `PREVIOUS` for the output of the use
 before, and the place of its fingerprint or None; "deltas": the places of these."""
 
 
-def sent_run(run: Run, tensors: Sequence[Tensor], scale: float = 1.0) -> SentRun:
+def sent_run(run: PlacedRun, tensors: Sequence[Tensor], scale: float = 1.0) -> SentRun:
     """A run with its tensors, and the deltas times scale: the gradients are larger."""
     links = [
         SentUse(
@@ -74,7 +74,7 @@ class Message:
         nbytes: its length; 0 if there are no runs.
     """
 
-    def __init__(self, runs: Sequence[Run], shapes: Sequence[Shape], codecs: Codecs) -> None:
+    def __init__(self, runs: Sequence[PlacedRun], shapes: Sequence[Shape], codecs: Codecs) -> None:
         self.runs, self._fields = runs, [shape.field(codecs) for shape in shapes]
         tensors = [[DTYPES.index(shape.dtype), shape.sizes] for shape in shapes]
         described = {"runs": runs, "tensors": tensors}
@@ -99,7 +99,7 @@ class Message:
         return [_decoded(field, encode(field.codecs, t)) for field, t in pairs]
 
     @staticmethod
-    def read(data: Tensor, codecs: Codecs) -> tuple[list[Run], list[Tensor]]:
+    def read(data: Tensor, codecs: Codecs) -> tuple[list[PlacedRun], list[Tensor]]:
         """The runs of a site, and their tensors: views where they were not encoded.
 
         Raises:
@@ -138,7 +138,7 @@ def _nbytes(plain: Plain) -> int:
     return aligned(math.prod(plain.shape) * plain.dtype.itemsize)
 
 
-def _told(text: bytes) -> tuple[list[Run], list[Shape]]:
+def _told(text: bytes) -> tuple[list[PlacedRun], list[Shape]]:
     """The runs and the shapes of a description.
 
     Raises:
@@ -170,7 +170,7 @@ def told_shape(dtype: Any, sizes: Any) -> Shape:
 
 
 def _check(run: Any, tensors: int) -> None:
-    """Raises if this is no `Run` with so many tensors."""
+    """Raises if this is no `PlacedRun` with so many tensors."""
     for member, about, places, mark in run["links"]:
         _whole(member, 0, _MOST_ENTRIES)
         _check_depth(about)
