@@ -92,16 +92,19 @@ def resumed(
     Raises:
         ValueError: on all sites, if some site cannot go on from what it was given.
     """
-    error, lines, states = None, [], {}
+    error, lines, states, some = None, [], {}, {}
     try:
         states = _checked(given, owner)
-        lines = _common_lines(next(iter(states.values())))
+        some = next(iter(states.values()))
+        lines = _common_lines(some)
     except ValueError as raised:
         error = raised
     agree(comm, lines, error, _REMEDY)
-    exchanges = range(len(next(iter(states.values()))["exchanges"]))
+    first_places = {unit: place_name(_places(unit)[0]) for unit in owner.model.units}
+    tap_next = {unit: some["tapped"][place] for unit, place in first_places.items()}
+    exchanges = range(len(some["exchanges"]))
     inheritances = [_inheritance(states, owner, comm.device, index) for index in exchanges]
-    return _progress(states, owner.model), inheritances
+    return Progress(some["step"], tap_next, some["mixed"]), inheritances
 
 
 # -- whether it can be loaded -----------------------------------------------------------------
@@ -186,12 +189,6 @@ def _common_lines(state: StateDict) -> list[str]:
 
 
 # -- who goes on from what --------------------------------------------------------------------
-
-
-def _progress(states: Mapping[int, StateDict], model: Model) -> Progress:
-    state = next(iter(states.values()))
-    tap_next = {unit: state["tapped"][place_name(_places(unit)[0])] for unit in model.units}
-    return Progress(state["step"], tap_next, state["mixed"])
 
 
 def _inheritance(
