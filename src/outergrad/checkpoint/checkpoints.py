@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from operator import index
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -14,13 +16,15 @@ from torch.optim import Optimizer
 from outergrad.checkpoint.choose import Allowed
 from outergrad.checkpoint.going_on import GoingOn, found_by_all
 from outergrad.checkpoint.keep import Kept
-from outergrad.checkpoint.messaging import comm_of, gathered, told_of_lost_sites
+from outergrad.checkpoint.messaging import gathered
 from outergrad.checkpoint.neighbours import first_of_folder
 from outergrad.checkpoint.parts import Parts, Saveable
 from outergrad.checkpoint.random_state import set_random_state
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
+from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.session.session import Session
 from outergrad.step.groups import end_unfinished
@@ -69,7 +73,7 @@ class Checkpoints:
         **others: Saveable,
     ) -> None:
         self._folder, self._session = Path(folder), session
-        self._comm = comm_of(session, group)
+        self._comm = _comm_of(session, group)
         optimizers = {} if optimizer is None else {"optimizer": optimizer}
         local = () if session is None else session.own_names
         number, error = self._comm.rank, None
@@ -82,7 +86,7 @@ class Checkpoints:
         except (TypeError, ValueError) as raised:
             error = raised
         lines = [f"parts: {', '.join(self._parts.names)}", f"keep: {keep}"]
-        with told_of_lost_sites(self._comm, "looking at the folder of checkpoints"):
+        with _told_of_lost_sites(self._comm, "looking at the folder of checkpoints"):
             firsts = first_of_folder(self._comm, self._folder, lines, error)
             self._numbers = _numbers(self._comm, number)
         self._kept = Kept(self._folder, keep)
@@ -103,7 +107,7 @@ class Checkpoints:
             RuntimeError: this site lost the others.
         """
         session = None if self._session is None else self._session.state_dict()
-        with told_of_lost_sites(self._comm, f"saving after step {step}"):
+        with _told_of_lost_sites(self._comm, f"saving after step {step}"):
             about = {"rank": self._comm.rank, "session": session}
             self._kept.add(self._writer.write(step, lambda: about | self._parts.state()))
         if self._writer.first:
@@ -137,7 +141,7 @@ class Checkpoints:
         """
         end_unfinished(self._comm.group)
         allowed = Allowed(allow_lost=bool(allow_lost), allow_foreign=bool(allow_foreign))
-        with told_of_lost_sites(self._comm, "restoring"):
+        with _told_of_lost_sites(self._comm, "restoring"):
             return self._restore(allowed)
 
     # -- going on -------------------------------------------------------------------------------
@@ -175,6 +179,36 @@ class Checkpoints:
         """Once: all sites know the same."""
         for line in lines if self._comm.rank == 0 else ():
             _LOG.warning("%s", line)
+
+
+def _comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
+    """The transport of a session; without one, of the group, the default one if None.
+
+    Raises:
+        RuntimeError: there is neither.
+    """
+    if session is not None:
+        return session._comm
+    given = dist.group.WORLD if group is None else group
+    if given is None:
+        raise RuntimeError("Checkpoints: no process group: pass session= or group=")
+    return TorchComm(given, torch.device("cpu"))
+
+
+@contextmanager
+def _told_of_lost_sites(comm: Comm, doing: str) -> Iterator[None]:
+    """Says what to do where the transport fails.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    try:
+        yield
+    except ExchangeError as error:
+        raise RuntimeError(
+            f"site {comm.rank} lost the other sites while {doing}: {error}. The process group "
+            f"cannot be used any more: start the processes again from the last checkpoint"
+        ) from error
 
 
 def _numbers(comm: Comm, own: int) -> list[int]:

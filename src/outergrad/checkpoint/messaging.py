@@ -5,36 +5,17 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.torch import TorchComm
-from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor
-from outergrad.session.session import Session
 
 _END = b"\0"
 """Behind every message: none may be empty."""
-
-
-def comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
-    """The transport of a session; without one, of the group, the default one if None.
-
-    Raises:
-        RuntimeError: there is neither.
-    """
-    if session is not None:
-        return session._comm
-    given = dist.group.WORLD if group is None else group
-    if given is None:
-        raise RuntimeError("Checkpoints: no process group: pass session= or group=")
-    return TorchComm(given, torch.device("cpu"))
 
 
 def gathered(comm: Comm, value: Any) -> list[Any]:
@@ -78,22 +59,6 @@ def unpacked(content: bytes) -> Any:
     """
     refuse_compressed(content)
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-
-
-@contextmanager
-def told_of_lost_sites(comm: Comm, doing: str) -> Iterator[None]:
-    """Says what to do where the transport fails.
-
-    Raises:
-        RuntimeError: it did.
-    """
-    try:
-        yield
-    except ExchangeError as error:
-        raise RuntimeError(
-            f"site {comm.rank} lost the other sites while {doing}: {error}. The process group "
-            f"cannot be used any more: start the processes again from the last checkpoint"
-        ) from error
 
 
 def _value(rank: int, part: Tensor) -> Any:
