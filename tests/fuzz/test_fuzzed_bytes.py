@@ -26,7 +26,6 @@ from torch import Tensor, nn
 import outergrad as og
 from cases import mlp
 from outergrad.buckets.bucket import StepContext
-from outergrad.buckets.message import factors_of, read_all
 from outergrad.checkpoint.messaging import refuse_compressed
 from outergrad.comm import link
 from outergrad.comm.agree import agree
@@ -39,9 +38,9 @@ from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
 from outergrad.messages import wire
 from outergrad.messages.header import BlockUse, Header, Join, SlotUse
-from outergrad.messages.layout import Layout
+from outergrad.messages.layout import Layout, factors_of
 from outergrad.messages.vote import NOTHING, Verdict, Vote
-from outergrad.messages.wire import Piece, Preamble, State
+from outergrad.messages.wire import Piece, Preamble, State, read_all
 from outergrad.replay import block_message as _block_message
 from outergrad.session import made_equal as _made_equal
 from outergrad.session.attach import attach

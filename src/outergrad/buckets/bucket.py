@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import FactorsOf
 from outergrad.core.transport import Comm
-from outergrad.core.types import Factors, Gradient, Slot, Unit
+from outergrad.core.types import Factors, Gradient, Slot, Unit, tensors_of
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.header import Header
@@ -177,23 +177,27 @@ class StepContext:
         self.share, self.scale = (weight / whole, sites * weight / whole) if whole else (0.0, 0.0)
 
     def gradient_of(self, slot: Slot, *, tapped: bool) -> Gradient:
-        """This site's part: its factors, no rows if it did not use the slot, or what is formed."""
-        p = self.params[slot.weight]
-        if not tapped:
-            return scaled(formed_gradient(slot, p), self.scale)
+        """This site's part: its factors, no rows if it did not use the slot, or what is formed.
+
+        The step is bad if it is not finite.
+        """
+        gradient = scaled(self._own(slot) if tapped else formed(slot, self.params), self.scale)
+        if self.skips_bad:
+            self.check(slot.weight, tensors_of(gradient))
+        return gradient
+
+    def _own(self, slot: Slot) -> Factors:
         announced = self.header.uses[self.slot_index[slot]].rows
         if announced:
-            return scaled(self.factors_of(slot, announced), self.scale)
-        empty = p.new_empty(slot.groups, 0, slot.outputs + slot.inputs, requires_grad=False)
-        return Factors(*empty.split([slot.outputs, slot.inputs], dim=2))
+            return self.factors_of(slot, announced)
+        p, widths = self.params[slot.weight], [slot.outputs, slot.inputs]
+        empty = p.new_empty(slot.groups, 0, sum(widths), requires_grad=False)
+        return Factors(*empty.split(widths, dim=2))
 
-    def check(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """The step is bad if some part of this site's gradient, by parameter, is not finite."""
-        if not self.skips_bad or self.state != State.GOOD:
-            return
-        self.bad = next((n for n, ts in parts.items() if not all(map(is_finite, ts))), None)
-        if self.bad is not None:
-            self.state = State.BAD
+    def check(self, name: str, parts: Sequence[Tensor]) -> None:
+        """The step is bad if some part of this site's gradient of a parameter is not finite."""
+        if self.skips_bad and self.state == State.GOOD and not all(map(is_finite, parts)):
+            self.bad, self.state = name, State.BAD
 
     def add(
         self,
@@ -246,9 +250,9 @@ def copy_scaled(name: str, p: nn.Parameter, out: Tensor, scale: float) -> None:
         torch.mul(_dense(name, p.grad), scale, out=out)
 
 
-def formed_gradient(slot: Slot, p: nn.Parameter) -> Tensor:
-    """The slot's part of `p.grad`, (G, O, I); no gradient counts as zero."""
-    shape = slot.groups, slot.outputs, slot.inputs
+def formed(slot: Slot, params: Mapping[str, nn.Parameter]) -> Tensor:
+    """The slot's part of `param.grad`, (G, O, I); no gradient counts as zero."""
+    p, shape = params[slot.weight], (slot.groups, slot.outputs, slot.inputs)
     if p.grad is None:
         return p.new_zeros(shape, requires_grad=False)
     start, stop = slot.weight_rows or (0, p.shape[0])

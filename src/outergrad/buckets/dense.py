@@ -40,7 +40,8 @@ class DenseBucket:
             nbytes = ring_bytes(view.nbytes, sites)
             context.add(name, "dense", sent=nbytes, received=nbytes)
         if context.skips_bad and not is_finite(buffer[:-2]):
-            context.check({name: [view] for name, view in views.items()})
+            for name, view in views.items():
+                context.check(name, [view])
         buffer[-2] = float(context.state == State.SURPRISED)
         buffer[-1] = float(context.state.is_void)
         work = context.comm.all_reduce(buffer)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outergrad.buckets.bucket import Pending, Result, StepContext
-from outergrad.buckets.message import (
-    RowBucket,
-    book_received,
-    digest_of,
-    factors_of,
-    read_all,
-    sums_of_extras,
-)
+from outergrad.buckets.message import RowBucket, book_received, sums_of_extras
 from outergrad.core.transport import Work
-from outergrad.core.types import Factors
 from outergrad.linalg.gradients import add_gradients
-from outergrad.messages.layout import Layout
-from outergrad.messages.wire import Preamble, State
+from outergrad.messages.checksum import combined
+from outergrad.messages.layout import Layout, factors_of
+from outergrad.messages.wire import Preamble, State, read_all
 
 
 class FactorBucket:
@@ -47,85 +40,63 @@ class FactorBucket:
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if context.state == State.GOOD:
             row_bucket.pack(context, own, message, "factors", comm.world_size - 1)
-            row_bucket.pack_blocks(context, own, message, comm.world_size - 1)
+            if row_bucket.blocks:
+                row_bucket.pack_blocks(context, own, message, comm.world_size - 1)
             book_received(context, layouts, "factors", row_bucket.blocks)
         preamble = row_bucket.preamble(context)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
-        return _FactorPending(work, self, layouts, preamble, context)
+        return _FactorPending(work, row_bucket, layouts, preamble, context)
 
     def _layouts(self, context: StepContext) -> list[Layout]:
         """Of every site's message."""
         row_bucket = self.row_bucket
-        return [
-            row_bucket.layout(
-                row_bucket.pieces(context, site), blobs=row_bucket.blobs(context, site)
-            )
-            for site in context.headers
-        ]
-
-    def gradients(
-        self,
-        parts_SK: Sequence[Sequence[Factors | None]],
-        params: Mapping[str, nn.Parameter],
-        *,
-        tapped: bool,
-    ) -> dict[str, Tensor]:
-        """Mean gradients over the sites from every site's (S) factors of every slot (K).
-
-        Args:
-            parts_SK: the factors, None where a site has no rows.
-            params: by name.
-            tapped: of the slots that were tapped, or of the formed gradients.
-        """
-        gradients: dict[str, Tensor] = {}
-        scale = 1.0 / len(parts_SK)
-        for k, slot in enumerate(self.row_bucket.slots):
-            parts = [part for part in (parts_K[k] for parts_K in parts_SK) if part is not None]
-            if parts and self.row_bucket.tapped[slot] == tapped:
-                add_gradients(gradients, slot, parts, params, scale)
-        return gradients
+        pairs = zip(row_bucket.pieces(context), context.headers, strict=True)
+        return [row_bucket.layout(p, blobs=row_bucket.blobs(context, site)) for p, site in pairs]
 
 
 class _FactorPending:
     def __init__(
         self,
         work: Work,
-        bucket: FactorBucket,
+        row_bucket: RowBucket,
         layouts: Sequence[Layout],
         expected: Preamble,
         context: StepContext,
     ) -> None:
-        self._work, self._bucket, self._layouts = work, bucket, layouts
+        self._work, self._row_bucket, self._layouts = work, row_bucket, layouts
         self._expected, self._context = expected, context
 
     def advance(self) -> None:
         """A single round."""
 
     def wait(self) -> Result:
-        messages, row_bucket = self._work.wait(), self._bucket.row_bucket
+        messages, context, row_bucket = self._work.wait(), self._context, self._row_bucket
         preambles, state = read_all(messages, self._expected)
+        digest = combined(preamble.total for preamble in preambles)
         if state != State.GOOD:
-            return Result(state=state, digest=digest_of(preambles))
-        row_bucket.agree(preambles)
-        parts_SK = factors_of(self._layouts, messages, self._context.comm.rank)
-        params, reading = self._context.params, self._context.reading
-        if reading is not None:
-            for slot, parts_S in zip(row_bucket.slots, zip(*parts_SK, strict=True), strict=True):
-                reading.record_mean(slot, [p for p in parts_S if p is not None], 1 / len(parts_S))
-        additions = self._bucket.gradients(parts_SK, params, tapped=True)
-        additions.update(self._computed_again(messages))
-        means = self._bucket.gradients(parts_SK, params, tapped=False)
-        means.update(sums_of_extras(self._layouts, messages))
-        has_autograd_grad = row_bucket.has_autograd_grad(preambles)
-        return Result(means, additions, state, has_autograd_grad, digest_of(preambles))
+            return Result(state=state, digest=digest)
+        has_autograd_grad = row_bucket.agree(preambles)
+        means: dict[str, Tensor] = {}
+        additions: dict[str, Tensor] = {}
+        parts_KS = zip(*factors_of(self._layouts, messages, context.comm.rank), strict=True)
+        for (slot, tapped), parts_S in zip(row_bucket.tapped.items(), parts_KS, strict=True):
+            parts, share = [part for part in parts_S if part is not None], 1 / len(parts_S)
+            if context.reading is not None:
+                context.reading.record_mean(slot, parts, share)
+            if parts:
+                add_gradients(additions if tapped else means, slot, parts, context.params, share)
+        if row_bucket.blocks:
+            additions.update(self._computed_again(messages))
+        if row_bucket.extras:
+            means.update(sums_of_extras(self._layouts, messages))
+        return Result(means, additions, state, has_autograd_grad, digest)
 
     def _computed_again(self, messages: Sequence[Tensor]) -> dict[str, Tensor]:
         """The mean gradients of blocks, which every site computes for all sites."""
         pairs = zip(self._layouts, messages, strict=True)
-        blobs_SB = [layout.blobs(message) for layout, message in pairs]
+        blobs_BS = zip(*(layout.blobs(message) for layout, message in pairs), strict=True)
         gradients: dict[str, Tensor] = {}
-        for k, block in enumerate(self._bucket.row_bucket.blocks):
-            data_S = [blobs_B[k] for blobs_B in blobs_SB]
+        for block, data_S in zip(self._row_bucket.blocks, blobs_BS, strict=True):
             gradients.update(self._context.computed_again(block, data_S))
         return gradients

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, StepContext, copy_scaled
 from outergrad.core.blocks import Block
-from outergrad.core.errors import RefusedError
 from outergrad.core.protocols import Exchange
-from outergrad.core.types import Factors, Part, Slot, tensors_of
-from outergrad.messages.checksum import combined
+from outergrad.core.types import Factors, Part, Slot
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece, Preamble, State
@@ -44,6 +42,8 @@ class RowBucket(Carried):
         self._index, self._exchange = index, exchange
         self.blocks = [load.unit.block for load in loads if load.unit.block is not None]
         self._layouts: dict[Hashable, Layout] = {}
+        self._headers: Sequence[Header] = ()
+        self._pieces: Sequence[Sequence[Piece]] = ()
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -59,20 +59,25 @@ class RowBucket(Carried):
         own = (header.fingerprint, header.step, bucket, header.rank)
         return Preamble(*own, context.state, flags, wanted_rows)
 
-    def pieces(self, context: StepContext, site: Header) -> list[Piece]:
-        """What one site has, slot by slot, from the agreed rows and dtypes."""
-        return [self._piece(slot, context, site) for slot in self.slots]
+    def pieces(self, context: StepContext) -> Sequence[Sequence[Piece]]:
+        """What every site (S) has of each slot (K), from the agreed rows and dtypes."""
+        if self._headers is not context.headers:
+            self._headers, pieces_KS = context.headers, [self._of(s, context) for s in self.slots]
+            self._pieces = list(zip(*pieces_KS, strict=True)) or [()] * len(context.headers)
+        return self._pieces
 
-    def _piece(self, slot: Slot, context: StepContext, site: Header) -> Piece:
+    def _of(self, slot: Slot, context: StepContext) -> list[Piece]:
+        """What every site has of a slot."""
+        exchange, headers = self._exchange, context.headers
         if self.tapped[slot]:
             k = context.slot_index[slot]
-            rows, dtype = site.uses[k].rows, _delta_dtype(k, context.headers)
+            rows_S, dtype = [header.uses[k].rows for header in headers], _delta_dtype(k, headers)
         else:
-            rows = slot.outputs if slot.weight in context.used else 0
+            rows_S = [slot.outputs if slot.weight in context.used else 0] * len(headers)
             dtype = context.params[slot.weight].dtype
-        rows = self._exchange.sent_rows(slot, rows, site.rank) if rows else 0
-        bias = dtype if self._exchange.sends_bias(slot) else None
-        return Piece(slot, rows, dtype, bias, self._exchange.codecs(slot))
+        bias, codecs = dtype if exchange.sends_bias(slot) else None, exchange.codecs(slot)
+        sent_S = [exchange.sent_rows(slot, n, site) if n else 0 for site, n in enumerate(rows_S)]
+        return [Piece(slot, rows, dtype, bias, codecs) for rows in sent_S]
 
     def layout(
         self,
@@ -105,12 +110,11 @@ class RowBucket(Carried):
         for name, view in layout.by_name(layout.flats(message)).items():
             copy_scaled(name, layout.extras[name], view, context.share)
             context.add(name, "dense", sent=view.nbytes * receivers)
-            context.check({name: [view]})
+            context.check(name, [view])
         began = time.perf_counter()
         pairs = zip(layout.pieces, layout.rows(message), strict=True)
         filled = [(piece, rows) for piece, rows in pairs if rows is not None]
         parts = [self._part(context, piece) for piece, _ in filled]
-        context.check({part.slot.weight: tensors_of(part.gradient) for part in parts})
         if context.state != State.GOOD:
             return
         compressed = self._exchange.compress(parts)
@@ -135,7 +139,7 @@ class RowBucket(Carried):
         """Fills in what is sent of blocks, and books it."""
         for block, view in zip(self.blocks, layout.blobs(message), strict=True):
             if view is not None:
-                context.check({block.params[0]: context.blocks.message(block).tensors})
+                context.check(block.params[0], context.blocks.message(block).tensors)
                 context.blocks.message(block).write(view, context.scale)
                 context.add(block.name, "replayed", sent=view.nbytes * receivers)
 
@@ -147,54 +151,17 @@ class RowBucket(Carried):
         gradient = context.gradient_of(piece.slot, tapped=self.tapped[piece.slot])
         return Part(piece.slot, gradient, piece.rows)
 
-    def agree(self, preambles: Sequence[Preamble]) -> None:
-        """Hands on how many rows every site would send next time."""
+    def agree(self, preambles: Sequence[Preamble]) -> list[str]:
+        """Hands on how many rows every site would send next time.
+
+        Returns:
+            Parameters that also have a gradient outside their factors on some site.
+        """
         for site, preamble in enumerate(preambles):
             for slot, rows in zip(self.slots, preamble.wanted_rows, strict=True):
                 self._exchange.agree(slot, site, rows)
-
-    def has_autograd_grad(self, preambles: Sequence[Preamble]) -> list[str]:
-        """Parameters that some site flagged."""
         flags = zip(*(preamble.flags for preamble in preambles), strict=True)
         return [name for name, flag in zip(self.names, flags, strict=True) if any(flag)]
-
-
-def read_all(messages: Sequence[Tensor], expected: Preamble) -> tuple[list[Preamble], State]:
-    """The preambles of all sites, checked, and the worst of their states."""
-    preambles = [Preamble.read(m, expected, rank) for rank, m in enumerate(messages)]
-    return preambles, max(preamble.state for preamble in preambles)
-
-
-def digest_of(preambles: Sequence[Preamble]) -> int:
-    """Of messages that every site sent to all: where it differs, one sent different ones."""
-    return combined(preamble.total for preamble in preambles)
-
-
-def factors_of(
-    layouts: Sequence[Layout], messages: Sequence[Tensor], rank: int
-) -> list[list[Factors | None]]:
-    """What the rows of every site's message hold.
-
-    Args:
-        layouts: of the messages.
-        messages: of every site.
-        rank: this site: what it cannot read of itself is its own error.
-
-    Raises:
-        RefusedError: those of another site cannot be read.
-    """
-    pairs = enumerate(zip(layouts, messages, strict=True))
-    return [_factors_of(site, *pair, own=site == rank) for site, pair in pairs]
-
-
-def _factors_of(site: int, layout: Layout, message: Tensor, *, own: bool) -> list[Factors | None]:
-    try:
-        return layout.factors(message)
-    except Exception as error:  # codecs may be the user's, and raise what they like
-        if own:
-            raise
-        what = f"a message of site {site} cannot be read: {error}"
-        raise RefusedError(what, site) from error
 
 
 def sums_of_extras(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dict[str, Tensor]:

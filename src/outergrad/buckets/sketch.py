@@ -14,7 +14,7 @@ from outergrad.comm.cost import ring_bytes
 from outergrad.core.coding import sum_dtype
 from outergrad.core.protocols import Exchange
 from outergrad.core.transport import Comm, Work
-from outergrad.core.types import Factors, Gradient, Slot, tensors_of
+from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum
 from outergrad.messages.checksum import checksum
@@ -75,7 +75,6 @@ class _SketchPending:
         if self._context.state != State.GOOD:
             return self._nothing(slot)
         gradient = self._context.gradient_of(slot, tapped=self._bucket.tapped[slot])
-        self._context.check({slot.weight: tensors_of(gradient)})
         if self._context.state != State.GOOD:
             return self._nothing(slot)
         if slot in self._biases:
@@ -102,7 +101,7 @@ class _SketchPending:
             copy_scaled(name, p, view.view(p.shape), share)
             nbytes = ring_bytes(view.nbytes, context.comm.world_size)
             context.add(name, "dense", sent=nbytes, received=nbytes)
-        context.check({name: [view] for name, view in extras.items()})
+            context.check(name, [view])
         states = [context.state == State.SURPRISED, context.state.is_void]
         flags.copy_(
             torch.tensor([*(name in context.has_autograd_grad for name in bucket.flagged), *states])

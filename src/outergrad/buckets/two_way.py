@@ -10,23 +10,15 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Pending, Result, StepContext
-from outergrad.buckets.message import (
-    RowBucket,
-    book,
-    book_received,
-    digest_of,
-    factors_of,
-    read_all,
-    sums_of_extras,
-)
+from outergrad.buckets.message import RowBucket, book, book_received, sums_of_extras
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.protocols import Merger
 from outergrad.core.transport import Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
-from outergrad.messages.layout import Layout
-from outergrad.messages.wire import Piece, State
+from outergrad.messages.layout import Layout, factors_of
+from outergrad.messages.wire import Piece, State, read_all
 
 
 class TwoWayBucket:
@@ -51,9 +43,8 @@ class TwoWayBucket:
 
     def expect(self, context: StepContext) -> None:
         """What the other sites have for this one, in the first round."""
-        pieces_SK = [self.row_bucket.pieces(context, site) for site in context.headers]
-        theirs = [self.layout(pieces_K, context.comm.rank) for pieces_K in pieces_SK]
-        context.comm.expect([layout.nbytes for layout in theirs])
+        pieces_SK, own = self.row_bucket.pieces(context), context.comm.rank
+        context.comm.expect([self.layout(pieces_K, own).nbytes for pieces_K in pieces_SK])
 
     def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's triplets and starts to send them to their owners."""
@@ -80,7 +71,7 @@ class _TwoWayPending:
     def __init__(self, bucket: TwoWayBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
         self._rank, sites = context.comm.rank, range(context.comm.world_size)
-        pieces_SK = [bucket.row_bucket.pieces(context, site) for site in context.headers]
+        pieces_SK = bucket.row_bucket.pieces(context)
         merged_K = bucket.merged_pieces(pieces_SK)
         self._ours = [bucket.layout(pieces_SK[self._rank], owner) for owner in sites]
         self._theirs = [bucket.layout(pieces_K, self._rank) for pieces_K in pieces_SK]
@@ -123,8 +114,7 @@ class _TwoWayPending:
         self._digest = combined(preamble.said for preamble in preambles)
         if self._state != State.GOOD:
             return  # on all sites alike
-        row_bucket.agree(preambles)
-        self._has_autograd_grad = row_bucket.has_autograd_grad(preambles)
+        self._has_autograd_grad = row_bucket.agree(preambles)
         merged = self._empty(self._merged[self._rank])
         self._merge(messages, merged)
         book_received(self._context, self._theirs, "low rank")
@@ -159,7 +149,7 @@ class _TwoWayPending:
         assert self._second is not None
         messages = self._second.wait()
         preambles, state = read_all(messages, self._expected)
-        digest = combined([self._digest, digest_of(preambles)])
+        digest = combined([self._digest, combined(preamble.total for preamble in preambles)])
         if state != State.GOOD:
             return Result(state=state, digest=digest)
         means: dict[str, Tensor] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
@@ -217,7 +217,8 @@ class TappedLayer:
         return returned(ctx, self.slots[slot], watched, factors_of, delta)
 
     def _hand_on(self, slot: int, call: Call, node: Any) -> None:
-        self._sink.on_factors(self.slots[slot], lambda: self.rule.factors(self.module, slot, call))
+        factors = partial(self.rule.factors, self.module, slot, call)
+        self._sink.on_factors(self.slots[slot], factors)
         self._count(slot, node)
 
 

@@ -27,10 +27,10 @@ def add_gradients(
         add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
         return
     value = weight_gradient(stack(cast), scale)
+    of_bias = None if slot.bias is None else bias_gradient(cast, scale)
     add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
-    if slot.bias is not None:
-        value = bias_gradient(cast, scale)
-        add_rows(gradients, slot.bias, slot.bias_rows, value, params[slot.bias])
+    if slot.bias is not None and of_bias is not None:
+        add_rows(gradients, slot.bias, slot.bias_rows, of_bias, params[slot.bias])
 
 
 @overload

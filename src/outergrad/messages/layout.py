@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.core.coding import Field, aligned, decode, encode
+from outergrad.core.errors import RefusedError
 from outergrad.core.types import Factors, Slot
 from outergrad.messages.wire import Piece
 
@@ -90,12 +91,26 @@ class Layout:
         pairs = zip(self._fields, views, strict=True)
         return [Rows(fields, written) if fields else None for fields, written in pairs]
 
-    def factors(self, message: Tensor) -> list[Factors | None]:
+    def factors(self, message: Tensor, site: int | None = None) -> list[Factors | None]:
         """What the rows hold: views of it where they are not encoded; None where there are none.
 
+        Args:
+            message: as it came.
+            site: who sent it; None for this one, of which an error is its own.
+
         Raises:
-            ValueError: they hold ids that no row of their table has.
+            RefusedError: that of another site cannot be read.
+            ValueError: this site's holds ids that no row of their table has.
         """
+        try:
+            return self._factors(message)
+        except Exception as error:  # codecs may be the user's, and raise what they like
+            if site is None:
+                raise
+            what = f"a message of site {site} cannot be read: {error}"
+            raise RefusedError(what, site) from error
+
+    def _factors(self, message: Tensor) -> list[Factors | None]:
         found = [None if rows is None else rows.read() for rows in self.rows(message)]
         for piece, factors in zip(self.pieces, found, strict=True):
             if factors is not None and piece.slot.lookup:
@@ -106,6 +121,20 @@ class Layout:
         """Views of what is no rows; None where there is nothing."""
         views = (spot.view(message) for spot in self._blobs)
         return [view if len(view) else None for view in views]
+
+
+def factors_of(
+    layouts: Sequence[Layout], messages: Sequence[Tensor], rank: int
+) -> list[list[Factors | None]]:
+    """What the rows of every site's message hold, as `Layout.factors` says.
+
+    Args:
+        layouts: of the messages.
+        messages: of every site.
+        rank: this site.
+    """
+    triples = zip(range(len(layouts)), layouts, messages, strict=True)
+    return [layout.factors(m, None if site == rank else site) for site, layout, m in triples]
 
 
 def _check_ids(slot: Slot, ids_R: Tensor) -> None:
@@ -145,13 +174,19 @@ class Rows:
         rows = factors.d_GRO.shape[1]
         for field, views, t in zip(self._fields, self._written, factors, strict=False):
             if t is not None:
-                for view, part in zip(views, encode(field.codecs, t), strict=True):
+                parts = encode(field.codecs, t) if field.codecs else [t]
+                for view, part in zip(views, parts, strict=True):
                     _first(view, rows).copy_(part)
 
     def read(self) -> Factors:
         """What was written: views where it was not encoded."""
         pairs = zip(self._fields, self._written, strict=True)
-        return Factors(*(decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs))
+        return Factors(
+            *(
+                decode(f.codecs, views, f.shape, f.dtype) if f.codecs else views[0]
+                for f, views in pairs
+            )
+        )
 
 
 def _first(view: Tensor, rows: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -161,6 +162,12 @@ class Preamble:
         except ValueError as error:
             what = f"a message of site {rank} says what cannot be: {error}"
             raise RefusedError(what, rank) from None
+
+
+def read_all(messages: Sequence[Tensor], expected: Preamble) -> tuple[list[Preamble], State]:
+    """The preambles of all sites, checked, and the worst of their states."""
+    preambles = [Preamble.read(m, expected, rank) for rank, m in enumerate(messages)]
+    return preambles, max(preamble.state for preamble in preambles)
 
 
 def _named(bucket: int) -> str:

@@ -23,7 +23,7 @@ from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
-from outergrad.messages.wire import DELTAS, Preamble, State
+from outergrad.messages.wire import DELTAS, Preamble, State, read_all
 from outergrad.step import param_grad
 
 _START = Preamble.nbytes(0, 0)
@@ -154,9 +154,9 @@ class JointStep:
         """
         self._waiting.remove(point)
         messages, expected = self._exchange(point, delta, State.GOOD)
-        preambles = [Preamble.read(m, expected, rank) for rank, m in enumerate(messages)]
+        preambles, state = read_all(messages, expected)
         self._digests.append(combined(preamble.total for preamble in preambles))
-        if any(preamble.state != State.GOOD for preamble in preambles):
+        if state != State.GOOD:
             return delta
         parts = [m[_START:].view(delta.dtype).view(delta.shape) for m in messages]
         return sum(parts[1:], parts[0]) / len(parts)
