@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outergrad.core.blocks import Block
 from outergrad.core.protocols import FactorsOf
 from outergrad.core.transport import Comm
-from outergrad.core.types import Factors, Gradient, Slot, Unit, tensors_of
+from outergrad.core.types import Gradient, Slot, Unit, tensors_of
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.header import Header
 from outergrad.messages.wire import State
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats
-from outergrad.replay.block_message import Blocks, block_gradients
+from outergrad.replay.block_message import Blocks
 
 
 class Bucket(Protocol):
@@ -32,8 +30,10 @@ class Bucket(Protocol):
     """Those of which what is in `param.grad` travels, as it is or compressed."""
 
     def expect(self, context: StepContext) -> None:
-        """Gets ready for what the others will send; on all buckets, in their order, or on none."""
-        ...
+        """Gets ready for what the others will send; on all buckets, in their order, or on none.
+
+        Nothing, where sums are received, from nobody in particular.
+        """
 
     def start(self, context: StepContext) -> Pending:
         """Sends this site's part."""
@@ -63,12 +63,13 @@ class Load:
         return () if self.tapped else self.unit.vectors
 
 
-class Carried:
+class Carried(Bucket):
     """What a bucket of units carries, the same on every site.
 
     Attributes:
         names: the parameters of its units.
         tapped: per slot, whether every site has its factors.
+        slots: what is compressed.
         extras: parameters whose `grad` travels as it is, besides.
         params: names and extras.
         dense_params: those of which what is in `param.grad` travels, as it is or compressed.
@@ -77,6 +78,7 @@ class Carried:
     def __init__(self, loads: Sequence[Load], extras: Mapping[str, nn.Parameter]) -> None:
         self.names = tuple(name for load in loads for name in load.unit.params)
         self.tapped = {slot: load.tapped for load in loads for slot in load.slots}
+        self.slots = tuple(self.tapped)
         self.extras = dict(extras)
         self.params = frozenset([*self.names, *extras])
         formed = [name for load in loads if not load.tapped for name in load.unit.params]
@@ -107,7 +109,6 @@ class Pending(Protocol):
 
     def advance(self) -> None:
         """Starts its second round, if it has one, as soon as the first is there."""
-        ...
 
     def wait(self) -> Result:
         """Blocks until it is there; after `advance`."""
@@ -181,18 +182,12 @@ class StepContext:
 
         The step is bad if it is not finite.
         """
-        gradient = scaled(self._own(slot) if tapped else formed(slot, self.params), self.scale)
+        announced = self.header.uses[self.slot_index[slot]].rows if tapped else 0
+        own = self.factors_of(slot, announced) if tapped else formed(slot, self.params)
+        gradient = scaled(own, self.scale)
         if self.skips_bad:
             self.check(slot.weight, tensors_of(gradient))
         return gradient
-
-    def _own(self, slot: Slot) -> Factors:
-        announced = self.header.uses[self.slot_index[slot]].rows
-        if announced:
-            return self.factors_of(slot, announced)
-        p, widths = self.params[slot.weight], [slot.outputs, slot.inputs]
-        empty = p.new_empty(slot.groups, 0, sum(widths), requires_grad=False)
-        return Factors(*empty.split(widths, dim=2))
 
     def check(self, name: str, parts: Sequence[Tensor]) -> None:
         """The step is bad if some part of this site's gradient of a parameter is not finite."""
@@ -221,25 +216,12 @@ class StepContext:
             before.replay_s + replay_s,
         )
 
-    def add_wait(self, params: Iterable[str], seconds: float) -> None:
-        """Books seconds on all parameters of a message."""
-        for name in params:
-            self.waits[name] = self.waits.get(name, 0.0) + seconds
-
     def forget(self) -> None:
         """The step starts again."""
         self.layers.clear()
         self.waits.clear()
         if self.reading is not None:
             self.reading.forget()
-
-    def computed_again(self, block: Block, data_S: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """The mean gradients of a block from what every site sent of it; books the seconds."""
-        began = time.perf_counter()
-        found = block_gradients(self.blocks[block], data_S, 1.0 / len(data_S), self.comm.rank)
-        self.add(block.name, "replayed", replay_s=time.perf_counter() - began)
-        dtypes = {name: self.params[name].dtype for name in found}
-        return {name: gradient.to(dtypes[name]) for name, gradient in found.items()}
 
 
 def copy_scaled(name: str, p: nn.Parameter, out: Tensor, scale: float) -> None:

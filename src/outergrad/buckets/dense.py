@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Pending, Result, StepContext, copy_scaled
+from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext, copy_scaled
 from outergrad.comm.cost import ring_bytes
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
@@ -14,7 +14,7 @@ from outergrad.messages.checksum import checksum
 from outergrad.messages.wire import State
 
 
-class DenseBucket:
+class DenseBucket(Bucket):
     """Parameters of one dtype whose gradients travel in one all-reduce.
 
     The buffer is kept between steps. Its last two elements count the sites that are surprised and
@@ -26,9 +26,6 @@ class DenseBucket:
         self.dense_params: Sequence[str] = tuple(params)
         self._params = dict(params)
         self._kept: tuple[Tensor, dict[str, Tensor]] | None = None
-
-    def expect(self, context: StepContext) -> None:
-        """Nothing: sums are not received from anybody."""
 
     def start(self, context: StepContext) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
@@ -58,12 +55,9 @@ class DenseBucket:
         return self._kept
 
 
-class _DensePending:
+class _DensePending(Pending):
     def __init__(self, work: Work, views: dict[str, Tensor]) -> None:
         self._work, self._views = work, views
-
-    def advance(self) -> None:
-        """A single round."""
 
     def wait(self) -> Result:
         buffer = self._work.wait()

@@ -45,11 +45,6 @@ class RowBucket(Carried):
         self._headers: Sequence[Header] = ()
         self._pieces: Sequence[Sequence[Piece]] = ()
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """What is compressed."""
-        return tuple(self.tapped)
-
     def preamble(self, context: StepContext, *, second: bool = False) -> Preamble:
         """What this site's message begins with; a second round has a number of its own."""
         header = context.header
@@ -202,11 +197,11 @@ def book_received(
         blocks: of which there are blobs in the messages.
     """
     for layout in (one for rank, one in enumerate(layouts) if rank != context.comm.rank):
-        for name, nbytes in layout.extra_bytes().items():
-            context.add(name, "dense", received=nbytes)
+        for name, p in layout.extras.items():
+            context.add(name, "dense", received=p.nbytes)
         for piece in layout.pieces:
             context.add(piece.slot.weight, travels, received=piece.nbytes)
-        for block, nbytes in zip(blocks, layout.blob_bytes(), strict=False):
+        for block, nbytes in zip(blocks, layout.blob_nbytes, strict=False):
             context.add(block.name, "replayed", received=nbytes)
 
 

@@ -44,15 +44,12 @@ class SketchBucket(Carried):
         self.dtype, self.wire = dtype, sum_dtype(exchange.wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
-    def expect(self, context: StepContext) -> None:
-        """Nothing: sums are not received from anybody."""
-
     def start(self, context: StepContext) -> Pending:
         """Computes this site's part of the first sketches and starts to sum them."""
         return _SketchPending(self, context)
 
 
-class _SketchPending:
+class _SketchPending(Pending):
     def __init__(self, bucket: SketchBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
         self._slots = [slot for slot in bucket.tapped if slot.weight in context.used]

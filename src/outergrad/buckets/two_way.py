@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Pending, Result, StepContext
+from outergrad.buckets.bucket import Load, Pending, Result, StepContext
 from outergrad.buckets.message import RowBucket, book, book_received, sums_of_extras
 from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.core.protocols import Merger
+from outergrad.core.protocols import Exchange
 from outergrad.core.transport import Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
@@ -21,7 +21,7 @@ from outergrad.messages.layout import Layout, factors_of
 from outergrad.messages.wire import Piece, State, read_all
 
 
-class TwoWayBucket:
+class TwoWayBucket(RowBucket):
     """Units whose triplets go from each site to the owner of the slot, and merged ones to all.
 
     The paper's star with an aggregator, but every site is the aggregator of some slots. A site
@@ -30,31 +30,38 @@ class TwoWayBucket:
     more than how that fares: so all know alike whether there is a second.
 
     Args:
-        row_bucket: what it carries.
-        merger: does the owners' work.
+        index: as of `RowBucket`.
+        loads: as of `RowBucket`.
+        exchange: makes the triplets; its merger does the owners' work.
+        extras: as of `RowBucket`.
         owners: the site that merges each slot and sums each extra.
     """
 
     def __init__(
-        self, row_bucket: RowBucket, merger: Merger, owners: Mapping[Slot | str, int]
+        self,
+        index: int,
+        loads: Sequence[Load],
+        exchange: Exchange,
+        extras: Mapping[str, nn.Parameter],
+        owners: Mapping[Slot | str, int],
     ) -> None:
-        self.row_bucket, self.merger, self.owners = row_bucket, merger, owners
-        self.params, self.dense_params = row_bucket.params, row_bucket.dense_params
+        super().__init__(index, loads, exchange, extras)
+        assert exchange.merger is not None
+        self.merger, self._owners = exchange.merger, owners
 
     def expect(self, context: StepContext) -> None:
         """What the other sites have for this one, in the first round."""
-        pieces_SK, own = self.row_bucket.pieces(context), context.comm.rank
-        context.comm.expect([self.layout(pieces_K, own).nbytes for pieces_K in pieces_SK])
+        theirs = [self.owned(p_K, context.comm.rank) for p_K in self.pieces(context)]
+        context.comm.expect([layout.nbytes for layout in theirs])
 
     def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's triplets and starts to send them to their owners."""
         return _TwoWayPending(self, context)
 
-    def layout(self, pieces: Sequence[Piece], owner: int) -> Layout:
+    def owned(self, pieces: Sequence[Piece], owner: int) -> Layout:
         """The message with what one site owns."""
-        row_bucket = self.row_bucket
-        extras = {name: p for name, p in row_bucket.extras.items() if self.owners[name] == owner}
-        return row_bucket.layout([p for p in pieces if self.owners[p.slot] == owner], extras)
+        extras = {name: p for name, p in self.extras.items() if self._owners[name] == owner}
+        return self.layout([p for p in pieces if self._owners[p.slot] == owner], extras)
 
     def merged_pieces(self, pieces_SK: Sequence[Sequence[Piece]]) -> list[Piece]:
         """What comes back of each slot (K), from what every site (S) sends of it."""
@@ -65,17 +72,17 @@ class TwoWayBucket:
         return replace(pieces_S[0], rows=self.merger.merged_rows(pieces_S[0].slot, rows_S))
 
 
-class _TwoWayPending:
+class _TwoWayPending(Pending):
     """The lengths of both rounds are agreed before the first: it changes what the next step has."""
 
     def __init__(self, bucket: TwoWayBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
         self._rank, sites = context.comm.rank, range(context.comm.world_size)
-        pieces_SK = bucket.row_bucket.pieces(context)
+        pieces_SK = bucket.pieces(context)
         merged_K = bucket.merged_pieces(pieces_SK)
-        self._ours = [bucket.layout(pieces_SK[self._rank], owner) for owner in sites]
-        self._theirs = [bucket.layout(pieces_K, self._rank) for pieces_K in pieces_SK]
-        self._merged = [bucket.layout(merged_K, owner) for owner in sites]
+        self._ours = [bucket.owned(pieces_SK[self._rank], owner) for owner in sites]
+        self._theirs = [bucket.owned(pieces_K, self._rank) for pieces_K in pieces_SK]
+        self._merged = [bucket.owned(merged_K, owner) for owner in sites]
         self._state, self._has_autograd_grad, self._digest = State.GOOD, list[str](), 0
         self._second: Work | None = None
         self._first = self._send()
@@ -83,12 +90,12 @@ class _TwoWayPending:
     # -- the first round ------------------------------------------------------------------------
 
     def _send(self) -> Work:
-        context, preamble = self._context, self._bucket.row_bucket.preamble(self._context)
+        context, preamble = self._context, self._bucket.preamble(self._context)
         messages = [self._empty(layout) for layout in self._ours]
         if context.state == State.GOOD:
             for owner, (layout, message) in enumerate(zip(self._ours, messages, strict=True)):
                 receivers = int(owner != self._rank)
-                self._bucket.row_bucket.pack(context, layout, message, "low rank", receivers)
+                self._bucket.pack(context, layout, message, "low rank", receivers)
         self._expected = replace(preamble, state=context.state)
         for message in messages:
             self._expected.write(message)
@@ -106,7 +113,7 @@ class _TwoWayPending:
             ExchangeError: a message is not as it was sent: whether there is a second round cannot
                 be known then.
         """
-        messages, row_bucket = self._first.wait(), self._bucket.row_bucket
+        messages, bucket = self._first.wait(), self._bucket
         try:
             preambles, self._state = read_all(messages, self._expected)
         except RefusedError as error:
@@ -114,12 +121,12 @@ class _TwoWayPending:
         self._digest = combined(preamble.said for preamble in preambles)
         if self._state != State.GOOD:
             return  # on all sites alike
-        self._has_autograd_grad = row_bucket.agree(preambles)
+        self._has_autograd_grad = bucket.agree(preambles)
         merged = self._empty(self._merged[self._rank])
         self._merge(messages, merged)
         book_received(self._context, self._theirs, "low rank")
         book_received(self._context, self._merged, "low rank")
-        self._expected = row_bucket.preamble(self._context, second=True)
+        self._expected = bucket.preamble(self._context, second=True)
         self._expected.write(merged)
         sizes = [layout.nbytes for layout in self._merged]
         self._second = self._context.comm.all_gather(merged, sizes)
@@ -167,7 +174,7 @@ class _TwoWayPending:
         means: dict[str, Tensor],
         additions: dict[str, Tensor],
     ) -> None:
-        tapped, params = self._bucket.row_bucket.tapped, self._context.params
+        tapped, params = self._bucket.tapped, self._context.params
         reading = self._context.reading
         for piece, factors in zip(layout.pieces, parts_K, strict=True):
             if factors is not None:

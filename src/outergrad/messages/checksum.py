@@ -17,11 +17,14 @@ def checksum(t: Tensor) -> Tensor:
     Words are summed in columns, modulo 2^64, and the sums with odd weights: a change of a single
     word is always seen, and so is an exchange of words of different columns. It costs one pass.
     """
-    words, tail = _words(t)
+    flat = t.view(-1).view(torch.uint8)
+    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
+    size = len(flat) // 8 * 8
+    words, tail = flat[:size].view(torch.int64), flat[size:].to(torch.int64)
     whole = len(words) // _COLUMNS * _COLUMNS
     sums = words[:whole].view(-1, _COLUMNS).sum(dim=0)
-    rest = torch.cat([words[whole:], tail.to(torch.int64)])
-    return _weighted(torch.cat([sums, rest]))
+    parts = torch.cat([sums, words[whole:], tail])
+    return (parts * torch.arange(1, 2 * len(parts), 2, device=t.device)).sum()
 
 
 def combined(checksums: Iterable[int]) -> int:
@@ -30,16 +33,3 @@ def combined(checksums: Iterable[int]) -> int:
     for one in checksums:
         found = (31 * found + one) % _PRIME
     return found
-
-
-def _words(t: Tensor) -> tuple[Tensor, Tensor]:
-    """As int64, and the bytes that are left."""
-    flat = t.view(-1).view(torch.uint8)
-    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
-    size = len(flat) // 8 * 8
-    return flat[:size].view(torch.int64), flat[size:]
-
-
-def _weighted(words: Tensor) -> Tensor:
-    weights = torch.arange(1, 2 * len(words), 2, device=words.device)
-    return (words * weights).sum()

@@ -28,6 +28,7 @@ class Layout:
 
     Attributes:
         nbytes: length of the message.
+        blob_nbytes: lengths of what is no rows.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Layout:
         blobs: Sequence[int] = (),
     ) -> None:
         self.nbytes = start
-        self.extras, self.pieces = extras, pieces
+        self.extras, self.pieces, self.blob_nbytes = extras, pieces, blobs
         dtypes = dict.fromkeys(p.dtype for p in extras.values())
         self._extras = [{n: p for n, p in extras.items() if p.dtype == d} for d in dtypes]
         self._flats = [
@@ -58,14 +59,6 @@ class Layout:
         self.nbytes += aligned(math.prod(shape) * dtype.itemsize)
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return _Spot(shape, strides, start // dtype.itemsize, dtype)
-
-    def extra_bytes(self) -> dict[str, int]:
-        """Bytes of each extra, by name."""
-        return {name: p.nbytes for name, p in self.extras.items()}
-
-    def blob_bytes(self) -> list[int]:
-        """Bytes of each blob."""
-        return [spot.shape[0] for spot in self._blobs]
 
     def flats(self, message: Tensor) -> list[Tensor]:
         """The extras, a flat view per dtype."""
@@ -103,19 +96,16 @@ class Layout:
             ValueError: this site's holds ids that no row of their table has.
         """
         try:
-            return self._factors(message)
+            found = [None if rows is None else rows.read() for rows in self.rows(message)]
+            for piece, factors in zip(self.pieces, found, strict=True):
+                if factors is not None and piece.slot.lookup:
+                    _check_ids(piece.slot, factors.a_GRI)
+            return found
         except Exception as error:  # codecs may be the user's, and raise what they like
             if site is None:
                 raise
             what = f"a message of site {site} cannot be read: {error}"
             raise RefusedError(what, site) from error
-
-    def _factors(self, message: Tensor) -> list[Factors | None]:
-        found = [None if rows is None else rows.read() for rows in self.rows(message)]
-        for piece, factors in zip(self.pieces, found, strict=True):
-            if factors is not None and piece.slot.lookup:
-                _check_ids(piece.slot, factors.a_GRI)
-        return found
 
     def blobs(self, message: Tensor) -> list[Tensor | None]:
         """Views of what is no rows; None where there is nothing."""

@@ -12,7 +12,6 @@ from torch import nn
 from outergrad.buckets.bucket import Bucket, Load
 from outergrad.buckets.dense import DenseBucket
 from outergrad.buckets.gather import FactorBucket
-from outergrad.buckets.message import RowBucket
 from outergrad.buckets.sketch import SketchBucket
 from outergrad.buckets.two_way import TwoWayBucket
 from outergrad.core.model import Choice, Exchanges, Model
@@ -85,22 +84,18 @@ class Packer:
                 shelf.add_param(name, self._model.params[name])
         return shelf.close()
 
-    def factor_bucket(
-        self, index: int, loads: Sequence[Load], extras: Sequence[str]
-    ) -> FactorBucket:
+    def bucket(
+        self, route: Route, index: int, loads: Sequence[Load], extras: Sequence[str]
+    ) -> Bucket:
         """The message of these units, with these parameters and their own vectors along."""
-        return FactorBucket(self._row_bucket(index, loads, extras))
-
-    def two_way_bucket(
-        self, index: int, loads: Sequence[Load], extras: Sequence[str]
-    ) -> TwoWayBucket:
-        """The two messages of these units, with these parameters and their own vectors along."""
-        merger = self._exchanges[loads[0].unit].merger
-        assert merger is not None
-        return TwoWayBucket(self._row_bucket(index, loads, extras), merger, self._owners)
-
-    def _row_bucket(self, index: int, loads: Sequence[Load], extras: Sequence[str]) -> RowBucket:
-        return RowBucket(index, loads, self._exchanges[loads[0].unit], self._along(loads, extras))
+        exchange = self._exchanges[loads[0].unit]
+        names = [*(name for load in loads for name in load.vectors), *extras]
+        along = {name: self._model.params[name] for name in names}
+        if route == Route.GATHER:
+            return FactorBucket(index, loads, exchange, along)
+        if route == Route.TWO_WAY:
+            return TwoWayBucket(index, loads, exchange, along, self._owners)
+        return SketchBucket(loads, exchange, self.sketched_in(loads[0]), along)
 
     def _share_out(
         self, ordered: Sequence[tuple[Load, Route, int]], extras: Sequence[str]
@@ -116,18 +111,9 @@ class Packer:
             sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
         return owners(sizes, self._sites)
 
-    def sketch_bucket(self, loads: Sequence[Load], extras: Sequence[str]) -> SketchBucket:
-        """The two messages of these units, with these parameters and their own vectors along."""
-        exchange, along = self._exchanges[loads[0].unit], self._along(loads, extras)
-        return SketchBucket(loads, exchange, self.sketched_in(loads[0]), along)
-
     def sketched_in(self, load: Load) -> torch.dtype:
         """What the sketches of a unit are computed in."""
         return self._computed_in(load.unit.params)
-
-    def _along(self, loads: Sequence[Load], extras: Sequence[str]) -> dict[str, nn.Parameter]:
-        names = [*(name for load in loads for name in load.vectors), *extras]
-        return {name: self._model.params[name] for name in names}
 
     def _may_ride(self, dense: Sequence[str], units: Sequence[tuple[Load, Route, int]]) -> bool:
         """Whether the dense gradients are so small that they go along with the last unit.
@@ -208,13 +194,8 @@ class _Shelf:
 
     def _close(self, key: _Shelved, extras: Sequence[str] = ()) -> None:
         members = [member for member, _ in self._open.pop(key)]
-        packer, (route, *_) = self._packer, key
-        if route == Route.DENSE:
-            bucket = packer.dense_bucket(members)
-        elif route == Route.GATHER:
-            bucket = packer.factor_bucket(len(self._closed), members, extras)
-        elif route == Route.TWO_WAY:
-            bucket = packer.two_way_bucket(len(self._closed), members, extras)
+        if key[0] == Route.DENSE:
+            bucket = self._packer.dense_bucket(members)
         else:
-            bucket = packer.sketch_bucket(members, extras)
+            bucket = self._packer.bucket(key[0], len(self._closed), members, extras)
         self._closed.append(bucket)

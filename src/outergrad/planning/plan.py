@@ -34,23 +34,14 @@ class Planner:
         model: what is shared.
         exchanges: of its units.
         sites: how many there are.
-        has_autograd_grad: units that travel dense because autograd has a gradient for them besides
-            their factors; they become more.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        exchanges: Exchanges,
-        sites: int,
-        has_autograd_grad: set[Unit] | None = None,
-    ) -> None:
+    def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
         self._model, self._exchanges, self._sites = model, exchanges, sites
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._block_index = {block: k for k, block in enumerate(model.blocks)}
-        self._has_autograd_grad: set[Unit] = (
-            set() if has_autograd_grad is None else has_autograd_grad
-        )
+        self._has_autograd_grad: set[Unit] = set()
+        """What travels dense because autograd has a gradient for it besides its factors."""
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
         self.packer = Packer(model, exchanges, sites)
@@ -58,7 +49,9 @@ class Planner:
 
     def of(self, model: Model) -> Planner:
         """The planner of a part of the model, which learns what this one does of mixed units."""
-        return Planner(model, self._exchanges, self._sites, self._has_autograd_grad)
+        part = Planner(model, self._exchanges, self._sites)
+        part._has_autograd_grad = self._has_autograd_grad
+        return part
 
     def first_tap_next(self) -> tuple[bool, ...]:
         """What to tap before any rows are known: whatever could pay with a single row."""
@@ -140,10 +133,7 @@ class Planner:
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
         decided = [self._decided(unit, headers) for unit in self._model.units]
-        routes, tapped, tap_next, sizes, reasons = (
-            zip(*decided, strict=True) if decided else ((),) * 5
-        )
-        return Choice(tuple(routes), tuple(tapped), tuple(tap_next), tuple(sizes), tuple(reasons))
+        return Choice(*zip(*decided, strict=True)) if decided else Choice((), (), (), (), ())
 
     def _decided(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
         if unit.block is not None:

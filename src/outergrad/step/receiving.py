@@ -57,16 +57,13 @@ class Receiver:
     def start_second_rounds(self, sent: Sent) -> None:
         """In the order of the messages; those of one round have none."""
         for bucket, pending in sent:
-            began, compress_s = time.perf_counter(), self._context.compress_s
-            self._wait_for(bucket)
-            try:
-                with torch.no_grad():
+            with self._awaiting(bucket):
+                try:
                     pending.advance()
-            except ExchangeError:
-                raise
-            except Exception as error:  # the others wait for what can no more be made
-                raise ExchangeError(str(error)) from error
-            self._book(bucket, began, self._context.compress_s - compress_s)
+                except ExchangeError:
+                    raise
+                except Exception as error:  # the others wait for what can no more be made
+                    raise ExchangeError(str(error)) from error
 
     def receive(self, sent: Sent, ballot: Ballot) -> tuple[Bucket, Result] | None:
         """Takes in all messages; writes what they bring, if all is good, but for the last one.
@@ -99,36 +96,38 @@ class Receiver:
 
     def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot) -> Result:
         """What a message brings; nothing that may be applied, if it is refused."""
-        first = self._wait_for(bucket)
-        began, replay_s = time.perf_counter(), self._context.replay_s
-        try:
-            with torch.no_grad():
+        result = Result(state=State.FAILED)
+        with self._awaiting(bucket) as first:
+            try:
                 result = pending.wait()
-        except RefusedError as error:
-            ballot.refuse(error, first)
-            result = Result(state=State.FAILED)
-        except ExchangeError:
-            raise
-        except Exception as error:
-            self.fail(error)
-            result = Result(state=State.FAILED)
-        self._book(bucket, began, self._context.replay_s - replay_s)
+            except RefusedError as error:
+                ballot.refuse(error, first)
+            except ExchangeError:
+                raise
+            except Exception as error:
+                self.fail(error)
         if result.digest is not None:
             ballot.note_sum(result.digest)
         return result
 
-    def _wait_for(self, bucket: Bucket) -> str:
-        """Says that a message is what this site waits for; returns its first parameter."""
-        first = next(name for name in self._context.params if name in bucket.params)
-        others = len(bucket.params) - 1
-        self.place = f"the gradients of {first!r}" + f" and {others} others" * (others > 0)
-        return first
+    @contextmanager
+    def _awaiting(self, bucket: Bucket) -> Iterator[str]:
+        """Waits for a message; books the time on its parameters, but for what is computed.
 
-    def _book(self, bucket: Bucket, began: float, computed_s: float) -> None:
-        """Books the time since then on the parameters of a message, but for what was computed."""
+        Yields:
+            Its first parameter.
+        """
+        context, others = self._context, len(bucket.params) - 1
+        first = next(name for name in context.params if name in bucket.params)
+        self.place = f"the gradients of {first!r}" + f" and {others} others" * (others > 0)
+        began, computed_s = time.perf_counter(), context.compress_s + context.replay_s
+        with torch.no_grad():
+            yield first
+        computed_s = context.compress_s + context.replay_s - computed_s
         waited_s = time.perf_counter() - began - computed_s
         self.wait_s += waited_s
-        self._context.add_wait(bucket.params, waited_s)
+        for name in bucket.params:
+            context.waits[name] = context.waits.get(name, 0.0) + waited_s
 
     # -- into `param.grad` ----------------------------------------------------------------------
 
