@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 
 
-class LoopWatch:
+class LoopWatch(SeenOptimizers):
     """Notes the steps of the optimizers that hold parameters of a model.
 
     What one loop has shown is remembered for the next, of which this site may have no batch.
@@ -21,15 +21,11 @@ class LoopWatch:
     """
 
     def __init__(self, names: Mapping[int, str], steps: Callable[[], int]) -> None:
-        self._seen, self._steps = SeenOptimizers(names), steps
+        super().__init__(names)
+        self._steps = steps
         self._stepped: dict[int, list[str]] = {}
         self._first, self._heeds = 0, True
         self._usual: tuple[str, ...] = ()
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """Those that were seen, by the first parameter that they hold."""
-        return self._seen.present
 
     def begin(self) -> None:
         """A loop begins."""
@@ -59,17 +55,14 @@ class LoopWatch:
 
     def repeat(self) -> None:
         """Does what the loop does after a shared step."""
-        optimizers = self.optimizers
+        optimizers = self.present
         for name in self._usual:
             if name in optimizers:
                 optimizers[name].step()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Nothing: it may yet be skipped."""
-
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
-        holder = self._seen.holder(optimizer)
+        holder = self.holder(optimizer)
         if holder is not None and self._heeds:
-            self._seen.after_step(optimizer)
+            super().after_step(optimizer)
             self._stepped.setdefault(self._steps(), []).append(holder)

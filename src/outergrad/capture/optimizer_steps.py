@@ -151,25 +151,34 @@ def look_away(looking: Looking) -> None:
     _LOOKERS.remove(looking)
 
 
-class SeenOptimizers:
-    """Remembers, weakly, the optimizers that hold parameters of a model and were seen to step.
+class _Holders:
+    """Knows optimizers by the parameters of a model that they hold.
 
     Args:
         names: of the parameters, by identity.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        self._names, self._found = names, dict[str, ref[Optimizer]]()
+        self._names = names
+
+    def holder(self, optimizer: Optimizer) -> str | None:
+        """The first name of a parameter that it holds; None if it holds nothing of the model."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return next((name for key, name in self._names.items() if key in held), None)
+
+
+class SeenOptimizers(_Holders):
+    """Remembers, weakly, the optimizers that hold parameters of a model and were seen to step."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__(names)
+        self._found = dict[str, ref[Optimizer]]()
 
     @property
     def present(self) -> dict[str, Optimizer]:
         """Those that are left, by the first parameter that they hold, in the order of names."""
         alive = {name: found() for name, found in sorted(self._found.items())}
         return {name: optimizer for name, optimizer in alive.items() if optimizer is not None}
-
-    def holder(self, optimizer: Optimizer) -> str | None:
-        """The name that an optimizer goes by; None if it holds nothing of the model."""
-        return _holder(optimizer, self._names)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Nothing: it may yet be skipped."""
@@ -181,7 +190,7 @@ class SeenOptimizers:
             self._found[holder] = ref(optimizer)
 
 
-class StepCounter:
+class StepCounter(_Holders):
     """Counts the steps of the optimizers that hold parameters of a model.
 
     With several, an exchange is due when all of them have made k steps since the last one. One
@@ -194,13 +203,10 @@ class StepCounter:
     """
 
     def __init__(self, names: Mapping[int, str], k: int) -> None:
-        self._names, self._k = names, k
+        super().__init__(names)
+        self._k = k
         self.made: dict[str, int] = {}
         """Steps since the last exchange, by the first parameter that an optimizer holds."""
-
-    def holder(self, optimizer: Optimizer) -> str | None:
-        """The name that an optimizer is counted under; None if it holds nothing of the model."""
-        return _holder(optimizer, self._names)
 
     def count(self, holder: str) -> None:
         """One more step."""
@@ -220,9 +226,3 @@ class StepCounter:
     def restart(self) -> None:
         """An exchange has taken place."""
         self.made = {holder: 0 for holder, steps in self.made.items() if steps}
-
-
-def _holder(optimizer: Optimizer, names: Mapping[int, str]) -> str | None:
-    """The first name of a parameter that it holds."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return next((name for key, name in names.items() if key in held), None)

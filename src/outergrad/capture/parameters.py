@@ -58,32 +58,22 @@ class WatchedParameter(HookedClaim):
         self._node = None
 
     def accumulates(self) -> bool:
-        """Whether the current backward leaves a gradient in the parameter.
+        """Whether the current backward leaves a gradient in the parameter; raises as `reached`."""
+        return bool(self.reached())
 
-        Raises:
-            RuntimeError: `torch.autograd.grad` returns it instead, and not to another backward.
-        """
-        try:
-            return will_run(self.node)
-        except RuntimeError:
-            self._refuse_at_top()
-            return False
+    def reached(self) -> bool | None:
+        """Whether the current backward leaves a gradient in it; None if it is returned instead.
 
-    def is_returned(self) -> bool:
-        """Whether it is returned to another backward, which called `torch.autograd.grad`.
+        That is to another backward, which called `torch.autograd.grad`.
 
         Raises:
             RuntimeError: it is returned, but not to another backward.
         """
         try:
-            will_run(self.node)
+            return will_run(self.node)
         except RuntimeError:
-            self._refuse_at_top()
-            return True
-        return False
-
-    def _refuse_at_top(self) -> None:
-        if not is_nested():
+            if is_nested():
+                return None
             raise RuntimeError(
                 f"torch.autograd.grad of parameter {self.name!r} would return this site's "
                 f"gradient alone; use loss.backward() and .grad, or {_BY_CLONES}"
@@ -97,9 +87,10 @@ class WatchedParameter(HookedClaim):
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
-        if self.is_returned():
+        reached = self.reached()
+        if reached is None:
             return
-        if not self.accumulates():
+        if not reached:
             self._sink.on_stale(self.name)
         if torch.is_grad_enabled():
             raise RuntimeError(_double_backward(self.name))
@@ -140,7 +131,8 @@ def is_wanted(born_in: int, p: WatchedParameter) -> bool:
 
     One that a custom function asks for in its backward, or of what was tapped in a backward.
     """
-    return p.is_returned() or (born_in != NO_TASK and p.accumulates())
+    reached = p.reached()
+    return reached is None or (born_in != NO_TASK and reached)
 
 
 class OwnParameters:

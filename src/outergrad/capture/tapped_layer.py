@@ -141,7 +141,7 @@ class TappedLayer:
                 the graph does not compute the gradient that is asked for.
         """
         for watched in self._watched[slot]:
-            if watched.is_returned():
+            if watched.reached() is None:
                 raise RuntimeError(
                     f"torch.autograd.grad in the backward of a custom function asks a compiled "
                     f"graph for the gradient of {watched.name!r}, which is not in it: call the "
@@ -213,7 +213,7 @@ class TappedLayer:
         if is_shared(ctx.born_in, watched):
             self._hand_on(slot, Call(ctx.saved_tensors[0], delta), ctx)
             return [None] * (1 + len(watched))
-        factors_of = lambda call: self.rule.factors(self.module, slot, call)  # noqa: E731
+        factors_of = partial(self.rule.factors, self.module, slot)
         return returned(ctx, self.slots[slot], watched, factors_of, delta)
 
     def _hand_on(self, slot: int, call: Call, node: Any) -> None:

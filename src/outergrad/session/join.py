@@ -64,7 +64,7 @@ class Joining(BackwardHooks):
             self._follow(step or watch.repeat)
             self._join = Join.NONE
             remedy = "session.join(): pass join(step=optimizer.step)"
-            replica = self._replica(self._buffers.tensors, watch.optimizers, remedy)
+            replica = self._replica(self._buffers.tensors, watch.present, remedy)
             replica.make_equal(self._comm, self._last_active)
         except ExchangeError as error:
             raise self._lost_by(error) from error
@@ -108,7 +108,7 @@ class Joining(BackwardHooks):
         self._unshared.clear()
         param_grad.drop((*self._model.params.values(), *self._local.values()))
         if self._watch is not None:
-            for optimizer in self._watch.optimizers.values():
+            for optimizer in self._watch.present.values():
                 optimizer.zero_grad()
 
     def _drop(self, step: SharedStep) -> None:
