@@ -23,8 +23,7 @@ from outergrad.record.coverage import Coverage, Travel
 from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
-from outergrad.step.carried_over import CarriedOver
-from outergrad.step.header_builder import Loop
+from outergrad.step.header_builder import Announced, Loop
 
 
 class LocalStepsSession(Session):
@@ -171,8 +170,9 @@ class LocalStepsSession(Session):
     def _share(self) -> None:
         """Makes the changes their mean over the sites, in a step without a backward."""
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        about = (self._stats.step, set(self._start), set[str](), CarriedOver(), None, loop)
-        header = self._header_builder.header(*about)
+        header = self._header_builder.header(
+            Announced(self._stats.step, self._start.keys(), loop=loop)
+        )
         with self._giving_up():
             step = self._step = self._new_step(header)
         self._finish(step)

@@ -26,7 +26,7 @@ from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
 from outergrad.step.captured import Captured
 from outergrad.step.groups import on_group
-from outergrad.step.header_builder import HeaderBuilder, Loop
+from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, described
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
@@ -129,8 +129,8 @@ class Stepping(GivingUp):
         points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
         agreed = due_parts.carried_over, described(points) if self._joint else None
         loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        about = (self._stats.step, announced, waiting, *agreed, loop)
-        header = due_parts.due.header_builder.header(*about)
+        about = Announced(self._stats.step, announced, waiting, *agreed, loop)
+        header = due_parts.due.header_builder.header(about)
         return self._new_step(
             header,
             task=task,

@@ -127,11 +127,11 @@ class Captured:
     def _form(self, slot: Slot, factors: Factors) -> None:
         gradients: dict[str, Tensor] = {}
         add_gradients(gradients, slot, [factors], self.model.params, 1.0)
-        write = self._write or self._add_to_grad  # not kept: a cycle would keep nodes of autograd
-        write(slot, factors, {n: g for n, g in gradients.items() if n in self.used})
-
-    def _add_to_grad(self, slot: Slot, factors: Factors, gradients: Mapping[str, Tensor]) -> None:
-        param_grad.add(self.model.params, gradients)
+        wanted = {name: g for name, g in gradients.items() if name in self.used}
+        if self._write is None:
+            param_grad.add(self.model.params, wanted)
+        else:
+            self._write(slot, factors, wanted)
 
 
 def _zeros(slot: Slot, rows: int, weight: Tensor) -> Factors:

@@ -180,16 +180,13 @@ class Ballot:
             index = NOTHING if param is None else self._index(param)
             self._vote = replace(self._vote, verdict=verdict, param=index, site=NOTHING)
         good = verdict == Verdict.GOOD
-        self._vote = replace(self._vote, digest=self._digest() if good else 0)
+        self._vote = replace(self._vote, digest=combined(map(int, self._sums)) if good else 0)
         words, began = self._comm.control(self._vote.words()), time.monotonic()
         self._is_cast = True  # if this raises, some site may have it
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
         if time.monotonic() - began > self._comm.patience_s:
             # It was stopped between: the others' votes may be here, and they gone without its own.
             raise ExchangeError("this site stood still for longer than the others wait")
-
-    def _digest(self) -> int:
-        return combined(int(part) for part in self._sums)
 
     @property
     def is_good(self) -> bool:

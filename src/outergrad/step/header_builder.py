@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,29 @@ PLAIN = Loop(1, Join.NONE, ())
 """All sites count alike, have batches, and keep their buffers."""
 
 
+@dataclass(frozen=True)
+class Announced:
+    """What a site's header of a backward is written from.
+
+    Attributes:
+        step: synchronised steps before this one.
+        used: parameters that the backward leaves a gradient in.
+        unshared: those that earlier ones may have left a gradient in.
+        carried_over: what the step takes over from them.
+        joint: the deltas that are averaged; None where nothing ever is. Where something may be
+            there always are headers: a site must not wait for a mean that others do not take.
+        loop: what the loop around the backward makes of it. Inside `session.join()` there always
+            are headers, so that all know in time who has run out.
+    """
+
+    step: int
+    used: Set[str]
+    unshared: Set[str] = frozenset()
+    carried_over: CarriedOver = field(default_factory=CarriedOver)
+    joint: tuple[int, int] | None = None
+    loop: Loop = PLAIN
+
+
 class HeaderBuilder:
     """Writes the headers of a session.
 
@@ -53,35 +78,17 @@ class HeaderBuilder:
         part._place, part.rows = self._place, self.rows
         return part
 
-    def header(
-        self,
-        step: int,
-        used: set[str],
-        unshared: set[str],
-        carried_over: CarriedOver,
-        joint: tuple[int, int] | None,
-        loop: Loop,
-    ) -> Header:
-        """What this site announces in a backward; accumulated gradients count as used.
-
-        Args:
-            step: synchronised steps before this one.
-            used: parameters that the backward leaves a gradient in.
-            unshared: those that earlier ones may have left a gradient in.
-            carried_over: what the step takes over from them.
-            joint: the deltas that are averaged; None where nothing ever is. Where something may be
-                there always are headers: a site must not wait for a mean that others do not take.
-            loop: what the loop around the backward makes of it. Inside `session.join()` there
-                always are headers, so that all know in time who has run out.
-        """
-        waiting = {name for name in unshared if self._model.params[name].grad is not None}
-        has_gradient = tuple(name in used or name in waiting for name in self._model.params)
-        formed = waiting - carried_over.params
-        uses = tuple(self._use(slot, formed, carried_over) for slot in self._model.slots)
+    def header(self, about: Announced) -> Header:
+        """What this site announces in a backward; accumulated gradients count as used."""
+        params, joint, loop = self._model.params, about.joint, about.loop
+        waiting = {name for name in about.unshared if params[name].grad is not None}
+        has_gradient = tuple(name in about.used or name in waiting for name in params)
+        formed = waiting - about.carried_over.params
+        uses = tuple(self._use(slot, formed, about.carried_over) for slot in self._model.slots)
         alone = len(on_group(self._comm.group).attached) == 1 and joint is None
         alone = alone and loop.join == Join.NONE
         blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
-        own = (self._fingerprint, step, self._comm.rank)
+        own = (self._fingerprint, about.step, self._comm.rank)
         return Header(*own, has_gradient, uses, alone, blocks, joint or (0, 0), *loop)
 
     def absent(self, step: int, loop: Loop) -> Header:

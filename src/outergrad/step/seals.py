@@ -18,7 +18,7 @@ class Seals:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = params
-        self._seals: dict[str, _Seal] = {}
+        self._seals: dict[str, tuple[TensorWeakRef, int, Tensor]] = {}
         self._altered: list[Tensor] = []
 
     def seal(self, names: Collection[str]) -> None:
@@ -26,7 +26,7 @@ class Seals:
         for name in names:
             gradient = self.params[name].grad
             assert gradient is not None
-            self._seals[name] = _Seal(gradient)
+            self._seals[name] = TensorWeakRef(gradient), gradient._version, _sums(gradient)
 
     def hold(self, names: Collection[str]) -> bool:
         """Whether these gradients are as they were left, as far as can be told at once."""
@@ -37,29 +37,19 @@ class Seals:
         return self.hold(self.params) and not any(map(bool, self._altered))
 
     def _is_as_left(self, name: str) -> bool:
+        """Whether it is the same tensor, in the same version.
+
+        That does not count what is written through `.data`, by numpy or by
+        `GradScaler.unscale_`, so its sums are compared, too, without waiting for the device.
+        """
         gradient, seal = self.params[name].grad, self._seals.get(name)
         if gradient is None or seal is None:
             return gradient is None and seal is None
-        if not seal.fits(gradient):
+        left, version, sums = seal
+        if left() is not gradient or gradient._version != version:
             return False
-        self._altered.append((_sums(gradient) != seal.sums).any())
+        self._altered.append((_sums(gradient) != sums).any())
         return True
-
-
-class _Seal:
-    """Tells whether a gradient is still as it was.
-
-    Its version does not count what is written through `.data`, by numpy or by
-    `GradScaler.unscale_`, so its sums are compared, too, without waiting for the device.
-    """
-
-    def __init__(self, gradient: Tensor) -> None:
-        self._gradient = TensorWeakRef(gradient)
-        self._version, self.sums = gradient._version, _sums(gradient)
-
-    def fits(self, gradient: Tensor) -> bool:
-        """Whether it is the same tensor, in the same version."""
-        return self._gradient() is gradient and gradient._version == self._version
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from outergrad.session.state import resumed
 from outergrad.session.stepping import Step
 from outergrad.step.carried_over import CarriedOver
 from outergrad.step.groups import end_unfinished, on_group
-from outergrad.step.header_builder import PLAIN, HeaderBuilder
+from outergrad.step.header_builder import PLAIN, Announced, HeaderBuilder
 from outergrad.step.lost import Findings
 from outergrad.step.mishaps import Mishaps
 
@@ -208,9 +208,8 @@ class TwoLevelSession(LevelsSession):
     def _synchronised(self, task: int, used: set[str]) -> PooledStep:
         carried_over, step = self._accumulator.take(used), self._stats.step
         announced = used | carried_over.params
-        header = self._header_builder.header(
-            step, announced, self._unshared, carried_over, None, PLAIN
-        )
+        about = Announced(step, announced, self._unshared, carried_over)
+        header = self._header_builder.header(about)
         return self._pooled(task, used, carried_over, header)
 
     def _unused_step(self) -> PooledStep:
