@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Exchange
 from outergrad.core.reasons import Reason
-from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit
+from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit, overlapping
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Model:
         """
         units = [_unit(group, params) for group in _connected(slots)]
         units += [Unit((), (n,), params[n].numel(), (_matrix(n, params[n]),)) for n in plain]
-        units += [_block_unit(block, params) for block in blocks]
+        units += [Unit((), b.params, _numel(b.params, params), block=b) for b in blocks]
         return Model(params, tuple(slots), tuple(units), reasons)
 
 
@@ -69,23 +69,20 @@ def part_of(model: Model, names: Collection[str]) -> Model:
 
 def _unit(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> Unit:
     names = tuple(dict.fromkeys(name for slot in slots for name in slot.params))
-    dense_numel = sum(params[name].numel() for name in names)
-    return Unit(tuple(slots), names, dense_numel, _matrices(slots, params))
+    return Unit(tuple(slots), names, _numel(names, params), _matrices(slots, params))
 
 
-def _block_unit(block: Block, params: Mapping[str, Tensor]) -> Unit:
-    numel = sum(params[name].numel() for name in block.params)
-    return Unit((), block.params, numel, block=block)
+def _numel(names: Sequence[str], params: Mapping[str, Tensor]) -> int:
+    return sum(params[name].numel() for name in names)
 
 
 def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot, ...]:
     """See `Unit.matrices`."""
     weights = {slot.weight: params[slot.weight] for slot in slots}
-    overlap = any(a.overlaps(b) for i, a in enumerate(slots) for b in slots[i + 1 :])
-    if overlap or any(slot.lookup for slot in slots):
+    if overlapping(slots) or any(slot.lookup for slot in slots):
         return tuple(_matrix(name, p, slots[0].layer) for name, p in weights.items())
     parts = tuple(replace(slot, bias=None, bias_rows=None) for slot in slots)
-    covered = sum(part.groups * part.outputs * part.inputs for part in parts)
+    covered = sum(part.numel for part in parts)
     return parts if covered == sum(p.numel() for p in weights.values()) else ()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -72,6 +73,11 @@ class Slot:
             return True
         (start, stop), (begin, end) = self.weight_rows, other.weight_rows
         return start < end and begin < stop
+
+
+def overlapping(slots: Sequence[Slot]) -> bool:
+    """Whether some of these add to the same rows of the same weight."""
+    return any(a.overlaps(b) for a, b in combinations(slots, 2))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from outergrad.comm.cost import ring_share
 from outergrad.core.coding import Codecs, Wire, nbytes, stacked
-from outergrad.core.types import Factors, Slot, Unit
+from outergrad.core.types import Factors, Slot, Unit, overlapping
 
 FLOAT_BYTES = 4
 """Of a number that is not encoded: ways are compared as if all were float32."""
@@ -41,8 +41,10 @@ def used_slots(unit: Unit, rows_K: Sequence[int]) -> list[tuple[Slot, int]]:
 
 def tied_in_use(unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
     """Whether products that add to the same weight are used in one step."""
-    used = [slot for k, slot in enumerate(unit.slots) if any(rows_K[k] for rows_K in rows_SK)]
-    return any(a.overlaps(b) for i, a in enumerate(used) for b in used[i + 1 :])
+    rows_KS = zip(*rows_SK, strict=True)
+    return overlapping(
+        [slot for slot, rows_S in zip(unit.slots, rows_KS, strict=True) if any(rows_S)]
+    )
 
 
 def without_silent_ids(factors: Factors) -> Factors:

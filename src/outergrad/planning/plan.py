@@ -11,7 +11,7 @@ from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.model import Choice, Exchanges, Model
 from outergrad.core.reasons import Reason, Why
-from outergrad.core.types import Route, Slot, Unit
+from outergrad.core.types import Route, Slot, Unit, overlapping
 from outergrad.messages.header import BlockUse, Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
@@ -184,8 +184,7 @@ class Planner:
             return Reason(why=Why.NOT_TAPPED)
         if unit in self._has_autograd_grad:
             return Reason(why=Why.USED_OUTSIDE_LAYER)
-        overlap = any(a.overlaps(b) for i, a in enumerate(unit.slots) for b in unit.slots[i + 1 :])
-        return Reason(why=Why.OVERLAPPING if overlap else Why.ROWS)
+        return Reason(why=Why.OVERLAPPING if overlapping(unit.slots) else Why.ROWS)
 
     def _largest_size(self, load: Load, rows_SK: Sequence[Sequence[int]]) -> int:
         return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
