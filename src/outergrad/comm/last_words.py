@@ -16,6 +16,10 @@ from outergrad.core.transport import Enough
 _LIMIT_S = 2.0
 _POLL_S = 0.02
 
+_WORD = "outergrad/last_words/{}"
+_AT_EXIT, _AT_END, _READ_BY = f"{_WORD}/exit", f"{_WORD}/end/{{}}", f"{_WORD}/read"
+"""Keys of the store, by site and session."""
+
 
 class LastWords:
     """A place where each site of a process group leaves a text when it gives the group up.
@@ -43,11 +47,13 @@ class LastWords:
     def leave(self, text: str) -> None:
         """This site's, for the others, when it gives up."""
         self._found[self._rank] = text
-        self._limited(lambda: self._store.set(_word(self._rank), text))
+        self._limited(lambda: self._store.set(_WORD.format(self._rank), text))
 
     def leave_at_end(self, text: str, *, of_process: bool) -> None:
         """This site's when it ends the session, or its whole process."""
-        key = _at_exit(self._rank) if of_process else _at_end(self._rank, self._session)
+        key = (
+            _AT_EXIT.format(self._rank) if of_process else _AT_END.format(self._rank, self._session)
+        )
         self._limited(lambda: self._store.set(key, text))
 
     def gather(
@@ -71,13 +77,13 @@ class LastWords:
             self.leave(final)
             self._limited(self._read)
         known = None if self._gone else list(self._found)
-        self._limited(lambda: self._store.set(_read_by(self._rank), ""))
+        self._limited(lambda: self._store.set(_READ_BY.format(self._rank), ""))
         self.stay(self._readers)  # the store may end with this site
         return known
 
     def stay(self, sites: Sequence[int]) -> None:
         """Waits until these have read what was left."""
-        end, read = time.monotonic() + self._limit_s, [_read_by(site) for site in sites]
+        end, read = time.monotonic() + self._limit_s, [_READ_BY.format(site) for site in sites]
         while read and not self._gone and time.monotonic() < end and not self._all_there(read):
             time.sleep(_POLL_S)
 
@@ -89,10 +95,11 @@ class LastWords:
     def _read(self) -> None:
         """All that is there now."""
         for site in range(self._sites):
-            for key in (_word(site), _at_exit(site), _at_end(site, self._session)):
+            for kind in (_WORD, _AT_EXIT, _AT_END):
+                key = kind.format(site, self._session)
                 if self._found[site] is None and self._store.check([key]):
                     self._found[site] = self._store.get(key).decode(errors="replace")
-                    self._readers += [site] if key == _word(site) else []
+                    self._readers += [site] if kind == _WORD else []
 
     def _limited(self, call: Callable[[], object]) -> None:
         """Does it unless the store is gone, or notes that it is.
@@ -116,19 +123,3 @@ class LastWords:
         except RuntimeError:  # Python is shutting down: a word that is set waits for no answer
             run()
         self._gone = not done.wait(self._limit_s) or self._gone
-
-
-def _word(site: int) -> str:
-    return f"outergrad/last_words/{site}"
-
-
-def _at_exit(site: int) -> str:
-    return f"{_word(site)}/exit"
-
-
-def _at_end(site: int, session: int) -> str:
-    return f"{_word(site)}/end/{session}"
-
-
-def _read_by(site: int) -> str:
-    return f"{_word(site)}/read"

@@ -29,12 +29,15 @@ class Pace:
 
     Args:
         timeout: T, without anything having arrived; None to leave it to the process group.
+
+    Attributes:
+        all_sent: when all that this site has sent should have arrived.
     """
 
     def __init__(self, timeout: timedelta | None) -> None:
         self.timeout = timeout
         self._part_bytes, self._bytes_per_s = sys.maxsize, math.inf
-        self._busy_until = 0.0
+        self.all_sent = 0.0
 
     def settle(self, bytes_per_s: float, timeout_s: float, others: int) -> None:
         """Takes note of the slowest link and the shortest timeout, the same on all sites.
@@ -55,15 +58,10 @@ class Pace:
 
     def sends(self, nbytes: int) -> float:
         """This site begins to send so much; returns when what it sent before has arrived."""
-        before = max(time.monotonic(), self._busy_until)
+        before = max(time.monotonic(), self.all_sent)
         if math.isfinite(self._bytes_per_s):
-            self._busy_until = before + nbytes / self._bytes_per_s
+            self.all_sent = before + nbytes / self._bytes_per_s
         return before
-
-    @property
-    def all_sent(self) -> float:
-        """When all that this site has sent should have arrived."""
-        return self._busy_until
 
     def left(self, since: float) -> timedelta | None:
         """What is left of the timeout.

@@ -18,7 +18,6 @@ from outergrad.methods.low_rank.memory import (
     decoded,
     finite_or_none,
     loss_of,
-    residual_of,
 )
 from outergrad.methods.low_rank.settings import LowRankSettings
 
@@ -50,7 +49,7 @@ class Merging:
     ) -> None:
         kept = found.leading(rows).factors()
         memory = self._memories.latest(slot) or Memory(compact(kept.a_GRI.mT))
-        residual = residual_of(memory)
+        residual = memory.residual
         if self._settings.error_feedback == "dense" or isinstance(residual, Tensor):
             whole = self._with_rest_of(parts, kept, residual, sites)
         else:
