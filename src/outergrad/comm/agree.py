@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outergrad.comm.course import Course
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, raw
@@ -97,20 +98,22 @@ def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> 
     raise AssertionError("descriptions that differ in no line")
 
 
-def all_came(comm: Comm, checksum: int) -> None:
+def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", source: int = 0) -> None:
     """Waits for all sites: a broadcast may return before another site has looked for it.
 
     Args:
         comm: the transport.
         checksum: of what was broadcast, as this site has it.
+        what: was broadcast, for the error.
+        source: the site that did.
 
     Raises:
         ExchangeError: another site has something else.
     """
-    words = comm.all_gather(comm.control([checksum]), [1] * comm.world_size).wait()
-    odd = [rank for rank, word in enumerate(words) if int(word) != int(words[0])]
+    words = words_of_all(comm, [checksum])
+    odd = [rank for rank, theirs in enumerate(words) if theirs != words[source]]
     if odd:
-        raise ExchangeError(f"the model of site 0 did not reach site {odd[0]} as it was sent")
+        raise ExchangeError(f"{what} did not reach site {odd[0]} as it was sent")
 
 
 @torch.no_grad()

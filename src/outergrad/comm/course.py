@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outergrad.comm.pace import LEAST_BYTES
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.words import words_of_all
 
 _GROWTH = 4
 _MOST_BYTES = 1 << 26
@@ -44,10 +45,7 @@ class Course:
 
     def _confirmed(self, nbytes: int, own_s: float) -> None:
         """All have it: the slowest site and the shortest timeout say how much comes next."""
-        words = self._comm.control([round(1e6 * own_s), round(1e3 * self._timeout_s)])
-        told = [
-            t.tolist() for t in self._comm.all_gather(words, [2] * self._comm.world_size).wait()
-        ]
+        told = words_of_all(self._comm, [round(1e6 * own_s), round(1e3 * self._timeout_s)])
         took_s = max(max(own for own, _ in told), 1) / 1e6
         self._timeout_s = min(timeout for _, timeout in told) / 1e3
         self._bytes, self._took_s = self._bytes + nbytes, self._took_s + took_s

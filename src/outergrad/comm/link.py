@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.core.types import Link
@@ -60,8 +61,7 @@ def _exchange_s(comm: Comm, nbytes: int) -> float:
 
 
 def _slowest(comm: Comm, link: Link) -> Link:
-    words = comm.control([round(1e9 * link.delay_s), round(link.bytes_per_s)])
-    told = [t.tolist() for t in comm.all_gather(words, [2] * comm.world_size).wait()]
+    told = words_of_all(comm, [round(1e9 * link.delay_s), round(link.bytes_per_s)])
     for rank, (delay, rate) in enumerate(told):
         if delay < 0 or rate <= 0:
             raise ExchangeError(f"site {rank} measured a delay of {delay} ns and {rate} bytes/s")

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.messages.checksum import checksum, combined
@@ -56,10 +57,10 @@ def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
         ExchangeError: what a site sent contradicts itself.
     """
     sums = checksums(list(tensors.values()))
-    whole = _gathered(comm, [combined(sums)])
+    whole = words_of_all(comm, [combined(sums)], _LANE)
     if all(word == whole[0] for word in whole):
         return None
-    sums_S = _gathered(comm, sums)
+    sums_S = words_of_all(comm, sums, _LANE)
     liar = next((r for r, own in enumerate(sums_S) if [combined(own)] != whole[r]), None)
     if liar is not None:
         raise ExchangeError(f"the checksums of site {liar} contradict each other")
@@ -75,8 +76,3 @@ def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
     found = [checksum(t.contiguous()) for t in tensors if t is not None and t.numel()]
     each = iter(torch.stack(found).tolist() if found else [])
     return [next(each) if t is not None and t.numel() else 0 for t in tensors]
-
-
-def _gathered(comm: Comm, words: Sequence[int]) -> list[list[int]]:
-    sizes = [len(words)] * comm.world_size
-    return [t.tolist() for t in comm.all_gather(comm.control(words), sizes, lane=_LANE).wait()]

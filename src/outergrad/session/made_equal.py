@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from outergrad.comm.agree import all_came
+from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
@@ -52,8 +54,7 @@ class ReplicaState:
         words = [digest(b"", self.parameters), digest(told.encode(), parts)]
         words += [digest(layout.encode(), self.buffers), digest(layout.encode())]
         words += [len(told.encode()) if self.optimizers else 0]
-        found = comm.all_gather(comm.control(words), [len(words)] * comm.world_size).wait()
-        words_S = [t.tolist() for t in found]
+        words_S = words_of_all(comm, words)
         alike = all(theirs[3] == words_S[0][3] for theirs in words_S)
         compared = 3 if alike else 2
         if all(theirs[:compared] == words_S[0][:compared] for theirs in words_S):
@@ -61,7 +62,7 @@ class ReplicaState:
         tensors = [*self.parameters, *(self.buffers if alike else ())]
         for t, new in zip(tensors, _sent(comm, source, tensors), strict=True):
             t.copy_(new)
-        _require_equal(comm, source, tensors)
+        all_came(comm, digest(b"", tensors), f"what site {source} sent", source)
         if letters := words_S[source][4]:
             self._take(comm, source, told, letters, parts)
         return True
@@ -76,7 +77,7 @@ class ReplicaState:
         mine = comm.rank == source
         states, shapes = (None, parts) if mine else _read(text, source)
         found = _sent(comm, source, shapes)
-        _require_equal(comm, source, found)
+        all_came(comm, digest(b"", found), f"what site {source} sent", source)
         if mine:
             return
         try:
@@ -131,19 +132,6 @@ def _read(text: bytes, source: int) -> tuple[Any, list[Tensor]]:
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         what = f"the optimizer states of site {source} cannot be read"
         raise ExchangeError(f"{what}: {type(error).__name__}") from error
-
-
-def _require_equal(comm: Comm, source: int, tensors: Sequence[Tensor]) -> None:
-    """Checks what has been taken.
-
-    Raises:
-        ExchangeError: it did not arrive as it was sent.
-    """
-    word = comm.control([digest(b"", tensors)])
-    found = comm.all_gather(word, [1] * comm.world_size).wait()
-    odd = [rank for rank, word in enumerate(found) if int(word) != int(found[source])]
-    if odd:
-        raise ExchangeError(f"what site {source} sent did not reach site {odd[0]} as it was sent")
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

@@ -21,7 +21,7 @@ class SimulatedComm:
         self.world_size, self._delay_s, self._bytes_per_s = sites, delay_s, bytes_per_s
         self.now_s = 0.0
 
-    def all_gather(self, t, sizes):
+    def all_gather(self, t, sizes, lane=0):
         sent_bytes = t.nbytes * (self.world_size - 1)
         self.now_s += self._delay_s + sent_bytes / self._bytes_per_s
         return Ready([t] * self.world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model
 from outergrad.core.reasons import Reason
@@ -118,10 +119,9 @@ class PooledStep(LevelStep):
         comm, ours = self._site.local, self._header
         found = self.captured.has_autograd_grad
         has_autograd_grad = tuple(name in found for name in self._site.model.params)
-        words = comm.control(Report(ours, fate, has_autograd_grad).words())
-        told = comm.all_gather(words, [len(words)] * comm.world_size).wait()
+        told = words_of_all(comm, Report(ours, fate, has_autograd_grad).words())
         try:
-            return [Report.parse(t.tolist(), ours, rank) for rank, t in enumerate(told)]
+            return [Report.parse(words, ours, rank) for rank, words in enumerate(told)]
         except ExchangeError as error:
             raise ExchangeError(f"among the ranks of one site, {error}") from error
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model
 from outergrad.core.reasons import Reason
@@ -96,8 +97,7 @@ class ShareOutcome:
 
 def told_fates(comm: TorchComm, fate: Fate) -> list[Fate]:
     """Of every rank of the site."""
-    words = comm.all_gather(comm.control([fate]), [1] * comm.world_size).wait()
-    return [fate_of(int(word), rank) for rank, word in enumerate(words)]
+    return [fate_of(word, rank) for rank, (word,) in enumerate(words_of_all(comm, [fate]))]
 
 
 def told_reasons(text: bytes, rank: int, units: int) -> list[Reason]:
