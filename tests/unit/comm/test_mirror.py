@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import outergrad as og
+from covering import covering
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.trace import Awaited, Started, Tracer
@@ -37,9 +38,9 @@ def trained(model, session, x):
     return found, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-@by_sites
+@pytest.mark.parametrize(
+    ("sites", "method", "make"), covering([2, 3, 4], METHODS, MODELS, quick=3, every=3)
+)
 def test_mirrors_send_what_real_sites_send(make, method, sites):
     original, x = make()
 
