@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import outergrad as og
+from covering import covering
 from outergrad.wire import BF16, Int8, TopK
 
 CODECS: dict[str, tuple[Any, ...]] = {
@@ -26,9 +27,11 @@ METHODS = {
 WEIGHTS = ("0.weight", "3.weight")
 """Of `low_rank.model`."""
 
-by_codecs = pytest.mark.parametrize("codecs", CODECS.values(), ids=CODECS)
 by_dropping = pytest.mark.parametrize("codecs", DROPPING.values(), ids=DROPPING)
 by_sites = pytest.mark.parametrize("sites", [2, 3])
+by_codecs_methods_and_sites = pytest.mark.parametrize(
+    ("codecs", "method", "sites"), covering(CODECS, METHODS, [2, 3], quick=2)
+)
 
 
 def few(_rank: int, _step: int) -> int:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Branches, Case, pooled, relative_error, rows, run, sequences
+from covering import covering
 from every_method import STEPS, assert_exact
 from meshes import run_mesh
 from ranks import run_on_lasting_groups
@@ -169,8 +170,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")  # DDP's
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize("sites", [1, 2])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "sites"), covering(CASES.keys(), [1, 2], quick=2))
 def test_gradients_of_inputs_may_be_part_of_the_loss(name, sites):
     assert_exact(CASES[name](), sites)
 

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import outergrad as og
+from covering import covering
 from loops import METHODS, assert_close, batch, loss_of, net, pooled
 from ranks import run_on_lasting_groups
 
@@ -44,7 +45,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(("method", "make"), covering(METHODS, OPTIMIZERS, quick=3))
 def test_optimizers_with_clipping_follow_the_pooled_model(method, make):
     def step(model, optimizer):
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)

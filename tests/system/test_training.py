@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Boom, Events, mlp, relative_error
+from covering import covering
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 BATCHES = [torch.randn(4 + s, 6, generator=torch.Generator().manual_seed(s)) for s in range(4)]
@@ -59,11 +60,10 @@ def method(request):
     return METHODS[request.param]
 
 
-@pytest.fixture(params=[1, 2, 3, 4])
-def sites(request):
-    return request.param
+by_sites = pytest.mark.parametrize(("method", "sites"), covering(METHODS, [1, 2, 3, 4], quick=2))
 
 
+@by_sites
 def test_accumulation_without_no_sync(method, sites):
     def body(rank, group):
         model = model_of()
@@ -75,6 +75,7 @@ def test_accumulation_without_no_sync(method, sites):
     run_on_lasting_groups(sites, body)
 
 
+@by_sites
 def test_accumulation_with_no_sync(method, sites):
     def body(rank, group):
         model = model_of()
@@ -112,6 +113,7 @@ def test_no_sync_leaves_the_local_gradient(method):
     run_on_lasting_groups(SITES, body)
 
 
+@by_sites
 def test_zero_grad_in_place(method, sites):
     def body(rank, group):
         model = model_of()
@@ -424,8 +426,9 @@ def pooled_over(batches) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("who", ["one site", "all sites"])
+@pytest.mark.parametrize(
+    ("method", "who", "sites"), covering(METHODS, ["one site", "all sites"], [2, 3], quick=2)
+)
 def test_a_batch_that_the_plan_was_not_made_for(method, who, sites):
     """Steps without headers, then other rows on some sites: more, fewer, none; and back."""
     counts = [4] * 5 + [9, 4, 4, 4, 4, 40, 40, 40, 40, 4, 4, 1, 0, 4]

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covering import covering
 from outergrad.checkpoint import folder as files
 from ranks import run_on_lasting_groups
 from sites_that_save import METHODS, Killed, Site, writing_that_dies
@@ -131,12 +132,12 @@ def alike(models, skip="0."):
     )
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["rank-dad", "own", "every"])
-def test_at_another_number_of_sites_nothing_owed_is_lost(
-    name, before, after, place, tmp_path, caplog
-):
+@pytest.mark.parametrize(
+    ("name", "numbers", "place"),
+    covering(["rank-dad", "own", "every"], [(2, 3), (3, 2), (3, 1), (1, 2)], PLACES, quick=2),
+)
+def test_at_another_number_of_sites_nothing_owed_is_lost(name, numbers, place, tmp_path, caplog):
+    before, after = numbers
     method, folder_of = METHODS[name], place(tmp_path)
     states = saved(method, before, folder_of)
     if place is apart and after < before:  # the folders of the lost sites are not there

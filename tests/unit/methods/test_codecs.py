@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from coded import CODECS, METHODS, WEIGHTS, by_codecs, by_dropping, by_sites, few
+from coded import CODECS, WEIGHTS, by_codecs_methods_and_sites, by_dropping, by_sites, few
 from low_rank import (
     backward,
     error,
@@ -24,9 +24,7 @@ from outergrad.wire import BF16, Int8, Plain, TopK
 from ranks import run_on_lasting_groups
 
 
-@by_codecs
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-@by_sites
+@by_codecs_methods_and_sites
 def test_all_sites_apply_the_same_and_vectors_lose_nothing(codecs, method, sites, large_matrices):
     for rows in (few, lambda rank, step: 40):
         results = train(method(wire=codecs), sites, 3, rows)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import outergrad as og
-from coded import METHODS, WEIGHTS, by_codecs, by_dropping, by_sites, few
+from coded import CODECS, METHODS, WEIGHTS, by_dropping, by_sites, few
+from covering import covering
 from low_rank import (
     backward,
     batch,
@@ -83,9 +84,9 @@ def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, lar
         assert all(site[3][name].equal(smooth[0][3][name]) for site in rough)
 
 
-@by_codecs
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("codecs", "method", "value"), covering(CODECS, METHODS, [torch.nan, torch.inf], quick=2)
+)
 def test_what_is_not_finite_is_seen_by_all_and_not_remembered(codecs, method, value):
     def body(rank, group):
         replica = model()

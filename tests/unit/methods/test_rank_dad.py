@@ -114,9 +114,9 @@ ROWS = {"steady": lambda rank, step: 40, "changing": lambda rank, step: 20 + 7 *
 def test_error_feedback_sends_later_what_it_did_not_send(rows):
     steps = 12
     lost = {}
+    means = [expected(2, step, rows) for step in range(steps)]
     for feedback in (None, "factored"):
         found = train(og.RankDAD(rank=4, error_feedback=feedback), 2, steps, rows)[0][0]
-        means = [expected(2, step, rows) for step in range(steps)]
         lost[feedback] = error(total(found, "0.weight"), total(means, "0.weight"))
     assert lost["factored"] < 0.75 * lost[None]
 

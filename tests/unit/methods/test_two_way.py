@@ -113,9 +113,9 @@ ROWS = {"steady": lambda rank, step: 40, "changing": lambda rank, step: 20 + 7 *
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_error_feedback_sends_later_what_it_did_not_send(rows):
     steps, lost = 12, {}
+    means = [expected(3, step, rows) for step in range(steps)]
     for feedback in (None, "factored", "dense"):
         found = train(two_way(4, error_feedback=feedback), 3, steps, rows)[0][0]
-        means = [expected(3, step, rows) for step in range(steps)]
         lost[feedback] = error(total(found, "0.weight"), total(means, "0.weight"))
     assert lost["factored"] < 0.75 * lost[None]
     assert lost["dense"] < 0.75 * lost[None]

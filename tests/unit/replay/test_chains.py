@@ -11,6 +11,7 @@ from torch import nn
 
 import outergrad as og
 from cases import relative_error
+from covering import covering
 from ranks import run_on_lasting_groups
 from replaying import assert_all_have, check, loss, pooled, rows, train_seeded
 
@@ -47,9 +48,10 @@ def deep(activation, layers=6, width=12):
     return nn.Sequential(*parts, copy.deepcopy(activation), nn.Linear(width, 7), nn.Tanh())
 
 
-@pytest.mark.parametrize("inputs", ["canonical", "raw"])
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("name", "sites", "inputs"),
+    covering(ACTIVATIONS.keys(), [2, 3], ["canonical", "raw"], quick=2),
+)
 def test_a_chain_is_exact_with_every_function_between(name, sites, inputs):
     torch.manual_seed(1)
     model = deep(ACTIVATIONS[name])

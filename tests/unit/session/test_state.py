@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
+from covering import covering
 from outergrad.methods.low_rank import settings as _settings
 from outergrad.methods.low_rank.settings import Feedback, Reduce
 from ranks import run_on_lasting_groups, try_ranks
@@ -108,10 +109,12 @@ def interrupted(method: Any, sites: int) -> None:
     run_on_lasting_groups(sites, body)
 
 
-@pytest.mark.parametrize(("rank", "tolerance"), [(3, 0.0), (12, 0.6)])
-@pytest.mark.parametrize("feedback", FEEDBACKS)
-@pytest.mark.parametrize("reduce", REDUCES)
-def test_training_goes_on_to_the_bit(reduce, feedback, rank, tolerance):
+@pytest.mark.parametrize(
+    ("reduce", "feedback", "rank_and_tolerance"),
+    covering(REDUCES, FEEDBACKS, [(3, 0.0), (12, 0.6)], quick=2),
+)
+def test_training_goes_on_to_the_bit(reduce, feedback, rank_and_tolerance):
+    rank, tolerance = rank_and_tolerance
     method = og.RankDAD(rank=rank, reduce=reduce, error_feedback=feedback, tolerance=tolerance)
     interrupted(method, sites=3)
 
@@ -252,11 +255,16 @@ def session_states(saved: list[bytes]) -> list[dict[str, Any]]:
     return [torch.load(io.BytesIO(file), weights_only=True)[2] for file in saved]
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 2), (2, 3), (1, 2), (2, 4), (2, 1)])
-@pytest.mark.parametrize("feedback", ["factored", "dense"])
-@pytest.mark.parametrize("reduce", [*REDUCES, "auto"])
-def test_what_is_owed_is_shared_out(reduce, feedback, before, after):
+NUMBERS = [(4, 2), (3, 2), (2, 3), (1, 2), (2, 4), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "feedback", "numbers"),
+    covering([*REDUCES, "auto"], ["factored", "dense"], NUMBERS, quick=4),
+)
+def test_what_is_owed_is_shared_out(reduce, feedback, numbers):
     """Over more and over fewer sites, and training goes on."""
+    before, after = numbers
     method = og.RankDAD(rank=3, reduce=reduce, error_feedback=feedback, tolerance=0.1)
     states = session_states(trained(method, before))
 

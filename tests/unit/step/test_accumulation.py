@@ -14,6 +14,7 @@ from torch import nn
 
 import outergrad as og
 from cases import SHARED_STREAM, build, relative_error, run, to_double
+from covering import covering
 from ranks import run_on_lasting_groups
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
@@ -397,6 +398,8 @@ MIXED = [a_penalty_at_last, a_penalty_at_last_on_one_site]
 FULL_RANK = [a_penalty, a_step_before, *MIXED]
 """Too much for a low rank: all entries of the weights, or passes of more than one step."""
 
+OF_LOW_RANK = [script for script in [*STACKED, *FORMED] if script not in FULL_RANK]
+
 EXACT: dict[str, Any] = {
     "dense": og.Dense(),
     "dad": og.DAD(),
@@ -416,10 +419,6 @@ LOWER_RANK: dict[str, Any] = {
     "rank-dad, all-reduced": og.RankDAD(rank=4, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=4, min_ratio=1),
 }
-
-
-def by_name(script):
-    return script.__name__
 
 
 def pooled(script, rows: int) -> dict[str, torch.Tensor]:
@@ -471,8 +470,9 @@ def assert_close(gradients, expected, limit):
         assert error < limit, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("label", EXACT)
-@pytest.mark.parametrize("script", [*STACKED, *FORMED, *MIXED], ids=by_name)
+@pytest.mark.parametrize(
+    ("script", "label"), covering([*STACKED, *FORMED, *MIXED], EXACT.keys(), quick=3)
+)
 def test_the_gradient_is_the_pooled_one(label, script):
     expected = pooled(script, rows=2)
     for site in run_script(script, EXACT[label], rows=2):
@@ -480,20 +480,14 @@ def test_the_gradient_is_the_pooled_one(label, script):
             assert_close(gradients, expected, 5e-6)
 
 
-@pytest.mark.parametrize("label", LOW_RANK)
-@pytest.mark.parametrize(
-    "script", [s for s in [*STACKED, *FORMED] if s not in FULL_RANK], ids=by_name
-)
+@pytest.mark.parametrize(("script", "label"), covering(OF_LOW_RANK, LOW_RANK.keys(), quick=3))
 def test_the_gradient_is_the_pooled_one_where_the_rank_suffices(label, script):
     expected = pooled(script, rows=1)
     for site in run_script(script, LOW_RANK[label], rows=1, rounds=1):
         assert_close(site[0][0], expected, 2e-3)
 
 
-@pytest.mark.parametrize("label", LOWER_RANK)
-@pytest.mark.parametrize(
-    "script", [s for s in [*STACKED, *FORMED] if s not in FULL_RANK], ids=by_name
-)
+@pytest.mark.parametrize(("script", "label"), covering(OF_LOW_RANK, LOWER_RANK.keys(), quick=3))
 def test_a_lower_rank_loses_some_of_the_gradient_and_counts_nothing_twice(label, script):
     expected = pooled(script, rows=3)
     for site in run_script(script, LOWER_RANK[label], rows=3, rounds=1):
@@ -503,8 +497,10 @@ def test_a_lower_rank_loses_some_of_the_gradient_and_counts_nothing_twice(label,
         assert_close(gradients, expected, 0.8)
 
 
-@pytest.mark.parametrize("label", ["dad", "dad raw", "rank-dad, full rank"])
-@pytest.mark.parametrize("script", [*STACKED, *FORMED], ids=by_name)
+@pytest.mark.parametrize(
+    ("script", "label"),
+    covering([*STACKED, *FORMED], ["dad", "dad raw", "rank-dad, full rank"], quick=3),
+)
 def test_what_is_left_alone_travels_as_factors_and_nothing_else(label, script):
     for site in run_script(script, EXACT[label], rows=2, rounds=1):
         _, layers = site[0]
@@ -512,26 +508,24 @@ def test_what_is_left_alone_travels_as_factors_and_nothing_else(label, script):
         assert (how == "factors") == (script in STACKED)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_layer_accumulates(name):
+@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=3, every=3))
+def test_every_layer_accumulates(name, label):
     """Two passes in no_sync and a shared one, for every rule, against passes without ours."""
     if name in SHARED_STREAM:
         pytest.skip("threads share one random stream")
     case = CASES[name]()
-
-    def body(rank, group):
-        return {k: accumulate(case, m, rank, group) for k, m in EXACT.items()}
 
     reference = copy.deepcopy(case.model).double()
     for batch in case.batches[:SITES]:
         for k in range(3):
             (run(reference, case, to_double(batch)) * (k + 1) / SITES).backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
-    for methods in run_on_lasting_groups(SITES, body):
-        for label, gradients in methods.items():
-            for parameter, gradient in gradients.items():
-                error = relative_error(gradient, expected[parameter])
-                assert error < 5e-6, f"{label}, {parameter}: {error:.1e}"
+
+    def body(rank, group):
+        return accumulate(case, EXACT[label], rank, group)
+
+    for gradients in run_on_lasting_groups(SITES, body):
+        assert_close(gradients, expected, 5e-6)
 
 
 def accumulate(case, method, rank, group):

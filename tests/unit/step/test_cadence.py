@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import SHARED_STREAM, Events, build, mlp, relative_error, run, to_double
+from covering import covering
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
@@ -113,9 +114,9 @@ def assert_close(gradients, expected, limit=5e-6):
         assert error < limit, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("sites", [1, 2, 3])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "sites", "k"), covering(EXACT.keys(), [1, 2, 3], [1, 2, 3], quick=3)
+)
 def test_the_gradient_is_the_mean_over_passes_and_sites(name, sites, k):
     """Three times; in between there is none."""
     expected = [pooled(sites, passes(*range(n, n + k)), k) for n in range(0, 3 * k, k)]
@@ -134,8 +135,8 @@ def test_the_gradient_is_the_mean_over_passes_and_sites(name, sites, k):
     run_on_lasting_groups(sites, body)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_layer_waits(name):
+@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=4, every=4))
+def test_every_layer_waits(name, label):
     if name in SHARED_STREAM:
         pytest.skip("threads share one random stream")
     case, sites, k = CASES[name](), 2, 3
@@ -146,11 +147,8 @@ def test_every_layer_waits(name):
     expected = {name: p.grad for name, p in reference.named_parameters()}
 
     def body(rank, group):
-        return {label: train(case, make(every=k), rank, group) for label, make in EXACT.items()}
-
-    def train(case, method, rank, group):
         model = copy.deepcopy(case.model)
-        session = og.distribute(model, method, group=group)
+        session = og.distribute(model, EXACT[label](every=k), group=group)
         for _ in range(2):
             model.zero_grad()
             for weight in range(1, k + 1):
@@ -158,11 +156,8 @@ def test_every_layer_waits(name):
         session.detach()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    for methods in run_on_lasting_groups(sites, body):
-        for label, gradients in methods.items():
-            for parameter, gradient in gradients.items():
-                error = relative_error(gradient, expected[parameter])
-                assert error < 5e-6, f"{label}, {parameter}: {error:.1e}"
+    for gradients in run_on_lasting_groups(sites, body):
+        assert_close(gradients, expected)
 
 
 @pytest.mark.parametrize("name", [*EXACT, *LOW_RANK])
@@ -271,8 +266,7 @@ def every_of(methods, name):
     return methods[0 if name.startswith("first.") else 1].every
 
 
-@pytest.mark.parametrize("sites", [1, 2, 3])
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize(("name", "sites"), covering(TWO.keys(), [1, 2, 3], quick=2))
 def test_every_part_has_its_own_cadence(name, sites):
     methods = TWO[name]
     expected = {
@@ -484,8 +478,7 @@ SCRIPTS = [
 """Two synchronised passes each."""
 
 
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "name"), covering(SCRIPTS, EXACT.keys(), quick=4))
 def test_whatever_else_is_done_the_gradient_is_the_pooled_one(name, script):
     expected = pooled(2, script, 2)
 
@@ -638,8 +631,7 @@ def train(site, optimizer, numbers):
         optimizer.step()
 
 
-@pytest.mark.parametrize("saved_after", [4, 5, 6])
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize(("name", "saved_after"), covering(SAVED.keys(), [4, 5, 6], quick=3))
 def test_training_goes_on_to_the_bit(name, saved_after):
     def start(rank, group):
         site = Site(rank, SAVED[name], group)

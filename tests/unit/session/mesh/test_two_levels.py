@@ -15,6 +15,7 @@ from torch import nn
 
 import outergrad as og
 from cases import METHODS, Boom, Case, Events, build, mlp, pooled, relative_error, run
+from covering import covering
 from meshes import ThreadMesh, run_mesh, try_mesh
 from outergrad.methods.dad import DADExchange
 from outergrad.session.mesh.pooling import Conclusion
@@ -76,7 +77,7 @@ def train(case: Case, method: Any, mesh: ThreadMesh) -> dict[str, torch.Tensor |
     ("name", "label"),
     [
         *(("linear", label) for label in METHODS if not label.startswith("edad")),
-        *((name, label) for name in SOME for label in FEW),
+        *covering(SOME, FEW, quick=3),
     ],
 )
 def test_gradients_are_the_mean_over_all_ranks(name, label):
