@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from covering import LONG
+
 HARNESS = Path(__file__).with_name("harness.py")
-INJECTIONS = 1000 if os.environ.get("OUTERGRAD_LONG") else 100
+INJECTIONS = 1000 if LONG else 60
 LIMIT_S = 5.0 * INJECTIONS
 
 

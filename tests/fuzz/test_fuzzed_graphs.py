@@ -132,7 +132,7 @@ def precision(program: Program) -> float:
     return max(eps, 1e-10) if canonical else eps
 
 
-@fuzzed(100)
+@fuzzed(60)
 @given(programs())
 def test_gradients_equal_the_pooled_ones(program):
     """And are the same to the bit on all sites, whatever became of the steps before."""
@@ -179,7 +179,7 @@ def check_bytes(sites: list[Told], program: Program) -> None:
             assert 0 <= sum(layer.received_bytes for layer in s.layers.values()) <= s.received_bytes
 
 
-@fuzzed(50)
+@fuzzed(30)
 @given(programs(alike=True, table=PLANNED))
 def test_plans_foresee_what_sites_send(program):
     """To the byte, per layer and step, where all sites have the same batches."""
@@ -202,7 +202,7 @@ def booked(stats: Any) -> dict[str, Any]:
     return {name: (v.travels, v.sent_bytes, v.kept_rows) for name, v in stats.layers.items()}
 
 
-@fuzzed(60)
+@fuzzed(30)
 @given(programs(table=LOW_RANK, dtypes=("float32", "float32", "float64"), once=True))
 def test_what_low_rank_leaves_out_is_remembered(program):
     """What was applied and the mean residual are the sum of the mean gradients."""

@@ -145,6 +145,7 @@ def plain():
     return Case(mlp(6, 7, 4), rows(6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_compiled_and_distributed_in_any_order(order):
     case = plain()
@@ -159,6 +160,7 @@ def test_parts_compiled_by_themselves():
     assert graph_breaks() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [og.RankDAD(rank=2), og.PowerSGD(rank=2, min_ratio=1.0)], ids=repr
 )
@@ -258,6 +260,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_models_without_graph_breaks(model):
     case = MODELS[model]()
@@ -302,6 +305,7 @@ LAYERS_WITH_BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "breaks"), [("recurrent", 1), ("attention", 3)])
 def test_layers_that_cannot_be_traced_break_graphs(layer, breaks):
     case = LAYERS_WITH_BREAKS[layer]()
@@ -349,6 +353,7 @@ def train(case, rank, group, method, steps, **options):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_backward():
     case = plain()
     reference = copy.deepcopy(case.model).double()
@@ -401,6 +406,7 @@ def test_models_that_were_changed_are_refused(method, tmp_path):
         assert all("'0.weight' was replaced" in reason for reason in said.values())
 
 
+@pytest.mark.slow
 def test_compiled_loops_take_no_notice():
     """A step of an optimizer, and a whole forward, in a graph of their own."""
     case = plain()
@@ -437,6 +443,7 @@ def train_locally(folder, *, compiled):
     return exchanges, [p.detach() for p in case.model.parameters()]
 
 
+@pytest.mark.slow
 def test_compiled_steps_of_optimizers_are_counted(tmp_path):
     """They communicate, so the ranks are processes."""
     (tmp_path / "plain").mkdir()
@@ -448,6 +455,7 @@ def test_compiled_steps_of_optimizers_are_counted(tmp_path):
         torch.testing.assert_close(found[1], own[1])
 
 
+@pytest.mark.slow
 def test_accumulation_evaluation_and_other_batch_sizes():
     case = Case(mlp(6, 7, 5, 4), rows(6, counts=(6, 4)))
 
@@ -489,6 +497,7 @@ def grads(model):
     return {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in named}
 
 
+@pytest.mark.slow
 def test_layers_are_tapped_again_when_factors_pay_again():
     case = Case(mlp(256, 256), rows(256, counts=(2, 2)))
     many = torch.randn(200, 256)
@@ -533,6 +542,7 @@ def train_by_compiled_functions(folder):
     return grads(model)
 
 
+@pytest.mark.slow
 def test_loss_and_step_as_compiled_functions(tmp_path):
     """The step communicates, so its ranks are processes."""
     found = run_two(train_by_compiled_functions, tmp_path)
@@ -579,6 +589,7 @@ def test_autocast():
         torch.testing.assert_close(own, other, rtol=2e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_local_steps():
     case = plain()
 

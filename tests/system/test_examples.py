@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from covering import LONG
 from places import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
@@ -21,12 +22,19 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # those of Jupyter's packages are theirs
 def test_the_notebook_draws_its_figures(tmp_path):
+    """With a third of its epochs, unless OUTERGRAD_LONG=1 asks for all."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    if not LONG:
+        training = next(cell for cell in notebook.cells if "--epochs 12" in cell.source)
+        training.source = training.source.replace("--epochs 12", "--epochs 4")
     folder = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=250, kernel_name="python3", resources=folder).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
-    assert "".join(output.get("text", "") for output in outputs).count("test accuracy 9") == 2
+    said = "".join(output.get("text", "") for output in outputs)
+    reached = [float(percent) for percent in re.findall(r"test accuracy ([0-9.]+)", said)]
+    assert len(reached) == 2
+    assert min(reached) >= (90 if LONG else 80)
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"exact", "adaptive"}
 
 

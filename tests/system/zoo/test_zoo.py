@@ -9,23 +9,23 @@ from zoo_methods import EXACT, QUICK
 from zoo_runs import assert_all_replayed, assert_as_near_as_ddp, assert_equal_sites, course, train
 from zoo_table import ZOO
 
+from covering import covering
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Grad strides do not match bucket view strides",  # what DDP says of some convolutions
 )
 
-PAIRS = [
-    pytest.param(
-        name,
-        method,
-        marks=() if case.quick and method in QUICK else pytest.mark.slow,
-        id=f"{name}-{method}",
+SMALL = [name for name, case in ZOO.items() if case.quick]
+PAIRS = {
+    pair.values: pair
+    for pair in (
+        *covering(ZOO.keys(), EXACT.keys(), quick=0, every=3),
+        *covering(SMALL, sorted(QUICK)),
     )
-    for name, case in ZOO.items()
-    for method in EXACT
-]
+}
 
 
-@pytest.mark.parametrize(("name", "method"), PAIRS)
+@pytest.mark.parametrize(("name", "method"), PAIRS.values())
 def test_gradients_are_as_near_to_the_mean_in_double_as_those_of_ddp(name, method):
     """In the first step, of which the rows are not known, and in those that go by its plan."""
     case = ZOO[name]
