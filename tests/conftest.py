@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -11,6 +12,15 @@ import torch.distributed as dist
 
 from outergrad.methods.low_rank import settings as _settings
 from places import DATA
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays: no garbage collection looks at it again.
+
+    Hundreds of thousands of objects cost half a second in each of those that tests ask for.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
