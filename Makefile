@@ -10,7 +10,8 @@ READY := .venv/.installed
 
 help:
 	echo "make demo   two sites learn ten digits together, five ways, in one table"
-	echo "make test   the tests that are not slow; make test-all: every test"
+	echo "make test   the tests that are not slow; make test-all: the slow ones, too;"
+	echo "            OUTERGRAD_LONG=1 make test-all: every combination, and long trainings"
 	echo "make lint   style, types and the direction of imports"
 	echo
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"

@@ -160,9 +160,10 @@ def test_a_damaged_vote_ends_the_group_behind_the_step(faulty):
 # -- lost sites -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heard_by", [(), (0,), (1,), (0, 1)])
-@pytest.mark.parametrize("foreseen", [True, False])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    ("name", "foreseen", "heard_by"),
+    covering(FEW, [True, False], [(), (0,), (1,), (0, 1)], quick=2),
+)
 def test_all_sites_that_are_left_have_made_the_same_steps(faulty, name, heard_by, foreseen):
     """The third site dies while it votes; its last vote reaches none, one or both of the others.
 
@@ -193,8 +194,7 @@ def test_all_sites_that_are_left_have_made_the_same_steps(faulty, name, heard_by
         assert p.grad is q.grad is None
 
 
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("name", "sites"), covering(FEW, [2, 3], quick=2))
 def test_a_site_that_hangs_is_named_within_the_timeout(name, sites):
     def body(rank, group):
         model = copy.deepcopy(MODEL)

@@ -39,6 +39,16 @@ def covering(*axes: Mapping[Any, Any] | Iterable[Any], quick: int = 1, every: in
     return found
 
 
+def rest_slow(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
+    """All names, to be the parameters of a test, which is slow with those that are not quick."""
+    names, quick = list(names), set(quick)
+    assert quick <= set(names)
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name)
+        for name in names
+    ]
+
+
 def _named(axis: Mapping[Any, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
     if isinstance(axis, Mapping):
         return [(str(name), value) for name, value in axis.items()]

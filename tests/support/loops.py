@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
+from covering import rest_slow
 
 METHODS: dict[str, Any] = {
     "dense": og.Dense(),
@@ -23,6 +24,9 @@ METHODS: dict[str, Any] = {
     "per layer": og.PerLayer({"first.*": og.DAD(always=True), "*": og.RankDAD(rank=8)}),
 }
 """Exact for batches of which all sites together have at most eight rows, but for rounding."""
+
+SOME = rest_slow(METHODS, ["dense", "dad raw", "two_way", "powersgd", "edad"])
+"""All; slow are those of which a variant is not."""
 
 INPUTS, OUTPUTS = 40, 12
 

@@ -398,6 +398,7 @@ def change_models(method, folder):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)], ids=repr)
 def test_models_that_were_changed_are_refused(method, tmp_path):
     """A forward tells the other sites of it, so they are processes."""

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import Branches, Case, mlp, rows, run, sequences
+from covering import covering
 from every_method import assert_exact
 from ranks import run_on_lasting_groups
 
@@ -238,8 +239,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("sites", [1, 2])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "sites"), covering(CASES.keys(), [1, 2], quick=2))
 def test_functions_may_differentiate_their_own_parameters(name, sites):
     assert_exact(CASES[name](), sites)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import METHODS, Boom, Events, mlp, relative_error
-from covering import covering
+from covering import covering, rest_slow
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 BATCHES = [torch.randn(4 + s, 6, generator=torch.Generator().manual_seed(s)) for s in range(4)]
@@ -55,7 +55,11 @@ def assert_equal(model: nn.Module, expected: dict[str, torch.Tensor], limit: flo
         assert relative_error(p.grad, expected[name]) < limit, name
 
 
-@pytest.fixture(params=METHODS)
+QUICK = ["dense", "dad forced", "edad raw forced", "rank-dad, full rank", "powersgd, full rank"]
+"""One of each kind; the others are variants of them."""
+
+
+@pytest.fixture(params=rest_slow(METHODS, QUICK))
 def method(request):
     return METHODS[request.param]
 
@@ -128,7 +132,10 @@ def test_zero_grad_in_place(method, sites):
     run_on_lasting_groups(sites, body)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["optimizer before", "optimizer after"])
+@pytest.mark.parametrize(
+    ("method", "before"),
+    covering(METHODS, {"optimizer before": True, "optimizer after": False}, quick=2),
+)
 def test_training_keeps_the_sites_equal_and_follows_the_pooled_model(method, before):
     """Ten steps with clipping and Adam: bit-equal between sites, close to pooled training."""
     pooled_model = model_of()
@@ -528,7 +535,7 @@ def test_batches_that_differ_now_and_then_are_soon_expected_to():
     assert 1 <= run_ranks(SITES, body)[0] <= 2
 
 
-@pytest.mark.parametrize("boom", [0, 1])
+@pytest.mark.parametrize(("method", "boom"), covering(METHODS, [0, 1], quick=2))
 def test_surprise_and_exception_in_one_step(method, boom):
     """One site has another batch than expected, and one site's backward raises."""
 
@@ -623,8 +630,9 @@ def test_models_in_another_order_are_noticed():
         assert "something else than the header of this session" in str(error)
 
 
-@pytest.mark.parametrize("raising", [0, 1])
-@pytest.mark.parametrize("next_is_the_same", [True, False])
+@pytest.mark.parametrize(
+    ("method", "raising", "next_is_the_same"), covering(METHODS, [0, 1], [True, False], quick=2)
+)
 def test_exception_in_one_of_two_models(method, raising, next_is_the_same):
     """The step of the model that raised is ended before another model's begins."""
 

@@ -40,6 +40,7 @@ def figure(*names):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", CASES.values(), ids=CASES)
 def test_the_picture_opens_and_is_not_empty(tmp_path, links):
     plot(results(*links, until_loss=0.6 if links[0].arrivals else None), tmp_path / "found.png")
@@ -75,6 +76,7 @@ def test_no_two_methods_look_alike():
     assert len(looks) == len(COMPARED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", COMPARED)
 def test_a_method_has_its_colour_whatever_is_beside_it(method):
     (alone, _), (beside, _) = (

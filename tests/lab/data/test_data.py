@@ -71,6 +71,7 @@ def test_digits_are_the_same_every_time(tmp_path):
     assert load("digits", tmp_path).x_test.equal(load("digits", tmp_path).x_test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_real_data_is_what_its_source_says(data_dir, name):
     data = real(name, data_dir)

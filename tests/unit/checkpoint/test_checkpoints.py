@@ -46,7 +46,10 @@ def apart(folder):
 
 
 PLACES = {"shared": shared, "apart": apart}
-CASES = [(name, "shared") for name in METHODS] + [("rank-dad", "apart"), ("own", "apart")]
+CASES = [
+    *(pytest.param(name, "shared", marks=pytest.mark.slow) for name in METHODS),
+    *(("rank-dad", "apart"), ("own", "apart")),
+]
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import outergrad as og
+from covering import covering
 from replaying import assert_all_have, check, loss, train_seeded
 
 RECURRENT = {
@@ -21,9 +22,9 @@ RECURRENT = {
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("sites", [2, 3])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(
+    ("name", "sites", "packed"), covering(RECURRENT.keys(), [2, 3], [False, True], quick=2)
+)
 def test_recurrent_layers_are_replayed_by_raw_dad(name, sites, packed):
     torch.manual_seed(1)
     model = RECURRENT[name]()

@@ -14,7 +14,8 @@ from torch.amp import GradScaler
 
 import outergrad as og
 from cases import Boom
-from loops import METHODS, assert_close, batch, loss_of, net, pooled
+from covering import covering
+from loops import METHODS, SOME, assert_close, batch, loss_of, net, pooled
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
@@ -23,7 +24,7 @@ COUNTS = (2, 4, 0)
 """Batches of each site; the last has none."""
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=SOME)
 def method(request):
     return METHODS[request.param]
 
@@ -92,7 +93,9 @@ def no_copies(monkeypatch) -> None:
     monkeypatch.setattr("outergrad.session.made_equal._sent", refused)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["step=", "seen"])
+@pytest.mark.parametrize(
+    ("method", "given"), covering(METHODS, {"step=": True, "seen": False}, quick=2)
+)
 def test_optimizers_go_along_by_themselves(method, given, monkeypatch):
     """Nothing is copied in the end; and the loop goes on after it, also with all at once."""
     no_copies(monkeypatch)

@@ -260,7 +260,7 @@ NUMBERS = [(4, 2), (3, 2), (2, 3), (1, 2), (2, 4), (2, 1)]
 
 @pytest.mark.parametrize(
     ("reduce", "feedback", "numbers"),
-    covering([*REDUCES, "auto"], ["factored", "dense"], NUMBERS, quick=4),
+    covering([*REDUCES, "auto"], ["factored", "dense"], NUMBERS, quick=4, every=2),
 )
 def test_what_is_owed_is_shared_out(reduce, feedback, numbers):
     """Over more and over fewer sites, and training goes on."""
