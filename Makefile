@@ -19,6 +19,9 @@ help:
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m outergrad_lab.demo
 
+# Tests start some hundred processes, which need not compile the packages again.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
