@@ -44,7 +44,7 @@ from outergrad.messages.wire import Piece, Preamble, State, read_all
 from outergrad.replay import block_message as _block_message
 from outergrad.session import made_equal as _made_equal
 from outergrad.session.attach import attach
-from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome, told_reasons
+from outergrad.session.mesh.rank_reports import Fate, Report, reasons_text, told_reasons
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.joint import JointStep, Point
 from outergrad.wire import BF16, Int8, TopK
@@ -185,8 +185,7 @@ def words_of_ranks() -> Target:
     auto = AutoWay(way=Route.TWO_WAY, seconds=0.25, others=others, link=Link(1e-3, 1e6))
     low_rank = Reason(why=Why.LOW_RANK, route=Route.TWO_WAY, tapped=True, auto=auto)
     told = (Reason(why=Why.FACTORS), low_rank, Reason(why=Why.BYTES, nbytes=77))
-    text = ShareOutcome(Fate.GOOD, reasons=told).text
-    seeds = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+    seeds = [torch.frombuffer(bytearray(reasons_text(told)), dtype=torch.uint8)]
     return Target(seeds, read, rounds=12_000, changes=(damage.text, *damage.ANY_LENGTH))
 
 

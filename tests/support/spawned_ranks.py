@@ -247,6 +247,21 @@ def discarded_shards(mesh: DeviceMesh) -> None:
     assert session.stats().step == 4
 
 
+def bad_shards(mesh: DeviceMesh) -> None:
+    """A gradient that is not finite on one rank is so on its whole site."""
+    model = sharded(mesh, parts=True)
+    session = og.distribute(model, og.Dense(), mesh=mesh, max_bad_steps=1)
+    x = BATCHES[dist.get_rank()]
+    for scale in (1.0, float("inf"), 1.0):
+        model.zero_grad()
+        (loss_of(model, x) * (scale if dist.get_rank() == 3 else 1.0)).backward()
+        if scale == 1.0:
+            assert_equal(model, pooled())
+        else:
+            assert all(p.grad is None for p in model.parameters())
+    session.detach()
+
+
 def saved_shards(mesh: DeviceMesh) -> None:
     x = BATCHES[dist.get_rank()]
 
@@ -306,6 +321,10 @@ def refused(mesh: DeviceMesh) -> None:
         og.distribute(model, og.LocalSteps(2), mesh=mesh)
     with raises(ValueError, "og.Local()"):
         og.distribute(model, og.PerLayer({"last.*": og.Local(), "*": og.Dense()}), mesh=mesh)
+    with raises(ValueError, "every=2 for 'body.0.weight'"):
+        og.distribute(model, og.Dense(every=2), mesh=mesh)
+    with raises(ValueError, "FSDP2 averages the ranks of a site alike"):
+        og.distribute(model, og.Dense(), mesh=mesh, weighting="samples")
     with raises(ValueError, "pass mesh="):
         og.distribute(model, og.Dense())
     both = net()
@@ -316,14 +335,16 @@ def refused(mesh: DeviceMesh) -> None:
     fully_shard(some.body, mesh=mesh["local"])
     with raises(ValueError, "is not sharded"):
         og.distribute(some, og.Dense(), mesh=mesh)
-    og.distribute(model, og.Dense(), mesh=mesh)
+    session = og.distribute(model, og.Dense(), mesh=mesh)
+    with raises(RuntimeError, "use loops of equal length"), session.join():
+        pass
     with raises(ValueError, "distributed already"):
         og.distribute(model, og.Dense(), mesh=mesh)
 
 
 CHECKS: list[Callable[[DeviceMesh], None]] = [
     *(mesh_in_either_order, as_ddp_leaves_it, shards_by_every_method, training_of_shards),
-    *(accumulated_shards, discarded_shards, saved_shards, bytes_of_shards),
+    *(accumulated_shards, discarded_shards, bad_shards, saved_shards, bytes_of_shards),
     *(checkpointed_shards, shards_stepped_in_backward, changed_shards, refused),
 ]
 

@@ -56,7 +56,8 @@ class Packer:
         if self._last is None or self._last[0] != choice:
             buckets = self._fill(choice)
             self._dense = {b.dense_params: b for b in buckets if isinstance(b, DenseBucket)}
-            self._last, self.opening = (choice, buckets), buckets[0].params
+            opening = buckets[0].params if buckets else frozenset[str]()
+            self._last, self.opening = (choice, buckets), opening
         return self._last[1]
 
     def dense_bucket(self, names: Sequence[str]) -> DenseBucket:

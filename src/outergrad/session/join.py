@@ -50,7 +50,7 @@ class Joining(BackwardHooks):
             RuntimeError: this session or its model cannot be joined; or the sites lost each other.
             StepDiscardedError: the loop of another site raised.
         """
-        if self._comm.world_size == 1:
+        if not self._several:
             yield
             return
         self._refuse_join()
@@ -65,7 +65,7 @@ class Joining(BackwardHooks):
             self._join = Join.NONE
             remedy = "session.join(): pass join(step=optimizer.step)"
             replica = self._replica(self._buffers.tensors, watch.present, remedy)
-            replica.make_equal(self._comm, self._last_active)
+            self._make_replicas_equal(replica)
         except ExchangeError as error:
             raise self._lost_by(error) from error
         except Exception:
@@ -74,6 +74,10 @@ class Joining(BackwardHooks):
         finally:
             self._join = Join.NONE
             watch.end()
+
+    def _make_replicas_equal(self, replica: ReplicaState) -> None:
+        """All take those of a site that was active last."""
+        replica.make_equal(self._comm, self._last_active)
 
     # -- shadow steps ---------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Stepping(GivingUp):
 
     def _synchronised(self, task: int, used: set[str]) -> Step:
         """Shares what is due; on a single site that needs no messages."""
-        alone = self._comm.world_size == 1 and not any(self._tap_next.values())
+        alone = not self._several and not any(self._tap_next.values())
         carried_over = self._accumulator.take(used)
         due_parts = self._due_parts = self._cadence.due_parts(
             task, used, carried_over, rows=not alone
@@ -158,9 +158,12 @@ class Stepping(GivingUp):
             buffers=self._buffers,
             skips_bad=self._mishaps.skips_bad,
         )
-        step = SharedStep(replace(own, **about))
+        step = self._step_of_spec(replace(own, **about))
         on_group(self._comm.group).running.append(self)
         return step
+
+    def _step_of_spec(self, spec: StepSpec) -> SharedStep:
+        return SharedStep(spec)
 
     def _finish(self, step: Step) -> None:
         if step is not self._step:  # left over from a backward that raised

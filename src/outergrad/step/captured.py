@@ -17,7 +17,7 @@ from outergrad.messages.header import Header
 from outergrad.replay.block_message import Blocks
 from outergrad.replay.block_use import Use
 from outergrad.step import param_grad
-from outergrad.step.carried_over import CarriedOver
+from outergrad.step.carried_over import CarriedOver, Rows
 
 Write = Callable[[Slot, Factors, Mapping[str, Tensor]], None]
 """Takes the factors of one slot and the gradients that they make, to be added to `param.grad`."""
@@ -50,11 +50,7 @@ class Captured:
         self.model, self.used = model, {*used, *before.params}
         self._blocks, self._write = Blocks() if blocks is None else blocks, write
         self._uses: list[tuple[Block, Use]] = []
-        self._of_slot: dict[Slot, list[Callable[[], Factors]]] = {
-            slot: [lambda part=part: part for part in parts]
-            for slot, parts in before.stacked.items()
-            if parts
-        }
+        self._of_slot = _known(before.stacked)
         self.has_autograd_grad: set[str] = set()
         self.settled: set[Slot | Block] = set()
         self._touching: dict[str, list[Slot]] = {}
@@ -94,6 +90,10 @@ class Captured:
         calls_of, self._of_slot = self._of_slot, {}
         return {slot: [make() for make in calls] for slot, calls in calls_of.items()}
 
+    def compute(self) -> None:
+        """Computes the rows of all uses now: what raises, raises here."""
+        self._of_slot = _known(self.take())
+
     def settle(self, name: str) -> None:
         """Adds what was captured for a parameter to its `grad`, as autograd would have."""
         for slot in self._touching.get(name, ()):
@@ -132,6 +132,13 @@ class Captured:
             param_grad.add(self.model.params, wanted)
         else:
             self._write(slot, factors, wanted)
+
+
+def _known(rows: Rows) -> dict[Slot, list[Callable[[], Factors]]]:
+    """Rows as if they were yet to be computed."""
+    return {
+        slot: [lambda part=part: part for part in parts] for slot, parts in rows.items() if parts
+    }
 
 
 def _zeros(slot: Slot, rows: int, weight: Tensor) -> Factors:

@@ -1,8 +1,9 @@
-"""How the gradients of the ranks of one site come together, and go back to them."""
+"""What each rank of a site has for the one that pools a share, and what that makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -11,17 +12,15 @@ from torch import Tensor
 from outergrad.buckets.bucket import copy_scaled
 from outergrad.buckets.message import sums_of_extras
 from outergrad.comm.torch import TorchComm
-from outergrad.core.errors import ExchangeError
 from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners
-from outergrad.core.reasons import Reason
 from outergrad.core.types import Factors, Slot, Unit
-from outergrad.messages.header import SlotUse
+from outergrad.messages.header import Header, Join, SlotUse
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
-from outergrad.session.mesh.rank_reports import Fate, Report, ShareOutcome, fate_of, told_reasons
+from outergrad.session.mesh.rank_reports import Report
+from outergrad.step.captured import Captured
 
-_MOST_TEXT = 1 << 24
 _LEAST_BYTES = 16
 """Of a message: a transport may not like empty ones."""
 
@@ -50,10 +49,12 @@ class Pooling:
     Attributes:
         used: parameters that some rank has a gradient for.
         formed: those of them that are pooled as gradients.
+        weight: how much the site's gradient counts beside those of the others.
     """
 
     def __init__(self, model: Model, shares: Sequence[Model], reports: Sequence[Report]) -> None:
         self._params, self._shares, self._reports = model.params, shares, reports
+        self.weight = sum(report.header.weight for report in reports)
         self._index = {slot: k for k, slot in enumerate(model.slots)}
         self.used = self._some(report.header.used for report in reports)
         has_autograd_grad = self._some(report.has_autograd_grad for report in reports)
@@ -75,10 +76,39 @@ class Pooling:
         """Of each rank."""
         return [report.header.uses[self._index[slot]] for report in self._reports]
 
+    def scale(self, rank: int) -> float:
+        """What a rank's gradient is multiplied by in the mean over its site."""
+        own = self._reports[rank].header.weight
+        return own / self.weight if self.weight else 0.0
+
+    def weighted(self, d_GRO: Tensor, rank: int) -> Tensor:
+        """A rank's deltas in the mean over its site; of no samples zeros, also of NaN."""
+        own = self._reports[rank].header.weight
+        return d_GRO / (self.weight / own) if own else torch.zeros_like(d_GRO)
+
     def use(self, slot: Slot) -> SlotUse:
         """How the site as a whole uses a slot."""
         uses = self._uses(slot)
         return SlotUse(sum(use.rows for use in uses), slot in self._of_rows, _dtype(uses))
+
+    def header(self, header: Header, share: Model) -> Header:
+        """What the site announces of a rank's share.
+
+        Args:
+            header: of this rank, of the whole model.
+            share: of it.
+        """
+        used = tuple(name in self.used for name in share.params)
+        uses = tuple(map(self.use, share.slots))
+        joins = [report.header.join for report in self._reports]
+        join = Join.GONE if Join.GONE in joins else min(joins)  # inside while one of the ranks is
+        return replace(header, used=used, uses=uses, weight=self.weight, join=join)
+
+    @property
+    def active(self) -> list[int]:
+        """The ranks of the site that have a batch in `session.join()`."""
+        reports = enumerate(self._reports)
+        return [rank for rank, report in reports if report.header.join == Join.INSIDE]
 
     def layout(self, rank: int, owner: int) -> Layout:
         """What a rank has for the one that pools a share."""
@@ -96,96 +126,39 @@ def _dtype(uses: Sequence[SlotUse]) -> torch.dtype:
 
 
 def pool(
-    pooling: Pooling, comm: TorchComm, rows: Mapping[Slot, Factors], params: Mapping[str, Tensor]
+    pooling: Pooling, comm: TorchComm, captured: Captured
 ) -> tuple[dict[str, Tensor], dict[Slot, list[Factors]]]:
     """Sends every rank what it pools of this one's; the mean gradients and rows of its own share.
 
     Args:
         pooling: what is sent how.
         comm: to the ranks of this site.
-        rows: this rank's.
-        params: with its gradients.
+        captured: with this rank's rows.
     """
     ranks = range(comm.world_size)
-    outgoing = [_filled(pooling.layout(comm.rank, o), comm, rows, params) for o in ranks]
+    scale = pooling.scale(comm.rank)
+    outgoing = [_filled(pooling.layout(comm.rank, o), comm, captured, scale) for o in ranks]
     layouts = [pooling.layout(rank, comm.rank) for rank in ranks]
-    arrived = comm.all_to_all(outgoing, [_length(layout) for layout in layouts]).wait()
+    arrived = comm.all_to_all(outgoing, [message_bytes(layout) for layout in layouts]).wait()
     stacked: dict[Slot, list[Factors]] = {}
-    for layout, message in zip(layouts, arrived, strict=True):
+    for rank, (layout, message) in enumerate(zip(layouts, arrived, strict=True)):
         for piece, factors in zip(layout.pieces, layout.factors(message), strict=True):
             if factors is not None:
-                scaled = factors._replace(d_GRO=factors.d_GRO / comm.world_size)
-                stacked.setdefault(piece.slot, []).append(scaled)
+                own = factors._replace(d_GRO=pooling.weighted(factors.d_GRO, rank))
+                stacked.setdefault(piece.slot, []).append(own)
     return sums_of_extras(layouts, arrived), stacked
 
 
-def _length(layout: Layout) -> int:
+def message_bytes(layout: Layout) -> int:
+    """The length of a message."""
     return max(layout.nbytes, _LEAST_BYTES)
 
 
-def _filled(
-    layout: Layout, comm: TorchComm, rows: Mapping[Slot, Factors], params: Mapping[str, Tensor]
-) -> Tensor:
-    message = torch.zeros(_length(layout), dtype=torch.uint8, device=comm.device)
+def _filled(layout: Layout, comm: TorchComm, captured: Captured, scale: float) -> Tensor:
+    message = torch.zeros(message_bytes(layout), dtype=torch.uint8, device=comm.device)
     for name, view in layout.by_name(layout.flats(message)).items():
-        copy_scaled(name, layout.extras[name], view, 1.0 / comm.world_size)
+        copy_scaled(name, layout.extras[name], view, scale)
     for piece, views in zip(layout.pieces, layout.rows(message), strict=True):
         if views is not None:
-            views.fill(rows[piece.slot])
+            views.fill(captured.rows(piece.slot, piece.rows))
     return message
-
-
-class Conclusion:
-    """What all ranks of a site tell each other of their shares.
-
-    Args:
-        shares: which rank had what.
-        comm: to the ranks of this site.
-        own: this rank's outcome.
-    """
-
-    def __init__(self, shares: Sequence[Model], comm: TorchComm, own: ShareOutcome) -> None:
-        self._shares, self._comm, self._own = shares, comm, own
-        told = comm.control(own.numbers(shares[comm.rank]))
-        sizes = [2 + len(share.params) + len(share.units) for share in shares]
-        self._numbers = [part.tolist() for part in comm.all_gather(told, sizes).wait()]
-
-    @property
-    def fates(self) -> list[Fate]:
-        """Of each rank's share."""
-        return [fate_of(numbers[0], rank) for rank, numbers in enumerate(self._numbers)]
-
-    def tap_next(self) -> dict[Unit, bool]:
-        """Of all units."""
-        pairs = zip(self._shares, self._numbers, strict=True)
-        marked = ((s.units, n[2 + len(s.params) :]) for s, n in pairs)
-        return {u: bool(w) for units, ws in marked for u, w in zip(units, ws, strict=True)}
-
-    def gradients(self) -> tuple[dict[str, Tensor], dict[Unit, Reason]]:
-        """The mean gradients of all ranks' shares, and how their units travelled if that is new."""
-        comm, layouts = self._comm, [self._layout(rank) for rank in range(len(self._shares))]
-        own = layouts[comm.rank]
-        message = torch.zeros(_length(own), dtype=torch.uint8, device=comm.device)
-        for name, view in own.by_name(own.flats(message)).items():
-            copy_scaled(name, own.extras[name], view, 1.0)
-        for view in own.blobs(message):
-            if view is not None:
-                view.copy_(torch.frombuffer(bytearray(self._own.text), dtype=torch.uint8))
-        arrived = comm.all_gather(message, [_length(layout) for layout in layouts]).wait()
-        means: dict[str, Tensor] = {}
-        reasons: dict[Unit, Reason] = {}
-        triples = zip(self._shares, layouts, arrived, strict=True)
-        for rank, (share, layout, part) in enumerate(triples):
-            means.update(layout.by_name(layout.flats(part)))
-            text = layout.blobs(part)[0]
-            if text is not None:
-                told = told_reasons(text.cpu().numpy().tobytes(), rank, len(share.units))
-                reasons.update(zip(share.units, told, strict=True))
-        return means, reasons
-
-    def _layout(self, rank: int) -> Layout:
-        share, (_, length, *flags) = self._shares[rank], self._numbers[rank]
-        if not 0 <= length < _MOST_TEXT:
-            raise ExchangeError(f"local rank {rank} announced {length} bytes of words")
-        pairs = zip(share.params.items(), flags[: len(share.params)], strict=True)
-        return Layout(0, {name: p for (name, p), used in pairs if used}, [], [length])

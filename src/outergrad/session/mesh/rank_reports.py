@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from outergrad.comm.torch import TorchComm
-from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
-from outergrad.core.model import Model
 from outergrad.core.reasons import Reason
-from outergrad.messages.header import Header
+from outergrad.messages.header import Header, bounded
+from outergrad.messages.vote import NOTHING, Verdict
 
 
 class Fate(IntEnum):
@@ -67,37 +65,46 @@ class Report:
 
 
 @dataclass(frozen=True)
-class ShareOutcome:
-    """What has become of a share between the sites.
+class Ending:
+    """What has become of a rank's share between the sites.
 
     Attributes:
         fate: of it.
-        used: per parameter of the share, whether some site has a gradient for it.
-        tap_next: per unit of the share, whether to tap it in the next forward.
-        reasons: per unit, how it travelled; empty if as in the last step.
+        verdict: of all sites on it.
+        site: which of them said so first.
+        param: index of what this is about among the `Subjects` of the whole model, or NOTHING.
     """
 
     fate: Fate
-    used: tuple[bool, ...] = ()
-    tap_next: tuple[bool, ...] = ()
-    reasons: tuple[Reason, ...] = ()
+    verdict: Verdict
+    site: int
+    param: int = NOTHING
 
-    @property
-    def text(self) -> bytes:
-        """The reasons, as they are sent."""
-        plain = [reason.plain() for reason in self.reasons]
-        return json.dumps(plain).encode() if plain else b""
+    def words(self) -> list[int]:
+        """Its int64 words."""
+        return [self.fate, self.verdict, self.site, self.param]
 
-    def numbers(self, share: Model) -> list[int]:
-        """All but the reasons themselves, as many of a share as ever."""
-        used = self.used or (False,) * len(share.params)
-        tap_next = self.tap_next or (False,) * len(share.units)
-        return [self.fate, len(self.text), *map(int, (*used, *tap_next))]
+    @staticmethod
+    def parse(words: Sequence[int], rank: int, subjects: int, sites: int) -> Ending:
+        """Another rank's.
+
+        Raises:
+            ExchangeError: it says what cannot be.
+        """
+        fate, verdict, site, param = words
+        try:
+            bounded("a subject of number", param + 1, subjects + 1)
+            return Ending(Fate(fate), Verdict(verdict), bounded("site", site, sites), param)
+        except ValueError as error:
+            raise ExchangeError(f"local rank {rank} says what cannot be: {error}") from None
 
 
-def told_fates(comm: TorchComm, fate: Fate) -> list[Fate]:
-    """Of every rank of the site."""
-    return [fate_of(word, rank) for rank, (word,) in enumerate(words_of_all(comm, [fate]))]
+ENDING_WORDS = 4
+
+
+def reasons_text(reasons: Sequence[Reason]) -> bytes:
+    """How the units of a share travelled, as it is sent."""
+    return json.dumps([reason.plain() for reason in reasons]).encode()
 
 
 def told_reasons(text: bytes, rank: int, units: int) -> list[Reason]:

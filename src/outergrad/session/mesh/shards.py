@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outergrad.capture.changes import ModelWatch, ShardWatch
-from outergrad.capture.claims import HeldHooks, HookedClaim, is_claimed
-from outergrad.capture.engine import NO_TASK, at_end_of_backward, refuse_nested_backward
-from outergrad.capture.optimizer_steps import look_at_steps
+from outergrad.capture.changes import ShardWatch
+from outergrad.capture.claims import is_claimed
 from outergrad.comm.agree import broadcast_all
+from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model
-from outergrad.messages.header import Header
 from outergrad.methods import PerLayer
 from outergrad.methods.per_layer import is_local
-from outergrad.record.gauge import Reading
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.mesh.level_step import LevelStep, SharePlanner
 from outergrad.session.mesh.levels import Levels, Mesh
-from outergrad.session.mesh.rank_reports import Fate, told_fates
-from outergrad.session.mesh.two_levels import LevelsSession
-from outergrad.session.settings import Settings
+from outergrad.session.mesh.mesh_step import MeshStep, Spread
+from outergrad.session.mesh.rank_reports import ENDING_WORDS, Ending, Fate
 from outergrad.step.captured import Captured
-from outergrad.step.groups import end_unfinished, on_group
 from outergrad.step.spec import StepSpec
-from outergrad.step.step import SharedStep
-from outergrad.step.unsynced import UnsyncedStep
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -144,143 +134,42 @@ def _check_parameter(name: str, p: Any, ranks: Sequence[int]) -> None:
         raise ValueError(f"{name!r} is placed as {p.placements}: it has to be sharded")
 
 
-class ShardStep(LevelStep):
-    """Once FSDP2 has reduced the gradients inside the site, each rank takes its shards onwards.
+class Sharded:
+    """FSDP2 reduces gradients inside the site, and leaves each rank its shards.
 
     Args:
-        task: of the backward.
-        model: the shards.
-        header: without what is used.
-        planner: of the shards.
-        levels: the ranks.
-        shards: the same, with the model's parameters.
-        reading: measures the shards, if the step is recorded.
-
-    Attributes:
-        used: parameters that FSDP2 has had a gradient for until now.
+        shards: this rank's.
+        model: of them.
+        local: to the ranks of this site.
     """
 
-    def __init__(
-        self,
-        task: int,
-        model: Model,
-        header: Header,
-        planner: SharePlanner,
-        levels: Levels,
-        shards: Shards,
-        reading: Reading | None,
-    ) -> None:
-        super().__init__(task, model, set(), header.step, planner)
-        self._model, self._header, self._reading = model, header, reading
-        self._levels, self._shards = levels, shards
+    def __init__(self, shards: Shards, model: Model, local: TorchComm) -> None:
+        self._shards, self._model, self._local = shards, model, local
         self.params = {name: shards.params[name] for name in model.params}
 
-    def on_ready(self, name: str) -> None:
-        """FSDP2 has the gradient of a shard."""
-        self.used.add(name)
+    def prepare(self, captured: Captured) -> None:
+        """Nothing is left to be done."""
 
-    def _go_through(self, fate: Fate) -> None:
+    def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
+        """Lends the gradients that FSDP2 has left."""
         self._shards.take()
-        fate = self._between(self._shared, fate)
+        used = captured.used
+        header = replace(spec.header, used=tuple(name in used for name in spec.model.params))
+        return replace(spec, header=header, used=set(used)), fate
+
+    def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
+        """Takes back the gradients, and tells what has become of them."""
         self._shards.give_back()
-        self.used |= set() if self.shared is None else self.shared.context.used
-        self._conclude(told_fates(self._levels.local, fate))
-        if self.shared is not None and self.shared.choice is not None:
-            units = self._model.units
-            self.reasons = dict(zip(units, self.shared.choice.reasons, strict=True))
+        comm = self._local
+        told = comm.all_gather(comm.control(ending.words()), [ENDING_WORDS] * comm.world_size)
+        return [part.tolist() for part in told.wait()]
 
-    def _shared(self) -> SharedStep:
-        model, comm = self._model, self._levels.site
-        masks = tuple(name in self.used for name in model.params)
-        spec = StepSpec(
-            model=model,
-            planner=self._planner,
-            comm=comm,
-            header=replace(self._header, used=masks),
-            used=set(self.used),
-            reading=self._reading,
-        )
-        return SharedStep(spec)
-
-
-class ShardedSession(LevelsSession):
-    """A session of which every rank shares its shards with its counterparts at the other sites.
-
-    FSDP2 calls the hooks of sharded parameters once it has reduced their gradients; at the end of
-    backward, behind FSDP2's own end, the mean over the sites is formed.
-    """
-
-    def __init__(
-        self,
-        inspection: Inspection,
-        levels: Levels,
-        fingerprint: int,
-        settings: Settings,
-        shards: Shards,
-    ) -> None:
-        super().__init__(inspection, levels, fingerprint, settings)
-        self._shards, self._fingerprint = shards, fingerprint
-        self._planner = SharePlanner(inspection.model, inspection.exchanges, levels.site.world_size)
-        trained = {name: shards.params[name] for name in inspection.model.params}
-        self._claims = {
-            n: HookedClaim(p, self, partial(self.on_ready, n)) for n, p in trained.items()
-        }
-
-    def detach(self) -> None:
-        """As `Session.detach`; FSDP2 goes on inside the site."""
-        for claim in self._claims.values():
-            claim.remove()
-        super().detach()
-
-    def watch(self, model: nn.Module, watch: ModelWatch) -> None:
-        """Looks at the model before steps of optimizers: else FSDP2 has its own tensors in it."""
-        self._model_watch = lambda: watch
-        self._thread = get_ident()
-        look_at_steps(self)
-
-    def _hooks(self) -> dict[str, HeldHooks]:
-        return {name: claim.hooks for name, claim in self._claims.items()}
-
-    def _begin(self, task: int) -> None:
-        refuse_nested_backward()
-        end_unfinished(self._comm.group)
-        self._refuse_lost()
-        self._refuse_unfrozen()
-        for claim in self._claims.values():
-            claim.hooks.hold()
-        step = self._step = self._sharded(task) if self._synchronise else self._kept(task)
-        at_end_of_backward(lambda: self._finish(step))
-
-    def _kept(self, task: int) -> UnsyncedStep:
-        """A backward under `no_sync()`: its gradients are the site's until the next shared one."""
-        captured = Captured(self._model, set())
-
-        def on_ready(name: str) -> None:
-            self._unshared.add(name)
-            captured.used.add(name)
-
-        return UnsyncedStep(task, captured, on_ready)
-
-    def _sharded(self, task: int) -> ShardStep:
-        sessions, number = on_group(self._comm.group), self._stats.step
-        alone, reading = len(sessions.attached) == 1, self._reporter.reading(number)
-        header = Header(self._fingerprint, number, self._comm.rank, (), (), alone)
-        parts = (header, self._planner, self._levels, self._shards, reading)
-        step = ShardStep(task, self._model, *parts)
-        step.used |= self._unshared
-        sessions.running.append(self)
-        return step
-
-    def _unused_step(self) -> ShardStep:
-        return self._sharded(NO_TASK)
-
-    def _refuse_unfrozen(self) -> None:
-        for name in self._frozen:
-            if self._shards.params[name].requires_grad:
-                raise RuntimeError(
-                    f"{name!r} was frozen when the model was distributed and would not be shared: "
-                    f"call session.detach() and og.distribute(model, ...) again on every rank"
-                )
+    def spread(self, step: MeshStep) -> Spread:
+        """Every rank has its shards."""
+        assert step.choice is not None
+        units, choice = self._model.units, step.choice
+        reasons = dict(zip(units, choice.reasons, strict=True))
+        return Spread(step.context.used, dict(zip(units, choice.tap_next, strict=True)), reasons)
 
 
 def broadcast_shards(levels: Levels, inspection: Inspection, model: nn.Module) -> None:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outergrad.capture.changes import ModelWatch
+from outergrad.comm.agree import broadcast_all
 from outergrad.core.protocols import Rules
+from outergrad.methods import Dense, LocalSteps
 from outergrad.session.description import shared_tensors
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.mesh.levels import (
-    Levels,
-    Mesh,
-    levels_of,
-    refuse_inspection,
-    refuse_method,
-    refuse_settings,
-)
+from outergrad.session.mesh.levels import Levels, Mesh, levels_of
+from outergrad.session.mesh.local_steps import MeshLocalSteps
+from outergrad.session.mesh.mesh_session import MeshSession
+from outergrad.session.mesh.refusals import of_inspection, of_method, of_settings, refuse
+from outergrad.session.mesh.sharded_session import ShardedSession
 from outergrad.session.mesh.shards import (
-    ShardedSession,
     Shards,
     broadcast_shards,
     is_sharded,
     look_at,
 )
-from outergrad.session.mesh.two_levels import LevelsSession, TwoLevelSession
+from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.topology import Topology
 
@@ -48,24 +48,36 @@ class MeshTopology(Topology):
         self._levels: Levels = levels_of(mesh, device, timeout)
         self.site = self._levels.site
         self._shards: Shards | None = None
+        self._inside: Inspection | None = None
+        """What the ranks of a site share in every backward, where sites step by themselves."""
+        self._own: list[str] = []
 
     def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
         """What is shared, of shards of the model if the ranks of a site hold such."""
-        refuse_method(method)
+        refuse(of_method(method, sharded=is_sharded(model)))
         if is_sharded(model):
             inspection, self._shards = look_at(model, method, self._mesh)
+        elif isinstance(method, LocalSteps):
+            self._inside = inspect(model, Dense(), {})
+            inspection = inspect(model, method.method, {})
         else:
             inspection = inspect(model, method, rules)
-        refuse_inspection(inspection)
-        return inspection
+        refuse(of_inspection(inspection, **self._kind))
+        own = inspection.local.items()
+        self._own = [f"parameter {n} of the site: {tuple(p.shape)} {p.dtype}" for n, p in own]
+        return averaged_inside(model, inspection) if inspection.local else inspection
 
     def refuse_settings(self, **settings: Any) -> None:
         """Raises for settings that need one level."""
-        refuse_settings(**settings)
+        refuse(of_settings(settings, **self._kind))
+
+    @property
+    def _kind(self) -> dict[str, bool]:
+        return {"sharded": self._shards is not None, "steps": self._inside is not None}
 
     def agree(self, lines: Sequence[str], error: Exception | None) -> int:
         """All ranks of all sites."""
-        return self._levels.agree(lines, error)
+        return self._levels.agree(lines, error, self._own)
 
     def make_equal(self, model: nn.Module, inspection: Inspection) -> list[Tensor]:
         """Overwrites parameters and buffers by the first site's; shards are not compared."""
@@ -74,12 +86,33 @@ class MeshTopology(Topology):
             return []
         tensors = [t for _, _, t in shared_tensors(model, inspection)]
         self._levels.broadcast_all(tensors)
+        local = {n: t for n, t in model.named_buffers() if n in inspection.local_buffers}
+        broadcast_all(self._levels.local, [*inspection.local.values(), *local.values()])
         return tensors
 
     def session(
         self, inspection: Inspection, agreed: int, settings: Settings, method: Any
-    ) -> LevelsSession:
+    ) -> MeshSession:
         """The session of this rank."""
         if self._shards is not None:
             return ShardedSession(inspection, self._levels, agreed, settings, self._shards)
-        return TwoLevelSession(inspection, self._levels, agreed, settings)
+        if self._inside is not None:
+            about = Settings(method=repr(Dense()))
+            inner = Session(self._inside, self._levels.local, agreed, about)
+            own = (inspection, self._levels, agreed, settings)
+            return MeshLocalSteps(*own, method, inner)
+        return MeshSession(inspection, self._levels, agreed, settings)
+
+
+def averaged_inside(model: nn.Module, inspection: Inspection) -> Inspection:
+    """`og.Local()` parameters are a site's own, so that its ranks share them, and nobody else."""
+    own = {name: p for name, p in inspection.local.items() if p.requires_grad}
+    names = inspection.model.params.keys() | own.keys()
+    params = {name: p for name, p in model.named_parameters() if name in names}
+    reasons = {**inspection.model.reasons, **dict.fromkeys(own, "each site keeps its own")}
+    return replace(
+        inspection,
+        model=replace(inspection.model, params=params, reasons=reasons),
+        every={**inspection.every, **dict.fromkeys(own, 1)},
+        watch=ModelWatch(model, params, inspection.local, lambda name: False),
+    )

@@ -18,7 +18,7 @@ from cases import METHODS, Boom, Case, Events, build, mlp, pooled, relative_erro
 from covering import covering
 from meshes import ThreadMesh, run_mesh, try_mesh
 from outergrad.methods.dad import DADExchange
-from outergrad.session.mesh.pooling import Conclusion
+from outergrad.session.mesh.pooled import Pooled
 from ranks import run_on_lasting_groups
 
 CASES = build()
@@ -370,13 +370,14 @@ def test_a_rank_that_leaves_behind_the_votes_leaves_its_site_in_doubt(monkeypatc
     """Its neighbour cannot hear of the share that is missing; the other site has all of them."""
     own = threading.local()
 
-    class Leaving(Conclusion):
-        def __init__(self, *args):
-            if own.leaves:
-                raise LeftError
-            super().__init__(*args)
+    tell = Pooled.tell
 
-    monkeypatch.setattr("outergrad.session.mesh.pooled_step.Conclusion", Leaving)
+    def leave(*args):
+        if own.leaves:
+            raise LeftError
+        return tell(*args)
+
+    monkeypatch.setattr(Pooled, "tell", leave)
 
     def body(mesh):
         own.leaves = mesh.number == 1
@@ -555,32 +556,48 @@ def test_recorders_tell_ranks_apart():
 # -- refusals ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "match"),
-    [
-        (og.LocalSteps(2), "LocalSteps"),
-        (og.EDAD(), "EDAD"),
-        (og.PerLayer({"0.*": og.EDAD(), "*": og.DAD()}), "EDAD"),
-        (og.PerLayer({"0.*": og.Local(), "*": og.DAD()}), r"og.Local\(\) for '0.weight'"),
-        (og.DAD(every=2), "every=2 for '0.weight'"),
-    ],
-)
-def test_methods_that_need_one_level(method, match):
+REFUSED: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
+    "local steps by samples": (WIDE, og.LocalSteps(2), {"weighting": "samples"}, "count alike"),
+    "edad": (WIDE, og.EDAD(), {}, "EDAD"),
+    "edad of some": (WIDE, og.PerLayer({"0.*": og.EDAD(), "*": og.DAD()}), {}, "EDAD"),
+    "own parts that step by themselves": (
+        WIDE,
+        og.LocalSteps(2, method=og.PerLayer({"0.*": og.Local(), "*": og.Dense()})),
+        {},
+        r"og.Local\(\) for '0.weight'",
+    ),
+    "joint": (
+        WIDE,
+        og.PerLayer({"0.*": og.Local(), "*": og.DAD()}, joint=True),
+        {},
+        "use joint=False",
+    ),
+    "recurrent": (nn.GRU(4, 5), og.DAD(reveal="activations"), {}, "reveal='gradient'"),
+    "mean buffers": (WIDE, og.DAD(), {"buffers": "mean"}, "each rank keeps its own"),
+    "broadcast buffers": (WIDE, og.DAD(), {"buffers": "broadcast"}, "each rank keeps its own"),
+    "comparing": (WIDE, og.DAD(), {"verify_every": 3}, "is not compared; leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_sites_of_one_rank(name):
+    model, method, settings, match = REFUSED[name]
+
     def body(mesh):
-        with pytest.raises(ValueError, match=match):
-            og.distribute(copy.deepcopy(WIDE), method, mesh=mesh)
+        with pytest.raises(ValueError, match=f"^mesh= with .*{match}"):
+            og.distribute(copy.deepcopy(model), method, mesh=mesh, **settings)
 
     run_mesh(1, 1, body)
 
 
-def test_recurrent_layers_that_would_be_computed_again():
-    gru = nn.GRU(4, 5)
-
+def test_replicas_are_not_made_equal():
     def body(mesh):
-        with pytest.raises(ValueError, match="reveal='gradient'"):
-            og.distribute(copy.deepcopy(gru), og.DAD(reveal="activations"), mesh=mesh)
+        session = og.distribute(copy.deepcopy(WIDE), mesh=mesh)
+        with pytest.raises(RuntimeError, match="distribute the model again"):
+            session.make_equal()
+        session.detach()
 
-    run_mesh(1, 1, body)
+    run_mesh(1, 2, body)
 
 
 @pytest.mark.parametrize("names", [None, ("site",), ("dp", "local"), ("site", "local", "tp")])

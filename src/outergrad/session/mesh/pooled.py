@@ -1,0 +1,152 @@
+"""Ranks of one site that each have a whole model: every rank pools a share of it for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outergrad.buckets.bucket import copy_scaled
+from outergrad.comm.torch import TorchComm
+from outergrad.core.errors import ExchangeError
+from outergrad.core.model import Model
+from outergrad.core.types import Unit
+from outergrad.messages.header import Header
+from outergrad.messages.layout import Layout
+from outergrad.session.mesh.mesh_step import MeshStep, Spread
+from outergrad.session.mesh.pooling import Pooling, message_bytes, pool
+from outergrad.session.mesh.rank_reports import (
+    ENDING_WORDS,
+    Ending,
+    Fate,
+    Report,
+    reasons_text,
+    told_reasons,
+)
+from outergrad.session.mesh.share_planner import SharePlanner
+from outergrad.step import param_grad
+from outergrad.step.captured import Captured
+from outergrad.step.carried_over import CarriedOver
+from outergrad.step.spec import StepSpec
+
+_MOST_TEXT = 1 << 24
+
+
+class Pooled:
+    """Every rank takes a share of the model to its counterparts at the other sites.
+
+    So these see one site with the rows, or the mean gradient, of all its ranks.
+
+    Args:
+        model: what is shared.
+        planner: of this rank's share.
+        local: to the ranks of this site.
+
+    Attributes:
+        active: the ranks of the site that have a batch in `session.join()`.
+    """
+
+    def __init__(self, model: Model, planner: SharePlanner, local: TorchComm) -> None:
+        self._planner, self._local = planner, local
+        self.params = model.params
+        self.active: list[int] = []
+        self._text, self._stays = b"", set[str]()
+        self._told: list[list[int]] = []
+
+    def prepare(self, captured: Captured) -> None:
+        """Computes this rank's rows."""
+        for name, p in self.params.items():
+            if p.grad is not None and p.grad.is_sparse:
+                raise RuntimeError(
+                    f"{name!r} has a sparse gradient: build its layer with sparse=False"
+                )
+        captured.compute()
+
+    def reduce(self, spec: StepSpec, captured: Captured, fate: Fate) -> tuple[StepSpec, Fate]:
+        """Sends each rank what it pools, and takes in the rows and gradients of its own share."""
+        reports = self._reports(spec.header, captured, fate)
+        pooling, share = Pooling(spec.model, self._planner.shares, reports), self._planner.share
+        worst, carried_over = max(report.fate for report in reports), CarriedOver()
+        if worst == Fate.GOOD:
+            for name in pooling.formed:
+                captured.settle(name)
+            means, stacked = pool(pooling, self._local, captured)
+            param_grad.overwrite(share.params, means)
+            carried_over = CarriedOver(stacked)
+        self.active = pooling.active
+        between = self._planner.between
+        self._stays = pooling.used & (share.params.keys() - between.params.keys())
+        own = replace(
+            spec,
+            model=between,
+            header=pooling.header(spec.header, between),
+            used=pooling.used & between.params.keys(),
+            carried_over=carried_over,
+        )
+        return own, worst
+
+    def _reports(self, header: Header, captured: Captured, fate: Fate) -> list[Report]:
+        """What every rank of the site says of its backward."""
+        comm, found = self._local, captured.has_autograd_grad
+        ours = replace(header, rank=comm.rank)
+        words = Report(ours, fate, tuple(name in found for name in self.params)).words()
+        told = comm.all_gather(comm.control(words), [len(words)] * comm.world_size).wait()
+        try:
+            return [Report.parse(t.tolist(), ours, rank) for rank, t in enumerate(told)]
+        except ExchangeError as error:
+            raise ExchangeError(f"among the ranks of one site, {error}") from error
+
+    def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
+        """With each share: what of it is used, what to tap, whether there is more to say."""
+        planner, choice, share = self._planner, step.choice, self._planner.share
+        used, tap_next = [False] * len(share.params), (False,) * len(share.units)
+        if ending.fate == Fate.GOOD and choice is not None:
+            found = step.context.used | self._stays
+            used, tap_next = [name in found for name in share.params], choice.tap_next
+            news = dict(zip(share.units, choice.reasons, strict=True))
+            if not news.items() <= planner.known.items():
+                self._text = reasons_text(choice.reasons)
+        words = [*ending.words(), len(self._text), *map(int, (*used, *tap_next))]
+        sizes = [ENDING_WORDS + 1 + len(s.params) + len(s.units) for s in planner.shares]
+        arrived = self._local.all_gather(self._local.control(words), sizes).wait()
+        said = [part.tolist() for part in arrived]
+        self._told = [words[ENDING_WORDS:] for words in said]
+        return [words[:ENDING_WORDS] for words in said]
+
+    def spread(self, step: MeshStep) -> Spread:
+        """Sends the mean gradients of this share to all, and writes those of the others."""
+        shares, known, used = self._planner.shares, self._planner.known, set[str]()
+        tap_next: dict[Unit, bool] = {}
+        layouts = [self._layout(rank) for rank in range(len(shares))]
+        own, arrived = self._planner.share, self._gathered(layouts)
+        for rank, (share, layout, part) in enumerate(zip(shares, layouts, arrived, strict=True)):
+            means = layout.by_name(layout.flats(part))
+            used |= means.keys()
+            if share is not own:
+                param_grad.overwrite(share.params, means)
+            flags = self._told[rank][1 + len(share.params) :]
+            tap_next.update(zip(share.units, map(bool, flags), strict=True))
+            text = layout.blobs(part)[0]
+            if text is not None:
+                told = told_reasons(text.cpu().numpy().tobytes(), rank, len(share.units))
+                known.update(zip(share.units, told, strict=True))
+        return Spread(used, tap_next, known)
+
+    def _gathered(self, layouts: list[Layout]) -> list[Tensor]:
+        comm, own = self._local, layouts[self._local.rank]
+        message = torch.zeros(message_bytes(own), dtype=torch.uint8, device=comm.device)
+        for name, view in own.by_name(own.flats(message)).items():
+            copy_scaled(name, own.extras[name], view, 1.0)
+        for view in own.blobs(message):
+            if view is not None:
+                view.copy_(torch.frombuffer(bytearray(self._text), dtype=torch.uint8))
+        return comm.all_gather(message, [message_bytes(layout) for layout in layouts]).wait()
+
+    def _layout(self, rank: int) -> Layout:
+        """Of the message of a rank's share: the gradients of what is used of it, and words."""
+        share, (length, *flags) = self._planner.shares[rank], self._told[rank]
+        if not 0 <= length < _MOST_TEXT:
+            raise ExchangeError(f"local rank {rank} announced {length} bytes of words")
+        pairs = zip(share.params.items(), flags[: len(share.params)], strict=True)
+        return Layout(0, {name: p for (name, p), used in pairs if used}, [], [length])

@@ -1,0 +1,90 @@
+"""What does not go together with `mesh=`, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from outergrad.methods import EDAD, LocalSteps, PerLayer
+from outergrad.session.inspect import Inspection
+
+_SHARDED = "a model of fully_shard()"
+
+
+def refuse(problems: Iterator[str]) -> None:
+    """Raises for the first of what cannot be.
+
+    Raises:
+        ValueError: names it, with the remedy.
+    """
+    first = next(problems, None)
+    if first is not None:
+        raise ValueError(f"mesh= with {first}")
+
+
+def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
+    """Methods that need sites of one rank, or whole models."""
+    if isinstance(method, LocalSteps) and sharded:
+        yield (
+            f"og.LocalSteps of {_SHARDED}: how whole weights have changed, no rank knows; use "
+            f"og.RankDAD(...), og.PowerSGD(...) or og.Dense()"
+        )
+    methods = list(method.methods.values()) if isinstance(method, PerLayer) else [method]
+    if any(isinstance(one, EDAD) for one in methods):
+        yield (
+            "og.EDAD: what sites compute again for each other cannot be pooled inside a site; use "
+            "og.DAD() with mesh=, or og.EDAD with group= over all ranks"
+        )
+
+
+def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iterator[str]:
+    """What the method would do of this model."""
+    if inspection.blocks:
+        name = inspection.blocks[0].block.name
+        yield (
+            f"reveal='activations': {name!r} would be computed again by all sites, which cannot be "
+            f"pooled inside a site; use og.DAD() with reveal='gradient'"
+        )
+    if inspection.joint_parts:
+        yield (
+            "PerLayer(joint=True): deltas are averaged while backward runs, and what the ranks of "
+            "a site have comes together behind it; use joint=False"
+        )
+    for name in [*inspection.local, *inspection.local_buffers]:
+        if sharded or steps:
+            yield (
+                f"og.Local() for {name!r} of {_SHARDED} or with og.LocalSteps: its ranks have to "
+                f"share it; give it another method"
+            )
+    for name, k in inspection.every.items():
+        if sharded and k > 1:
+            yield (
+                f"every={k} for {name!r} of {_SHARDED}: what FSDP2 leaves of a pass is not kept "
+                f"outside of param.grad; use session.no_sync() for the passes in between"
+            )
+
+
+def of_settings(settings: Mapping[str, Any], *, sharded: bool, steps: bool) -> Iterator[str]:
+    """Settings that need sites of one rank, or whole models, or gradients."""
+    weighting, buffers = settings["weighting"], settings["buffers"]
+    verify_every = settings["verify_every"]
+    if steps and weighting != "sites":
+        yield (
+            f"weighting={weighting!r} and og.LocalSteps: the ranks of a site count alike in the "
+            f"steps between two exchanges; leave it out, or use group= over all ranks"
+        )
+    if sharded and weighting != "sites":
+        yield (
+            f"weighting={weighting!r} of {_SHARDED}: FSDP2 averages the ranks of a site alike; use "
+            f"batches of one size"
+        )
+    if buffers not in (None, "local"):
+        yield (
+            f"buffers={buffers!r}: each rank keeps its own; leave it out, and average running "
+            f"statistics before a test"
+        )
+    if verify_every is not None:
+        yield (
+            f"verify_every={verify_every}: what the ranks of a site hold is not compared; leave it "
+            f"out"
+        )
