@@ -354,7 +354,7 @@ def blocks(codecs: Any) -> Target:
     method = og.EDAD(blocks=["0"], inputs="raw", always=True, wire=codecs)
     session = attach(model, method, MirrorComm(2, Tracer()), Link(1e-3, 1e9))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outergrad.buckets.bucket.block_gradients", keep)
+        patch.setattr("outergrad.buckets.gather.block_gradients", keep)
         model(torch.randn(5, 6)).square().mean().backward()
     session.detach()
     tapped, (own, other, *_), *rest = found[0]

@@ -189,7 +189,11 @@ def test_plans_foresee_what_sites_send(program):
     comms = [MirrorComm(program.sites, tracer) for _ in program.nets]
     nets = built(program)
     pairs = iter(comms)
-    planned = Real(program, 0, nets, lambda net, m: attach(net, m, next(pairs), LINK), alike=True)
+
+    def mirrored(net: Any, method: Any) -> og.Session:
+        return attach(net, method, next(pairs), LINK, buffers="broadcast")
+
+    planned = Real(program, 0, nets, mirrored, alike=True)
     for number, (_, sessions) in enumerate(planned.play()):
         for k, session in enumerate(sessions):
             plan, stats = session.stats(), found[0][number].stats[k]
