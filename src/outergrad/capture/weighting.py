@@ -61,6 +61,18 @@ class Weighting:
             )
         return weight
 
+    def take(self) -> int:
+        """Of this site in the step that begins.
+
+        What is counted from now on is for the next, also if the backward of this one raises.
+
+        Raises:
+            RuntimeError: nothing was counted yet.
+        """
+        weight = self.weight
+        self.settle()
+        return weight
+
     def say(self, n: int) -> None:
         """Counts samples in place of what the forwards would count.
 

@@ -128,7 +128,7 @@ class Stepping(GivingUp):
         announced = due_parts.used | due_parts.carried_over.params
         points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
         agreed = due_parts.carried_over, described(points) if self._joint else None
-        loop = Loop(self._weighting.weight, self._join, self._buffers.written())
+        loop = Loop(self._weighting.take(), self._join, self._buffers.written())
         about = Announced(self._stats.step, announced, waiting, *agreed, loop)
         header = due_parts.due.header_builder.header(about)
         return self._new_step(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import outergrad as og
+from cases import Boom
 from loops import METHODS, assert_close, batch, loss_of, net, pooled
 from outergrad.capture.weighting import Weighting
 from ranks import run_on_lasting_groups
@@ -90,6 +91,35 @@ def test_the_loop_may_say_what_counts(method):
         x = torch.cat([batch(site, k)[:n] for site, n in enumerate(counts)]).double()
         model(x).square().mean().backward()
         assert_equal_and_close([g[k] for g in found], [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_samples_of_a_backward_that_raised_do_not_count(says):
+    """The site that raised hears of the step's end only in its next backward, after the forward."""
+    rows = (2, 5, 1)
+
+    def body(rank, group):
+        model = net()
+        session = og.distribute(model, og.DAD(), group=group, weighting="samples")
+        for k in range(3):
+            model.zero_grad()
+            if says:
+                session.samples(rows[rank])
+            armed = (rank, k) == (1, 1)
+            hook = model.first.register_forward_hook(lambda _, x, y, a=armed: Boom.apply(y, a))
+            loss = loss_of(model, batch(rank, k, rows[rank]))
+            hook.remove()
+            try:
+                loss.backward()
+            except (ArithmeticError, og.StepDiscardedError):
+                assert k == 1
+        return [p.grad.clone() for p in model.parameters()]
+
+    found = run_on_lasting_groups(SITES, body)
+    model = net().double()
+    x = torch.cat([batch(site, 2, n) for site, n in enumerate(rows)]).double()
+    loss_of(model, x).backward()
+    assert_equal_and_close(found, [p.grad for p in model.parameters()])
 
 
 def test_accumulated_batches_count_by_all_their_samples(method):
