@@ -7,23 +7,42 @@ with the last gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import StepContext
-from outergrad.core.transport import Work
+from outergrad.core.transport import Comm, Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, Join
-from outergrad.messages.wire import BUFFERS, Preamble
+from outergrad.messages.wire import BUFFERS, Preamble, State
 
 Kind = Literal["broadcast", "mean", "local"]
 KINDS: tuple[Kind, ...] = ("broadcast", "mean", "local")
 _STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
+
+
+class Parties(Protocol):
+    """Whose buffers come together: the sites of a step, or the ranks of one site."""
+
+    @property
+    def headers(self) -> Sequence[Header]:
+        """What each of them has."""
+        ...
+
+    @property
+    def comm(self) -> Comm:
+        """Between them."""
+        ...
+
+    @property
+    def state(self) -> State:
+        """How this one fares."""
+        ...
 
 
 _Seen = tuple[Tensor | None, int]
@@ -72,6 +91,7 @@ class SharedBuffers:
         self._places = list(_places(model, local)) if shares and model is not None else []
         self._statistics = _statistics(self._places)
         self._seen: list[_Seen] = []
+        self._pooled: dict[_Place, Tensor | None] | None = None
         self.note()
 
     @property
@@ -105,7 +125,38 @@ class SharedBuffers:
             changed[k] = changed[k] or (trained and self._places[k].tensor is not None)
         return tuple(changed)
 
-    def start(self, context: StepContext) -> BufferMessage:
+    def pooled(self, message: BufferMessage) -> SharedBuffers:
+        """The same as a site of several ranks has them, from the message of its ranks.
+
+        They stand apart from the model until `take_pooled`, which is for a step that counts.
+        """
+        site = copy.copy(self)
+        site._pooled = {}
+        site.take(message.values())
+        return site
+
+    def take_pooled(self, site: SharedBuffers) -> None:
+        """Leaves what `pooled` ones have become in the model."""
+        if site._pooled:
+            self.take(site._pooled)
+
+    def value(self, place: _Place) -> Tensor | None:
+        """What is sent of one."""
+        return place.tensor if self._pooled is None else self._pooled.get(place, place.tensor)
+
+    @torch.no_grad()
+    def take(self, values: Mapping[_Place, Tensor | None]) -> None:
+        """Keeps what was agreed on; of None what was there."""
+        if self._pooled is not None:
+            self._pooled.update(
+                {p: None if t is None else t.to(p.dtype) for p, t in values.items()}
+            )
+            return
+        for place, value in values.items():
+            _put(place, value)
+        self.note()
+
+    def start(self, context: Parties) -> BufferMessage:
         """Sends what has to be sent; the same on every site."""
         masks = zip(*(header.buffers for header in context.headers), strict=True)
         pairs = zip(self._places, masks, strict=False)
@@ -119,9 +170,7 @@ class BufferMessage:
     sends its floating ones, too. A preamble says of each whether it is there.
     """
 
-    def __init__(
-        self, buffers: SharedBuffers, places: Sequence[_Place], context: StepContext
-    ) -> None:
+    def __init__(self, buffers: SharedBuffers, places: Sequence[_Place], context: Parties) -> None:
         self._buffers, self._context = buffers, context
         self._headers, self._rank = context.headers, context.comm.rank
         active = [h.rank for h in self._headers if h.join in (Join.NONE, Join.INSIDE)]
@@ -153,9 +202,7 @@ class BufferMessage:
     def finish(self, *, write: bool) -> None:
         """Writes what came unless the step is void."""
         if write and self._messages:
-            with torch.no_grad():
-                self._write(self._messages)
-            self._buffers.note()
+            self._buffers.take(self.values())
 
     def _sent_by(self, site: Header) -> list[_Place]:
         """What a site sends."""
@@ -176,22 +223,24 @@ class BufferMessage:
         device, places = self._context.comm.device, self._sent_by(header)
         message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         for place, part in zip(places, _parts(message, places), strict=True):
-            if (t := place.tensor) is not None:
+            if (t := self._buffers.value(place)) is not None:
                 part.copy_(t.detach().contiguous().view(-1).view(torch.uint8))
-        self._preamble(header, [place.tensor is not None for place in places]).write(message)
+        there = [self._buffers.value(place) is not None for place in places]
+        self._preamble(header, there).write(message)
         return message
 
     def _read(self, message: Tensor, site: Header) -> Preamble:
         expected = self._preamble(site, [False] * len(self._sent_by(site)))
         return Preamble.read(message, expected, site.rank)
 
-    def _write(self, messages: Sequence[Tensor]) -> None:
-        triples = zip(messages, self._headers, self._preambles, strict=True)
+    def values(self) -> dict[_Place, Tensor | None]:
+        """What becomes of each that was sent; None where the site whose it is has none."""
+        if self._work is None:
+            return {}
+        triples = zip(self._messages, self._headers, self._preambles, strict=True)
         found = [_read(message, self._sent_by(site), p.flags) for message, site, p in triples]
-        for place in self._taken:
-            _put(place, found[self._source].get(place))
-        for place in self._means:
-            _put(place, self._mean([part.get(place) for part in found]))
+        taken = {place: found[self._source].get(place) for place in self._taken}
+        return taken | {p: self._mean([part.get(p) for part in found]) for p in self._means}
 
     def _mean(self, values: Sequence[Tensor | None]) -> Tensor | None:
         """By the weights of the gradients, in the order of sites; the source's if all are 0."""

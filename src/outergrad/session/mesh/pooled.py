@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import copy_scaled
 from outergrad.comm.torch import TorchComm
-from outergrad.core.errors import ExchangeError
+from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.model import Model
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
+from outergrad.messages.wire import State
 from outergrad.session.mesh.mesh_step import MeshStep, Spread
 from outergrad.session.mesh.pooling import Pooling, message_bytes, pool
 from outergrad.session.mesh.rank_reports import (
@@ -26,11 +27,21 @@ from outergrad.session.mesh.rank_reports import (
 )
 from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.step import param_grad
+from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured
 from outergrad.step.carried_over import CarriedOver
 from outergrad.step.spec import StepSpec
 
 _MOST_TEXT = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks of a site, whose buffers come together before they go to the other sites."""
+
+    headers: list[Header]
+    comm: TorchComm
+    state: State = State.GOOD
 
 
 class Pooled:
@@ -53,6 +64,7 @@ class Pooled:
         self.active: list[int] = []
         self._text, self._stays = b"", set[str]()
         self._told: list[list[int]] = []
+        self._buffers = self._site_buffers = SharedBuffers()
 
     def prepare(self, captured: Captured) -> None:
         """Computes this rank's rows."""
@@ -74,6 +86,7 @@ class Pooled:
             means, stacked = pool(pooling, self._local, captured)
             param_grad.overwrite(share.params, means)
             carried_over = CarriedOver(stacked)
+            spec = replace(spec, buffers=self._pooled_buffers(spec.buffers, reports))
         self.active = pooling.active
         between = self._planner.between
         self._stays = pooling.used & (share.params.keys() - between.params.keys())
@@ -96,6 +109,16 @@ class Pooled:
             return [Report.parse(t.tolist(), ours, rank) for rank, t in enumerate(told)]
         except ExchangeError as error:
             raise ExchangeError(f"among the ranks of one site, {error}") from error
+
+    def _pooled_buffers(self, buffers: SharedBuffers, reports: list[Report]) -> SharedBuffers:
+        """As the whole site has them."""
+        message = buffers.start(_Ranks([report.header for report in reports], self._local))
+        try:
+            message.receive()
+        except RefusedError as error:
+            raise ExchangeError(f"among the ranks of one site, {error}") from error
+        self._buffers, self._site_buffers = buffers, buffers.pooled(message)
+        return self._site_buffers
 
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
         """With each share: what of it is used, what to tap, whether there is more to say."""
@@ -131,6 +154,7 @@ class Pooled:
             if text is not None:
                 told = told_reasons(text.cpu().numpy().tobytes(), rank, len(share.units))
                 known.update(zip(share.units, told, strict=True))
+        self._buffers.take_pooled(self._site_buffers)
         return Spread(used, tap_next, known)
 
     def _gathered(self, layouts: list[Layout]) -> list[Tensor]:

@@ -102,7 +102,9 @@ class Pooling:
         uses = tuple(map(self.use, share.slots))
         joins = [report.header.join for report in self._reports]
         join = Join.GONE if Join.GONE in joins else min(joins)  # inside while one of the ranks is
-        return replace(header, used=used, uses=uses, weight=self.weight, join=join)
+        masks = zip(*(report.header.buffers for report in self._reports), strict=True)
+        own = {"weight": self.weight, "join": join, "buffers": tuple(map(any, masks))}
+        return replace(header, used=used, uses=uses, **own)
 
     @property
     def active(self) -> list[int]:

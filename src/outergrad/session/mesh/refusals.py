@@ -78,10 +78,11 @@ def of_settings(settings: Mapping[str, Any], *, sharded: bool, steps: bool) -> I
             f"weighting={weighting!r} of {_SHARDED}: FSDP2 averages the ranks of a site alike; use "
             f"batches of one size"
         )
-    if buffers not in (None, "local"):
+    if buffers not in (None, "local") and (sharded or steps):
+        what = _SHARDED if sharded else "og.LocalSteps"
         yield (
-            f"buffers={buffers!r}: each rank keeps its own; leave it out, and average running "
-            f"statistics before a test"
+            f"buffers={buffers!r} and {what}: each rank keeps its own; leave it out, and average "
+            f"running statistics before a test"
         )
     if verify_every is not None:
         yield (

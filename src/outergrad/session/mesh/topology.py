@@ -30,6 +30,7 @@ from outergrad.session.mesh.shards import (
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.topology import Topology
+from outergrad.step.buffers import Kind
 
 
 class MeshTopology(Topology):
@@ -41,7 +42,7 @@ class MeshTopology(Topology):
         timeout: as for `distribute`.
     """
 
-    buffers = "local"
+    buffers: Kind = "local"
 
     def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta | None) -> None:
         self._mesh = mesh
@@ -61,7 +62,7 @@ class MeshTopology(Topology):
             self._inside = inspect(model, Dense(), {})
             inspection = inspect(model, method.method, {})
         else:
-            inspection = inspect(model, method, rules)
+            inspection, self.buffers = inspect(model, method, rules), Topology.buffers
         refuse(of_inspection(inspection, **self._kind))
         own = inspection.local.items()
         self._own = [f"parameter {n} of the site: {tuple(p.shape)} {p.dtype}" for n, p in own]

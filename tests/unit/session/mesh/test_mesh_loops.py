@@ -70,6 +70,71 @@ def test_a_rank_counts_by_its_samples(label):
         assert_near(by_rank[0][k], double)
 
 
+# -- buffers= ---------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A norm with running statistics, and a backward that may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(60), nn.Linear(60, 20)
+
+    def forward(self, x: Tensor, armed: bool = False) -> Tensor:
+        return self.out(Boom.apply(self.norm(x), armed))
+
+
+RAISES = 2
+"""The step in which the backward of one rank raises."""
+
+
+@pytest.mark.parametrize("kind", [None, "broadcast", "mean", "local"])
+@pytest.mark.parametrize("weighting", ["sites", "samples"])
+def test_running_statistics(kind, weighting):
+    """Of the first rank's, or the mean of all ranks'; each rank's own of a step that is void."""
+    counts = (12, 7, 5, 9)
+
+    def body(mesh: ThreadMesh) -> list[dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model, found = Normed(), []
+        settings = {"buffers": kind, "weighting": weighting}
+        session = og.distribute(model, og.DAD(), mesh=mesh, **settings)
+        for k in range(5):
+            model.zero_grad()
+            armed = k == RAISES and mesh.number == 3
+            try:
+                x = (k + 1) * ROWS[mesh.number][: counts[mesh.number]]
+                model(x, armed).square().mean().backward()
+            except (ArithmeticError, og.StepDiscardedError):
+                assert k == RAISES
+            found.append({name: t.clone() for name, t in model.named_buffers()})
+        session.detach()
+        return found
+
+    by_rank = run_mesh(2, 2, body)
+    doubles = [nn.BatchNorm1d(60).double() for _ in ROWS]
+    own = counts if weighting == "samples" else (1,) * len(ROWS)
+    for k in range(5):
+        for double, x, n in zip(doubles, ROWS, counts, strict=True):
+            double((k + 1) * x[:n].double())
+        if k != RAISES and kind != "local":
+            assert_same([found[k] for found in by_rank])
+            for name, _ in doubles[0].named_buffers():
+                values = [double.get_buffer(name) for double in doubles]
+                mean = sum(n / sum(own) * t for n, t in zip(own, values, strict=True))
+                floating = values[0].is_floating_point()
+                value = mean if kind == "mean" and floating else values[0].clone()
+                for t in values:
+                    t.copy_(value)
+        for rank, found in enumerate(by_rank):
+            for name, t in doubles[rank].named_buffers():
+                assert relative_error(found[k][f"norm.{name}"].double(), t.double()) < 1e-6, (
+                    k,
+                    rank,
+                    name,
+                )
+
+
 # -- every=k ----------------------------------------------------------------------------------
 
 

@@ -573,8 +573,13 @@ REFUSED: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
         "use joint=False",
     ),
     "recurrent": (nn.GRU(4, 5), og.DAD(reveal="activations"), {}, "reveal='gradient'"),
-    "mean buffers": (WIDE, og.DAD(), {"buffers": "mean"}, "each rank keeps its own"),
-    "broadcast buffers": (WIDE, og.DAD(), {"buffers": "broadcast"}, "each rank keeps its own"),
+    "mean buffers": (WIDE, og.LocalSteps(2), {"buffers": "mean"}, "each rank keeps its own"),
+    "broadcast buffers": (
+        WIDE,
+        og.LocalSteps(2),
+        {"buffers": "broadcast"},
+        "each rank keeps its own",
+    ),
     "comparing": (WIDE, og.DAD(), {"verify_every": 3}, "is not compared; leave it out"),
 }
 
