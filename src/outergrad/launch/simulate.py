@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Generic, TypeVar
@@ -125,8 +126,12 @@ class _Simulation(Generic[T]):
         They close when nobody holds the group: the frames of the error do, and what they held.
         """
         traceback.clear_frames(error.__traceback__)
-        gc.collect()
-        self._groups.pop(site, None)
+        if (held := self._groups.get(site)) is None:
+            return
+        group = weakref.ref(held)
+        del held, self._groups[site]
+        if group() is not None:  # seconds in a process of many objects, so only where it helps
+            gc.collect()
 
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         """Until all have ended, or one has failed: the others may wait for it."""
@@ -139,11 +144,13 @@ class _Simulation(Generic[T]):
 
     def _end(self, threads: Sequence[threading.Thread]) -> None:
         self._stop.set()
-        end = time.monotonic() + _GRACE_S
+        end, wait_s = time.monotonic() + _GRACE_S, _POLL_S
         for thread in threads:
             while thread.is_alive() and time.monotonic() < end:
-                gc.collect()  # what a site that failed has left holds its connections open
-                thread.join(_POLL_S)
+                thread.join(wait_s)
+                if thread.is_alive():
+                    gc.collect()  # what a site that failed has left holds its connections open
+                    wait_s *= 2
 
 
 def _told(site: int, error: Exception) -> RecipeError | SiteError:
