@@ -26,7 +26,8 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not alone"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -159,6 +159,7 @@ def stream(one, other, size):
 
 @shaped
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("sites", [2, 3])
 def test_every_site_reaches_every_other_at_the_rate(at, sites):
     with places(sites, parse_link("50mbit")) as joined:
@@ -179,6 +180,7 @@ def test_every_site_reaches_every_other_at_the_rate(at, sites):
 
 @shaped
 @pytest.mark.slow
+@pytest.mark.alone
 def test_what_a_site_receives_is_limited_too(at):
     with (
         places(3, parse_link("50mbit")) as joined,
@@ -194,6 +196,7 @@ def test_what_a_site_receives_is_limited_too(at):
 
 @delayed
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("sites", [2, 3])
 def test_the_round_trip_takes_its_time_and_the_rate_stays(at, sites):
     with places(sites, parse_link("50mbit", "20ms")) as joined:
