@@ -45,6 +45,7 @@ from outergrad.replay import block_message as _block_message
 from outergrad.session import made_equal as _made_equal
 from outergrad.session.attach import attach
 from outergrad.session.mesh.rank_reports import Fate, Report, reasons_text, told_reasons
+from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.joint import JointStep, Point
 from outergrad.wire import BF16, Int8, TopK
@@ -309,7 +310,7 @@ def buffers(kind: str) -> Target:
     def started(comm: Any, rank: int) -> Any:
         sender = StepContext(comm, {}, own[rank], {}, None, set(), None)
         sender.headers = own
-        return shared.start(sender)
+        return BufferMessage(shared, sender)
 
     other = Sending()
     other.rank = 1

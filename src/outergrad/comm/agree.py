@@ -136,4 +136,4 @@ def _broadcast_chunk(comm: TorchComm, tensors: Sequence[Tensor], course: Course)
     if comm.rank == 0:
         return
     for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
-        tensor.copy_(from_raw(part, tensor))
+        tensor.copy_(from_raw(part, tensor.dtype, tensor.shape))

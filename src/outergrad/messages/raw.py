@@ -16,9 +16,9 @@ def raw(t: Tensor) -> Tensor:
     return t.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def from_raw(part: Tensor, like: Tensor) -> Tensor:
-    """A tensor of such bytes, of the dtype and shape of another one."""
-    return part.clone().view(like.dtype).view(like.shape)  # a copy is aligned for any dtype
+def from_raw(part: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """A tensor of such bytes."""
+    return part.clone().view(dtype).view(shape)  # a copy is aligned for any dtype
 
 
 def as_tensor(content: bytes) -> Tensor:

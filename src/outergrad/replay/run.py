@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outergrad.core.blocks import SentRun, SentUse
 from outergrad.core.coding import Codecs, Field, aligned, decode, encode
+from outergrad.messages.raw import as_tensor
 from outergrad.wire import Plain
 
 DTYPES = (
@@ -86,7 +87,7 @@ class Message:
     def write(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         """Fills `out`, uint8, with the description and the tensors."""
         length = torch.tensor([len(self._text)]).view(torch.uint8)
-        text = torch.frombuffer(bytearray(self._text), dtype=torch.uint8)
+        text = as_tensor(self._text)
         out[: 8 + len(text)] = torch.cat([length, text]).to(out.device)
         views = _views(out, self._start, self._fields)
         for field, parts, tensor in zip(self._fields, views, tensors, strict=True):

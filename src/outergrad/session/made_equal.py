@@ -164,7 +164,8 @@ def _sent_chunk(comm: Comm, source: int, tensors: Sequence[Tensor]) -> list[Tens
     if comm.rank == source:
         ours = torch.cat([raw(t).to(comm.device) for t in tensors])
     parts = _from_source(comm, source, ours, sum(sizes)).split(sizes)
-    return list(map(from_raw, parts, tensors))
+    pairs = zip(parts, tensors, strict=True)
+    return [from_raw(part, t.dtype, t.shape) for part, t in pairs]
 
 
 def _from_source(comm: Comm, source: int, ours: Tensor, nbytes: int) -> Tensor:

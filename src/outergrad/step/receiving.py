@@ -15,7 +15,7 @@ from outergrad.linalg.gradients import scaled
 from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
 from outergrad.step import param_grad
-from outergrad.step.buffers import BufferMessage
+from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot
 
 Sent = Sequence[tuple[Bucket, Pending]]

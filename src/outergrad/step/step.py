@@ -17,7 +17,7 @@ from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
-from outergrad.step.buffers import BufferMessage
+from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot, Decision
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.receiving import Receiver
@@ -206,7 +206,7 @@ class SharedStep:
         these vote, too.
         """
         self._start_all()
-        self._sent_buffers = self._shared_buffers.start(self.context)
+        self._sent_buffers = BufferMessage(self._shared_buffers, self.context)
         self._receiver.start_second_rounds(self._sent)
         last = self._receiver.receive(self._sent, self._ballot)
         self._receiver.receive_buffers(self._sent_buffers, self._ballot)

@@ -22,8 +22,8 @@ def test_tensors_come_back_from_a_message_of_any_alignment():
     message = torch.cat([as_tensor(b"x"), *map(raw, TENSORS)])
     parts = message[1:].split([t.nbytes for t in TENSORS])
     for part, t in zip(parts, TENSORS, strict=True):
-        assert from_raw(part, t).equal(t)
-        assert from_raw(part, t).dtype == t.dtype
+        assert from_raw(part, t.dtype, t.shape).equal(t)
+        assert from_raw(part, t.dtype, t.shape).dtype == t.dtype
 
 
 def test_a_digest_tells_content_from_content():

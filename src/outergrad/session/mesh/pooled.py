@@ -9,11 +9,13 @@ from torch import Tensor
 
 from outergrad.buckets.bucket import copy_scaled
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.model import Model
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
+from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import State
 from outergrad.session.mesh.mesh_step import MeshStep, Spread
 from outergrad.session.mesh.pooling import Pooling, message_bytes, pool
@@ -27,6 +29,7 @@ from outergrad.session.mesh.rank_reports import (
 )
 from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.step import param_grad
+from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured
 from outergrad.step.carried_over import CarriedOver
@@ -104,20 +107,21 @@ class Pooled:
         comm, found = self._local, captured.has_autograd_grad
         ours = replace(header, rank=comm.rank)
         words = Report(ours, fate, tuple(name in found for name in self.params)).words()
-        told = comm.all_gather(comm.control(words), [len(words)] * comm.world_size).wait()
+        told = enumerate(words_of_all(comm, words))
         try:
-            return [Report.parse(t.tolist(), ours, rank) for rank, t in enumerate(told)]
+            return [Report.parse(theirs, ours, rank) for rank, theirs in told]
         except ExchangeError as error:
             raise ExchangeError(f"among the ranks of one site, {error}") from error
 
     def _pooled_buffers(self, buffers: SharedBuffers, reports: list[Report]) -> SharedBuffers:
         """As the whole site has them."""
-        message = buffers.start(_Ranks([report.header for report in reports], self._local))
+        ranks = _Ranks([report.header for report in reports], self._local)
+        message = BufferMessage(buffers, ranks)
         try:
             message.receive()
         except RefusedError as error:
             raise ExchangeError(f"among the ranks of one site, {error}") from error
-        self._buffers, self._site_buffers = buffers, buffers.pooled(message)
+        self._buffers, self._site_buffers = buffers, buffers.pooled(message.values())
         return self._site_buffers
 
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
@@ -164,7 +168,7 @@ class Pooled:
             copy_scaled(name, own.extras[name], view, 1.0)
         for view in own.blobs(message):
             if view is not None:
-                view.copy_(torch.frombuffer(bytearray(self._text), dtype=torch.uint8))
+                view.copy_(as_tensor(self._text))
         return comm.all_gather(message, [message_bytes(layout) for layout in layouts]).wait()
 
     def _layout(self, rank: int) -> Layout:

@@ -13,13 +13,14 @@ from outergrad.capture.changes import ShardWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.torch import TorchComm
+from outergrad.comm.words import words_of_all
 from outergrad.core.model import Model
 from outergrad.methods import PerLayer
 from outergrad.methods.per_layer import is_local
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.mesh_step import MeshStep, Spread
-from outergrad.session.mesh.rank_reports import ENDING_WORDS, Ending, Fate
+from outergrad.session.mesh.rank_reports import Ending, Fate
 from outergrad.step.captured import Captured
 from outergrad.step.spec import StepSpec
 
@@ -160,9 +161,7 @@ class Sharded:
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
         """Takes back the gradients, and tells what has become of them."""
         self._shards.give_back()
-        comm = self._local
-        told = comm.all_gather(comm.control(ending.words()), [ENDING_WORDS] * comm.world_size)
-        return [part.tolist() for part in told.wait()]
+        return words_of_all(self._local, ending.words())
 
     def spread(self, step: MeshStep) -> Spread:
         """Every rank has its shards."""
