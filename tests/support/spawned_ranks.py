@@ -325,6 +325,9 @@ def refused(mesh: DeviceMesh) -> None:
         og.distribute(model, og.Dense(every=2), mesh=mesh)
     with raises(ValueError, "FSDP2 averages the ranks of a site alike"):
         og.distribute(model, og.Dense(), mesh=mesh, weighting="samples")
+    for kind in ("mean", "broadcast"):
+        with raises(ValueError, "each rank keeps its own"):
+            og.distribute(model, og.Dense(), mesh=mesh, buffers=kind)
     with raises(ValueError, "pass mesh="):
         og.distribute(model, og.Dense())
     both = net()

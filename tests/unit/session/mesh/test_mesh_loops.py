@@ -135,6 +135,86 @@ def test_running_statistics(kind, weighting):
                 )
 
 
+@pytest.mark.parametrize("kind", ["broadcast", "mean"])
+def test_running_statistics_of_unequal_loops(kind):
+    """Only ranks that have a batch count; those that have none take what these agree on."""
+    batches = (1, 3, 2, 0)
+
+    def body(mesh: ThreadMesh) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Normed()
+        session = og.distribute(model, og.DAD(), mesh=mesh, buffers=kind)
+        with session.join():
+            for k in range(batches[mesh.number]):
+                model((k + 1) * ROWS[mesh.number]).square().mean().backward()
+        session.detach()
+        return dict(model.norm.named_buffers())
+
+    by_rank = run_mesh(2, 2, body)
+    assert_same(by_rank)
+    agreed = nn.BatchNorm1d(60).double()
+    for k in range(max(batches)):
+        sites = [
+            [x for x, n in zip(ROWS[i : i + 2], batches[i : i + 2], strict=True) if k < n]
+            for i in (0, 2)
+        ]
+        norms = [copy.deepcopy(agreed) for site in sites for _ in site]
+        for norm, x in zip(norms, [x for site in sites for x in site], strict=True):
+            norm((k + 1) * x.double())
+        for name, t in agreed.named_buffers():
+            values = [norm.get_buffer(name) for norm in norms]
+            mean = kind == "mean" and t.is_floating_point()
+            t.copy_(sum(values) / len(values) if mean else values[0])
+    for name, t in agreed.named_buffers():
+        assert relative_error(by_rank[0][name].double(), t.double()) < 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "mean"])
+def test_running_statistics_of_a_skipped_step_stay_apart(kind):
+    """Each rank keeps its own of a step that is skipped; the next one brings them together."""
+
+    def body(mesh: ThreadMesh) -> list[dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model, found = Normed(), []
+        session = og.distribute(model, og.DAD(), mesh=mesh, buffers=kind, max_bad_steps=2)
+        for k in range(3):
+            loss = model((k + 1) * ROWS[mesh.number]).square().mean()
+            (loss * (math.inf if k == 1 and mesh.number == 2 else 1.0)).backward()
+            found.append({name: t.clone() for name, t in model.norm.named_buffers()})
+        session.detach()
+        return found
+
+    by_rank = run_mesh(2, 2, body)
+    for k in (0, 2):
+        assert_same([found[k] for found in by_rank])
+    for rank, found in enumerate(by_rank):
+        own = nn.BatchNorm1d(60)
+        own.load_state_dict(found[0], strict=False)
+        own(2 * ROWS[rank])
+        for name, t in own.named_buffers():
+            assert relative_error(found[1][name].double(), t.double()) < 1e-6, (rank, name)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "mean"])
+def test_running_statistics_of_a_local_norm_do_not_travel(kind):
+    """`og.Local()` is about its buffers, too: each rank goes on with its own."""
+
+    def body(mesh: ThreadMesh) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Normed()
+        method = og.PerLayer({"norm.*": og.Local(), "*": og.DAD()})
+        session = og.distribute(model, method, mesh=mesh, buffers=kind)
+        model(ROWS[mesh.number]).square().mean().backward()
+        session.detach()
+        return dict(model.norm.named_buffers())
+
+    for rank, found in enumerate(run_mesh(2, 2, body)):
+        own = nn.BatchNorm1d(60)
+        own(ROWS[rank])
+        for name, t in own.named_buffers():
+            assert relative_error(found[name].double(), t.double()) < 1e-6, (rank, name)
+
+
 # -- every=k ----------------------------------------------------------------------------------
 
 
