@@ -34,7 +34,7 @@ def test_the_notebook_draws_its_figures(tmp_path):
     said = "".join(output.get("text", "") for output in outputs)
     reached = [float(percent) for percent in re.findall(r"test accuracy ([0-9.]+)", said)]
     assert len(reached) == 2
-    assert min(reached) >= (90 if LONG else 80)
+    assert min(reached) >= 90
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"exact", "adaptive"}
 
 
