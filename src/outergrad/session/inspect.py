@@ -70,8 +70,15 @@ class Inspection:
     norms_over_sites: tuple[str, ...] = ()
 
 
-def inspect(model: nn.Module, method: Any, rules: Rules) -> Inspection:
+def inspect(model: nn.Module, method: Any, rules: Rules, *, replays: bool = True) -> Inspection:
     """Finds slots and reasons.
+
+    Args:
+        model: that is to be distributed.
+        method: of the user's.
+        rules: by type of layer.
+        replays: whether sites can compute parts of the model again for each other. Otherwise
+            these parts travel as what the method does of other layers.
 
     Raises:
         ValueError: the model cannot be distributed so.
@@ -79,7 +86,7 @@ def inspect(model: nn.Module, method: Any, rules: Rules) -> Inspection:
     """
     _check_model(model)
     look = _Look(model, method, rules)
-    blocks = look.blocks()
+    blocks = look.blocks() if replays else []
     layers = list(look.layers())
     for slot in (slot for layer in layers for slot in layer.slots):
         look.assignment.check_together(slot.params)

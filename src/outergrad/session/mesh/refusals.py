@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outergrad.methods import EDAD, LocalSteps, PerLayer
+from outergrad.methods import LocalSteps
 from outergrad.session.inspect import Inspection
 
 _SHARDED = "a model of fully_shard()"
@@ -29,22 +29,10 @@ def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
             f"og.LocalSteps of {_SHARDED}: how whole weights have changed, no rank knows; use "
             f"og.RankDAD(...), og.PowerSGD(...) or og.Dense()"
         )
-    methods = list(method.methods.values()) if isinstance(method, PerLayer) else [method]
-    if any(isinstance(one, EDAD) for one in methods):
-        yield (
-            "og.EDAD: what sites compute again for each other cannot be pooled inside a site; use "
-            "og.DAD() with mesh=, or og.EDAD with group= over all ranks"
-        )
 
 
 def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iterator[str]:
     """What the method would do of this model."""
-    if inspection.blocks:
-        name = inspection.blocks[0].block.name
-        yield (
-            f"reveal='activations': {name!r} would be computed again by all sites, which cannot be "
-            f"pooled inside a site; use og.DAD() with reveal='gradient'"
-        )
     if inspection.joint_parts:
         yield (
             "PerLayer(joint=True): deltas are averaged while backward runs, and what the ranks of "

@@ -60,9 +60,10 @@ class MeshTopology(Topology):
             inspection, self._shards = look_at(model, method, self._mesh)
         elif isinstance(method, LocalSteps):
             self._inside = inspect(model, Dense(), {})
-            inspection = inspect(model, method.method, {})
+            inspection = inspect(model, method.method, {}, replays=False)
         else:
-            inspection, self.buffers = inspect(model, method, rules), Topology.buffers
+            inspection = inspect(model, method, rules, replays=False)
+            self.buffers = Topology.buffers
         refuse(of_inspection(inspection, **self._kind))
         own = inspection.local.items()
         self._own = [f"parameter {n} of the site: {tuple(p.shape)} {p.dtype}" for n, p in own]
