@@ -38,7 +38,7 @@ from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
 from outergrad.messages import wire
 from outergrad.messages.header import BlockUse, Header, Join, SlotUse
-from outergrad.messages.layout import Layout, factors_of
+from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.messages.wire import Piece, Preamble, State, read_all
 from outergrad.replay import block_message as _block_message
@@ -257,7 +257,7 @@ def factors(codecs: Any) -> Target:
 
     def written(rank: int) -> Tensor:
         message = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        for piece, rows in zip(pieces, layout.rows(message), strict=True):
+        for piece, rows in zip(pieces, layout.views(message), strict=True):
             wide = 40 if piece.slot is SLOT else None
             a = torch.randn(1, 4, 40) if wide else torch.randperm(9)[:5]
             count = 4 if wide else 5
@@ -273,7 +273,7 @@ def factors(codecs: Any) -> Target:
         assert all(0 <= rows < 1 << 41 for p in preambles for rows in p.wanted_rows)
         assert preambles[1].said >= 0
         gradients: dict[str, Tensor] = {}
-        parts_SK = factors_of([layout, layout], [own, t], 0)
+        parts_SK = gradients_of([layout, layout], [own, t], 0)
         for slot, parts in zip((SLOT, TABLE), zip(*parts_SK, strict=True), strict=True):
             add_gradients(gradients, slot, parts, PARAMS, 0.5)
         assert {n: g.shape for n, g in gradients.items()} == {

@@ -152,11 +152,11 @@ def test_messages_hold_encoded_rows_apart(codecs, lookup, dtype):
     assert layout.nbytes == 64 + 2 * piece.nbytes
     message = torch.zeros(layout.nbytes, dtype=torch.uint8)
     sent = [factors(slot, count, dtype) for count in (9, 6)]
-    first, none, second = layout.rows(message)
+    first, none, second = layout.views(message)
     assert none is None
     for filled, given_rows in zip((first, second), sent, strict=True):
         filled.fill(given_rows)
-    found = [part for part in layout.factors(message) if part is not None]
+    found = [part for part in layout.gradients(message) if part is not None]
     for part, (d_GRO, a_GRI, b_GO) in zip(found, sent, strict=True):
         count = d_GRO.shape[1]
         assert part.d_GRO[:, :count].equal(received(codecs, d_GRO))

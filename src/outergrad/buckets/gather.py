@@ -13,7 +13,7 @@ from outergrad.buckets.message import RowBucket, book_received, sums_of_extras
 from outergrad.core.transport import Work
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
-from outergrad.messages.layout import Layout, factors_of
+from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.wire import Preamble, State, read_all
 from outergrad.replay.block_message import block_gradients
 
@@ -70,7 +70,7 @@ class _FactorPending(Pending):
         has_autograd_grad = bucket.agree(preambles)
         means: dict[str, Tensor] = {}
         additions: dict[str, Tensor] = {}
-        parts_KS = zip(*factors_of(self._layouts, messages, context.comm.rank), strict=True)
+        parts_KS = zip(*gradients_of(self._layouts, messages, context.comm.rank), strict=True)
         for (slot, tapped), parts_S in zip(bucket.tapped.items(), parts_KS, strict=True):
             parts, share = [part for part in parts_S if part is not None], 1 / len(parts_S)
             if context.reading is not None:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, StepContext, copy_scaled
 from outergrad.core.blocks import Block
+from outergrad.core.payload import Arrived, Payload
 from outergrad.core.protocols import Exchange
 from outergrad.core.types import Factors, Part, Slot
+from outergrad.linalg.gradients import as_gradient
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece, Preamble, State
@@ -72,7 +74,8 @@ class RowBucket(Carried):
             dtype = context.params[slot.weight].dtype
         bias, codecs = dtype if exchange.sends_bias(slot) else None, exchange.codecs(slot)
         sent_S = [exchange.sent_rows(slot, n, site) if n else 0 for site, n in enumerate(rows_S)]
-        return [Piece(slot, rows, dtype, bias, codecs) for rows in sent_S]
+        own = (dtype, bias, codecs, exchange.form)
+        return [Piece(slot, rows, *own) for rows in sent_S]
 
     def layout(
         self,
@@ -107,26 +110,26 @@ class RowBucket(Carried):
             context.add(name, "dense", sent=view.nbytes * receivers)
             context.check(name, [view])
         began = time.perf_counter()
-        pairs = zip(layout.pieces, layout.rows(message), strict=True)
-        filled = [(piece, rows) for piece, rows in pairs if rows is not None]
+        pairs = zip(layout.pieces, layout.views(message), strict=True)
+        filled = [(piece, view) for piece, view in pairs if view is not None]
         parts = [self._part(context, piece) for piece, _ in filled]
         if context.state != State.GOOD:
             return
         compressed = self._exchange.compress(parts)
-        for (_, rows), factors in zip(filled, compressed, strict=True):
-            rows.fill(factors)
+        for (_, view), payload in zip(filled, compressed, strict=True):
+            view.fill(payload)
         book(context, layout.pieces, travels, receivers, time.perf_counter() - began)
         if context.reading is not None:
-            for part, (piece, rows), factors in zip(parts, filled, compressed, strict=True):
-                self._measure(context.reading, part, piece, factors, rows.read())
+            for part, (piece, view), payload in zip(parts, filled, compressed, strict=True):
+                self._measure(context.reading, part, piece, payload, view.read())
 
     def _measure(
-        self, reading: Reading, part: Part, piece: Piece, rows: Factors, arrives: Factors
+        self, reading: Reading, part: Part, piece: Piece, payload: Payload, arrives: Arrived
     ) -> None:
-        if not self._exchange.exact:
-            reading.sent(part, self._exchange.residual(part.slot), arrives)
+        if isinstance(payload, Factors) and isinstance(arrives, Factors) and self._exchange.exact:
+            reading.sent_all(part, payload, arrives if piece.codecs else None)
         else:
-            reading.sent_all(part, rows, arrives if piece.codecs else None)
+            reading.sent(part, self._exchange.residual(part.slot), as_gradient(arrives))
 
     def pack_blocks(
         self, context: StepContext, layout: Layout, message: Tensor, receivers: int

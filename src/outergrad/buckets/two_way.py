@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Load, Pending, Result, StepContext
 from outergrad.buckets.message import RowBucket, book, book_received, sums_of_extras
 from outergrad.core.errors import ExchangeError, RefusedError
+from outergrad.core.payload import Arrived
 from outergrad.core.protocols import Exchange
 from outergrad.core.transport import Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
-from outergrad.messages.layout import Layout, factors_of
+from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.wire import Piece, State, read_all
 
 
@@ -137,15 +138,15 @@ class _TwoWayPending(Pending):
         for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])
             self._context.add(name, "dense", sent=view.nbytes * others)
-        parts_KS = zip(*factors_of(self._theirs, messages, self._rank), strict=True)
-        for piece, rows, parts_S in zip(layout.pieces, layout.rows(merged), parts_KS, strict=True):
+        parts_KS = zip(*gradients_of(self._theirs, messages, self._rank), strict=True)
+        for piece, view, parts_S in zip(layout.pieces, layout.views(merged), parts_KS, strict=True):
             began = time.perf_counter()
-            if rows is not None:
-                rows.fill(self._merged_rows(piece, parts_S))
+            if view is not None:
+                view.fill(self._merged_rows(piece, parts_S))
             book(self._context, [piece], "low rank", others, time.perf_counter() - began)
 
-    def _merged_rows(self, piece: Piece, parts_S: Sequence[Factors | None]) -> Factors:
-        parts = [part for part in parts_S if part is not None]
+    def _merged_rows(self, piece: Piece, parts_S: Sequence[Arrived | None]) -> Factors:
+        parts = [part for part in parts_S if isinstance(part, Factors)]
         sites = self._context.comm.world_size
         return self._bucket.merger.merge(piece.slot, parts, piece.rows, sites)
 
@@ -161,7 +162,7 @@ class _TwoWayPending(Pending):
             return Result(state=state, digest=digest)
         means: dict[str, Tensor] = {}
         additions: dict[str, Tensor] = {}
-        parts_SK = factors_of(self._merged, messages, self._rank)
+        parts_SK = gradients_of(self._merged, messages, self._rank)
         for layout, message, parts_K in zip(self._merged, messages, parts_SK, strict=True):
             means.update(layout.by_name(layout.flats(message)))
             self._add_gradients(layout, parts_K, means, additions)
@@ -170,7 +171,7 @@ class _TwoWayPending(Pending):
     def _add_gradients(
         self,
         layout: Layout,
-        parts_K: Sequence[Factors | None],
+        parts_K: Sequence[Arrived | None],
         means: dict[str, Tensor],
         additions: dict[str, Tensor],
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Replays
+from outergrad.core.payload import FACTOR_ROWS, Form, Payload
 from outergrad.core.reasons import AutoWay
 from outergrad.core.types import (
     Call,
@@ -91,6 +92,8 @@ class Exchange(Protocol):
     """What is to be computed again by all sites, instead of being sent."""
     takes_plain: bool = False
     """Whether weights without a rule are its business, too: their formed gradients."""
+    form: Form = FACTOR_ROWS
+    """What kind of payload it makes."""
     sketches: Sketches | None = None
     """The state of what takes `Route.REDUCE`."""
     merger: Merger | None = None
@@ -147,10 +150,11 @@ class Exchange(Protocol):
         """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
         ...
 
-    def compress(self, parts: Sequence[Part]) -> list[Factors]:
-        """Of each part of a message exactly `rows` rows, for an exact method with the same product.
+    def compress(self, parts: Sequence[Part]) -> Sequence[Payload]:
+        """A payload of each part of a message, in the order of the parts.
 
-        The parts are of different slots; what is alike may be computed together.
+        Of rows exactly `rows`, for an exact method with the same product. The parts are of
+        different slots; what is alike may be computed together.
         """
         ...
 

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from outergrad.core.payload import Arrived, Sparse
 from outergrad.core.types import Factors, Gradient, Slot
-from outergrad.linalg.outer import bias_gradient, lookup_gradient, stack, weight_gradient
+from outergrad.linalg.outer import (
+    bias_gradient,
+    lookup_gradient,
+    product_of,
+    stack,
+    weight_gradient,
+)
 
 
 def add_gradients(
     gradients: dict[str, Tensor],
     slot: Slot,
-    parts: Sequence[Factors],
+    parts: Sequence[Arrived],
     params: Mapping[str, Tensor],
     scale: float,
 ) -> None:
     """Adds a slot's weight and bias gradients, the sum over parts times scale."""
     weight = params[slot.weight]
-    cast = [_cast(part, weight.dtype) for part in parts]
+    factors = [part for part in parts if isinstance(part, Factors)]
+    if len(factors) < len(parts):
+        value = _sum_of(parts, slot.numel, scale).to(weight.dtype)
+        add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
+        return
+    cast = [_cast(part, weight.dtype) for part in factors]
     if slot.lookup:
         value = lookup_gradient(cast, slot.inputs, scale)
         add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
@@ -31,6 +44,33 @@ def add_gradients(
     add_rows(gradients, slot.weight, slot.weight_rows, value, weight)
     if slot.bias is not None and of_bias is not None:
         add_rows(gradients, slot.bias, slot.bias_rows, of_bias, params[slot.bias])
+
+
+def as_gradient(arrived: Arrived) -> Gradient:
+    """The same with no entry left out."""
+    return as_tensor(arrived) if isinstance(arrived, Sparse) else arrived
+
+
+def as_tensor(arrived: Arrived) -> Tensor:
+    """The gradient itself, (G, O, I)."""
+    if isinstance(arrived, Factors):
+        return product_of(arrived)
+    if isinstance(arrived, Tensor):
+        return arrived
+    whole = arrived.values_K.new_zeros(math.prod(arrived.shape))
+    return whole.index_copy_(0, arrived.places_K, arrived.values_K).view(arrived.shape)
+
+
+def _sum_of(parts: Sequence[Arrived], numel: int, scale: float) -> Tensor:
+    """`scale *` the sum of formed or sparse gradients of so many elements, 1-D, in their order."""
+    numbers = (part.values_K if isinstance(part, Sparse) else as_tensor(part) for part in parts)
+    whole = next(numbers).new_zeros(numel)
+    for part in parts:
+        if isinstance(part, Sparse):
+            whole.index_add_(0, part.places_K, part.values_K, alpha=scale)
+        else:
+            whole.add_(as_tensor(part).flatten(), alpha=scale)
+    return whole
 
 
 @overload

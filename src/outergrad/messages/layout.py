@@ -1,4 +1,4 @@
-"""Where the preamble, the gradients and the rows of slots stand in one message."""
+"""Where the preamble, whole gradients and the payloads of slots stand in one message."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 from outergrad.core.coding import Field, aligned, decode, encode
 from outergrad.core.errors import RefusedError
-from outergrad.core.types import Factors, Slot
+from outergrad.core.payload import Arrived, Payload
 from outergrad.messages.wire import Piece
 
 
 class Layout:
-    """A message of a preamble, of whole gradients (the extras), and of the rows of slots.
+    """A message of a preamble, of whole gradients (the extras), and of the payloads of slots.
 
     Extras of one dtype stand side by side, so that they can be added in one piece.
 
     Args:
         start: length of the preamble, bytes.
         extras: parameters, by name, whose gradients it holds whole.
-        pieces: the rows.
-        blobs: lengths of what is no rows.
+        pieces: what it holds of slots.
+        blobs: lengths of what belongs to no slot.
 
     Attributes:
         nbytes: length of the message.
-        blob_nbytes: lengths of what is no rows.
+        blob_nbytes: lengths of what belongs to no slot.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Layout:
             for dtype, members in zip(dtypes, self._extras, strict=True)
         ]
         self._fields = [piece.fields() for piece in pieces]
-        self._rows = [
+        self._spots = [
             [[self._spot(*tensor) for tensor in field.tensors()] for field in fields]
             for fields in self._fields
         ]
@@ -73,19 +73,19 @@ class Layout:
             views.update({name: part.view(p.shape) for (name, p), part in pairs})
         return views
 
-    def rows(self, message: Tensor) -> list[Rows | None]:
-        """Views of the rows, to be filled or read; None where there are none."""
-        dtypes = {spot.dtype for fields in self._rows for spots in fields for spot in spots}
+    def views(self, message: Tensor) -> list[PieceView | None]:
+        """What it holds of each slot, to be filled or read; None where there is nothing."""
+        dtypes = {spot.dtype for fields in self._spots for spots in fields for spot in spots}
         typed = {dtype: message.view(dtype) for dtype in dtypes}
-        views = [
+        written = [
             [[spot.view(typed[spot.dtype]) for spot in spots] for spots in fields]
-            for fields in self._rows
+            for fields in self._spots
         ]
-        pairs = zip(self._fields, views, strict=True)
-        return [Rows(fields, written) if fields else None for fields, written in pairs]
+        triples = zip(self.pieces, self._fields, written, strict=True)
+        return [PieceView(*own) if own[1] else None for own in triples]
 
-    def factors(self, message: Tensor, site: int | None = None) -> list[Factors | None]:
-        """What the rows hold: views of it where they are not encoded; None where there are none.
+    def gradients(self, message: Tensor, site: int | None = None) -> list[Arrived | None]:
+        """What it holds: views of it where they are not encoded; None where there is nothing.
 
         Args:
             message: as it came.
@@ -96,27 +96,23 @@ class Layout:
             ValueError: this site's holds ids that no row of their table has.
         """
         try:
-            found = [None if rows is None else rows.read() for rows in self.rows(message)]
-            for piece, factors in zip(self.pieces, found, strict=True):
-                if factors is not None and piece.slot.lookup:
-                    _check_ids(piece.slot, factors.a_GRI)
-            return found
-        except Exception as error:  # codecs may be the user's, and raise what they like
+            return [None if view is None else view.read() for view in self.views(message)]
+        except Exception as error:  # codecs and forms may be the user's, and raise what they like
             if site is None:
                 raise
             what = f"a message of site {site} cannot be read: {error}"
             raise RefusedError(what, site) from error
 
     def blobs(self, message: Tensor) -> list[Tensor | None]:
-        """Views of what is no rows; None where there is nothing."""
+        """Views of what belongs to no slot; None where there is nothing."""
         views = (spot.view(message) for spot in self._blobs)
         return [view if len(view) else None for view in views]
 
 
-def factors_of(
+def gradients_of(
     layouts: Sequence[Layout], messages: Sequence[Tensor], rank: int
-) -> list[list[Factors | None]]:
-    """What the rows of every site's message hold, as `Layout.factors` says.
+) -> list[list[Arrived | None]]:
+    """What every site's message holds, as `Layout.gradients` says.
 
     Args:
         layouts: of the messages.
@@ -124,14 +120,7 @@ def factors_of(
         rank: this site.
     """
     triples = zip(range(len(layouts)), layouts, messages, strict=True)
-    return [layout.factors(m, None if site == rank else site) for site, layout, m in triples]
-
-
-def _check_ids(slot: Slot, ids_R: Tensor) -> None:
-    lowest, highest = (int(t) for t in ids_R.aminmax())
-    if lowest < 0 or highest >= slot.inputs:
-        outside = lowest if lowest < 0 else highest
-        raise ValueError(f"{slot.weight!r} has {slot.inputs} rows, and none of id {outside}")
+    return [layout.gradients(m, None if site == rank else site) for site, layout, m in triples]
 
 
 class _Spot(NamedTuple):
@@ -148,39 +137,38 @@ class _Spot(NamedTuple):
         return typed.as_strided(self.shape, self.strides, start)
 
 
-class Rows:
-    """The rows of one slot in a message, as views of it.
+class PieceView:
+    """What a message holds of one slot, as views of it.
 
     Args:
-        fields: the deltas, the activations or ids, and the bias gradient if it has one.
+        piece: what it is.
+        fields: of the piece.
         written: the tensors that each of them is written as.
     """
 
-    def __init__(self, fields: Sequence[Field], written: Sequence[Sequence[Tensor]]) -> None:
-        self._fields, self._written = fields, written
+    def __init__(
+        self, piece: Piece, fields: Sequence[Field], written: Sequence[Sequence[Tensor]]
+    ) -> None:
+        self._piece, self._fields, self._written = piece, fields, written
 
-    def fill(self, factors: Factors) -> None:
-        """Writes factors into zeros; fewer rows than agreed leave some."""
-        rows = factors.d_GRO.shape[1]
-        for field, views, t in zip(self._fields, self._written, factors, strict=False):
+    def fill(self, payload: Payload) -> None:
+        """Writes a payload into zeros; one of fewer rows than agreed leaves some."""
+        for field, views, t in zip(self._fields, self._written, payload, strict=False):
             if t is not None:
                 parts = encode(field.codecs, t) if field.codecs else [t]
                 for view, part in zip(views, parts, strict=True):
-                    _first(view, rows).copy_(part)
+                    _leading(view, part.shape).copy_(part)
 
-    def read(self) -> Factors:
+    def read(self) -> Arrived:
         """What was written: views where it was not encoded."""
         pairs = zip(self._fields, self._written, strict=True)
-        return Factors(
-            *(
-                decode(f.codecs, views, f.shape, f.dtype) if f.codecs else views[0]
-                for f, views in pairs
-            )
-        )
+        tensors = [
+            decode(f.codecs, views, f.shape, f.dtype) if f.codecs else views[0]
+            for f, views in pairs
+        ]
+        return self._piece.form.read(tensors, self._piece.slot)
 
 
-def _first(view: Tensor, rows: int) -> Tensor:
-    """The first rows of deltas, activations, (G, R, W), or ids, (R,); all of a bias gradient."""
-    if view.dim() == 2:
-        return view
-    return view[:rows] if view.dim() == 1 else view[:, :rows]
+def _leading(view: Tensor, shape: torch.Size) -> Tensor:
+    """The first rows of a tensor, as many as there are of each dimension."""
+    return view if view.shape == shape else view[tuple(map(slice, shape))]

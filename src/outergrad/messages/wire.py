@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outergrad.core.coding import Codecs, Field, aligned
 from outergrad.core.errors import RefusedError
+from outergrad.core.payload import FACTOR_ROWS, Form
 from outergrad.core.types import Slot
 from outergrad.messages.checksum import checksum
 from outergrad.messages.header import (
@@ -55,14 +56,15 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """The factors of one slot inside a message.
+    """What a message holds of one slot.
 
     Attributes:
         slot: the slot.
-        rows: R.
-        dtype: of the rows, before they are encoded.
+        rows: R, or how many entries.
+        dtype: of the numbers, before they are encoded.
         bias: dtype of b_GO; None where it does not travel.
-        codecs: of deltas and activations; ids and bias gradients travel as they are.
+        codecs: that the numbers go through.
+        form: what kind of payload it is.
     """
 
     slot: Slot
@@ -70,6 +72,7 @@ class Piece:
     dtype: torch.dtype
     bias: torch.dtype | None
     codecs: Codecs = ()
+    form: Form = FACTOR_ROWS
 
     @property
     def nbytes(self) -> int:
@@ -78,16 +81,9 @@ class Piece:
         return sum(aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in written)
 
     def fields(self) -> list[Field]:
-        """Its deltas, its activations or ids, and its bias gradient, if it has any."""
-        slot, rows = self.slot, self.rows
-        if not rows:
-            return []
-        deltas = Field((slot.groups, rows, slot.outputs), self.dtype, self.codecs)
-        if slot.lookup:
-            return [deltas, Field((rows,), torch.int64)]
-        activations = Field((slot.groups, rows, slot.inputs), self.dtype, self.codecs)
-        biases = [Field((slot.groups, slot.outputs), self.bias)] if self.bias else []
-        return [deltas, activations, *biases]
+        """The tensors that it consists of; none without rows."""
+        own = (self.slot, self.rows, self.dtype, self.bias, self.codecs)
+        return self.form.fields(*own) if self.rows else []
 
 
 @dataclass(frozen=True)

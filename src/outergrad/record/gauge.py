@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outergrad.core.payload import Arrived
 from outergrad.core.types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
@@ -128,13 +129,13 @@ class Reading:
         self.sums[slot.weight].add(due=inner(rows, rows), missing=lost)
 
     @_in_turn
-    def sent(self, part: Part, residual: Gradient | None, arrives: Factors) -> None:
-        """This site sends rows whose product is about its gradient.
+    def sent(self, part: Part, residual: Gradient | None, arrives: Gradient) -> None:
+        """This site sends about its gradient.
 
         Args:
             part: the gradient.
             residual: what it did not send of earlier ones.
-            arrives: the rows, as the others decode them.
+            arrives: what is sent, as the others decode it.
         """
         slot, gradient, _ = part
         self._take(slot, gradient)
@@ -168,14 +169,17 @@ class Reading:
     # -- what comes of it -------------------------------------------------------------------------
 
     @_in_turn
-    def record_mean(self, slot: Slot, parts: Sequence[Factors], scale: float) -> None:
-        """The mean gradient of a slot is the sum of these products times scale."""
+    def record_mean(self, slot: Slot, parts: Sequence[Arrived], scale: float) -> None:
+        """The mean gradient of a slot is the sum of these times scale."""
         if not parts:
             return
         self._slots[slot.weight][slot.place] = slot
-        if slot.lookup or sum(part.d_GRO.shape[1] for part in parts) > _FEW:
+        factors = [part for part in parts if isinstance(part, Factors)]
+        few = sum(part.d_GRO.shape[1] for part in factors) <= _FEW
+        if slot.lookup or len(factors) < len(parts) or not few:
             return  # the gradient itself is less work
-        self._mean[slot.place] = FactoredMean(stack([Factors(*part[:2]) for part in parts]), scale)
+        rows = stack([Factors(*part[:2]) for part in factors])
+        self._mean[slot.place] = FactoredMean(rows, scale)
 
     @_in_turn
     def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:

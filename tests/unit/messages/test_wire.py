@@ -120,7 +120,7 @@ def test_messages_hold_their_tensors_apart(dtype, bias, lookup):
     message = torch.zeros(layout.nbytes, dtype=torch.uint8)
 
     def views():
-        rows, none, more = layout.factors(message)
+        rows, none, more = layout.gradients(message)
         assert none is None
         named = layout.by_name(layout.flats(message))
         return [*rows, *more, *named.values()], named

@@ -144,8 +144,8 @@ def pool(
     arrived = comm.all_to_all(outgoing, [message_bytes(layout) for layout in layouts]).wait()
     stacked: dict[Slot, list[Factors]] = {}
     for rank, (layout, message) in enumerate(zip(layouts, arrived, strict=True)):
-        for piece, factors in zip(layout.pieces, layout.factors(message), strict=True):
-            if factors is not None:
+        for piece, factors in zip(layout.pieces, layout.gradients(message), strict=True):
+            if isinstance(factors, Factors):
                 own = factors._replace(d_GRO=pooling.weighted(factors.d_GRO, rank))
                 stacked.setdefault(piece.slot, []).append(own)
     return sums_of_extras(layouts, arrived), stacked
@@ -160,7 +160,7 @@ def _filled(layout: Layout, comm: TorchComm, captured: Captured, scale: float) -
     message = torch.zeros(message_bytes(layout), dtype=torch.uint8, device=comm.device)
     for name, view in layout.by_name(layout.flats(message)).items():
         copy_scaled(name, layout.extras[name], view, scale)
-    for piece, views in zip(layout.pieces, layout.rows(message), strict=True):
+    for piece, views in zip(layout.pieces, layout.views(message), strict=True):
         if views is not None:
             views.fill(captured.rows(piece.slot, piece.rows))
     return message
