@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from outergrad.core.coding import Codecs, received
-from outergrad.core.types import Factors, Gradient, Inheritance, Place, Slot, StateDict, place_name
-from outergrad.linalg.outer import product_of, stack
+from outergrad.core.types import Factors, Gradient, Inheritance, Place, StateDict, place_name
+from outergrad.linalg.outer import stack
 from outergrad.linalg.small_core import small_core
+from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 
 @dataclass(frozen=True)
@@ -33,45 +33,16 @@ class Memory:
     columns: int | None = None
 
 
-class Memories:
-    """By place in the model. A step that is discarded leaves what there was before it."""
-
-    def __init__(self) -> None:
-        self._held: dict[Place, Memory] = {}
-        self._next: dict[Place, Memory] = {}
-
-    def __getitem__(self, slot: Slot) -> Memory | None:
-        return self._held.get(slot.place)
-
-    def latest(self, slot: Slot) -> Memory | None:
-        """With what this step has changed."""
-        return self._next.get(slot.place) or self[slot]
-
-    def __setitem__(self, slot: Slot, memory: Memory) -> None:
-        """May be views of tensors that hold what is remembered of other slots in the same step."""
-        self._next[slot.place] = memory
-
-    def held(self) -> Mapping[Place, Memory]:
-        """All of them, as the last step that was applied left them."""
-        return self._held
-
-    def replace(self, held: Mapping[Place, Memory]) -> None:
-        """Remembers these, and nothing else."""
-        self._held = dict(held)
-        self._next.clear()
-
-    def commit(self, *, applied: bool) -> None:
-        """The step is over."""
-        if applied:
-            for place in self._held.keys() - self._next.keys():  # the others' tensors are new
-                self._held[place] = compacted(self._held[place])
-            self._held |= self._next
-        self._next.clear()
-
-
 def compacted(memory: Memory) -> Memory:
     """In tensors that are no views of larger ones."""
     return replace(memory, q_GIR=compact(memory.q_GIR), residual=compact(memory.residual))
+
+
+class Memories(ByPlace[Memory]):
+    """By place in the model."""
+
+    def __init__(self) -> None:
+        super().__init__(compacted)
 
 
 @overload
@@ -139,10 +110,6 @@ def with_loss(
     return kept.factors() if kept.rank else None
 
 
-Saved = Mapping[str, Any]
-"""What one site remembers of one place."""
-
-
 def common_state(held: Mapping[Place, Memory]) -> StateDict:
     """Per place, the columns of the next sketches, where they adapt: the same on all sites."""
     adapted = ((place, memory.columns) for place, memory in held.items())
@@ -156,12 +123,7 @@ def own_state(held: Mapping[Place, Memory]) -> StateDict:
 
 def _saved(memory: Memory) -> StateDict:
     memory = compacted(memory)
-    if memory.residual is None:
-        return {"start": memory.q_GIR}
-    if isinstance(memory.residual, Tensor):
-        return {"start": memory.q_GIR, "unsent": memory.residual}
-    d_GRO, a_GRI, _ = memory.residual
-    return {"start": memory.q_GIR, "unsent_deltas": d_GRO, "unsent_activations": a_GRI}
+    return {"start": memory.q_GIR, **saved_residual(memory.residual)}
 
 
 def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]:
@@ -177,20 +139,7 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
     held: dict[Place, Memory] = {}
     for name in dict.fromkeys(name for memories in (starts, *old) for name in memories):
         parts = [memories[name] for memories in old if name in memories]
-        residual = _residuals(parts, inheritance.weight)
+        residual = inherited_residual(parts, inheritance.weight)
         q_GIR = starts[name]["start"] if name in starts else parts[0]["start"][..., :0]
         held[inheritance.place_of[name]] = Memory(q_GIR, residual, columns.get(name))
     return held
-
-
-def _residuals(parts: Sequence[Saved], weight: float) -> Gradient | None:
-    """The sum of the residuals of several sites, as factors if all of them are."""
-    factors = [_factors(part, weight) for part in parts if "unsent_deltas" in part]
-    matrices = [part["unsent"] * weight for part in parts if "unsent" in part]
-    if matrices:
-        return reduce(torch.add, [*matrices, *map(product_of, factors)])
-    return stack(factors) if factors else None
-
-
-def _factors(part: Saved, weight: float) -> Factors:
-    return Factors(part["unsent_deltas"] * weight, part["unsent_activations"])
