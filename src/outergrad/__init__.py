@@ -11,7 +11,17 @@ from outergrad.core.errors import BadStepsError, DriftError, SiteLostError, Step
 from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors, Part, Slot
 from outergrad.layers import RULES
-from outergrad.methods import DAD, EDAD, Dense, Local, LocalSteps, PerLayer, PowerSGD, RankDAD
+from outergrad.methods import (
+    DAD,
+    EDAD,
+    Dense,
+    Local,
+    LocalSteps,
+    PerLayer,
+    PowerSGD,
+    RankDAD,
+    Sparse,
+)
 from outergrad.record.jsonl import JSONL
 from outergrad.record.tensorboard import TensorBoard
 from outergrad.record.wandb import WandB
@@ -41,6 +51,7 @@ __all__ = [
     "Session",
     "SiteLostError",
     "Slot",
+    "Sparse",
     "StepDiscardedError",
     "TensorBoard",
     "WandB",

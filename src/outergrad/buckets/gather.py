@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outergrad.buckets.bucket import Pending, Result, StepContext
 from outergrad.buckets.message import RowBucket, book_received, sums_of_extras
+from outergrad.core.reasons import Why
 from outergrad.core.transport import Work
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
@@ -24,6 +25,12 @@ class FactorBucket(RowBucket):
     Small gradients may ride along: one message less, and one delay instead of a ring's 2 (S - 1).
     """
 
+    @property
+    def travels(self) -> str:
+        """What the payloads are called in statistics."""
+        why = self._exchange.why
+        return (Why.FACTORS if why == Why.LOW_RANK else why).value
+
     def expect(self, context: StepContext) -> None:
         """The messages of the other sites."""
         context.comm.expect([layout.nbytes for layout in self.layouts(context)])
@@ -34,10 +41,10 @@ class FactorBucket(RowBucket):
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if context.state == State.GOOD:
-            self.pack(context, own, message, "factors", comm.world_size - 1)
+            self.pack(context, own, message, self.travels, comm.world_size - 1)
             if self.blocks:
                 self.pack_blocks(context, own, message, comm.world_size - 1)
-            book_received(context, layouts, "factors", self.blocks)
+            book_received(context, layouts, self.travels, self.blocks)
         preamble = self.preamble(context)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])

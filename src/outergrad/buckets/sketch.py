@@ -62,6 +62,7 @@ class _SketchPending(Pending):
         self._means: dict[str, Tensor] = {}
         self._first = _Sums(context.comm, [*self._begun(), self._exact()])
         self._second: _Sums | None = None
+        self._last: Sequence[Tensor] = ()
 
     # -- the first round ------------------------------------------------------------------------
 
@@ -79,10 +80,13 @@ class _SketchPending(Pending):
             self._b_GO[slot] = row_sum(gradient.d_GRO)
         if self._context.reading is not None:
             self._measured[slot] = gradient, self._bucket.exchange.residual(slot)
-        return self._bucket.sketches.begin(slot, gradient)
+        part = self._bucket.sketches.begin(slot, gradient)
+        if self._bucket.sketches.rounds == 1 and self._context.reading is not None:
+            self._context.reading.sketched(slot, *self._measured.pop(slot), part[None, None])
+        return part
 
     def _nothing(self, slot: Slot) -> Tensor:
-        shape = slot.groups, slot.outputs, self._bucket.sketches.columns(slot)
+        shape = self._bucket.sketches.shape(slot)
         return torch.zeros(shape, dtype=self._bucket.wire, device=self._context.comm.device)
 
     def _exact(self) -> Tensor:
@@ -139,6 +143,9 @@ class _SketchPending(Pending):
         self._take_exact(exact)
         if self._state != State.GOOD:
             return  # on all sites alike
+        if self._bucket.sketches.rounds == 1:
+            self._last = sums
+            return
         turned = [
             self._timed(slot, lambda s, y=y: self._bucket.sketches.turn(s, y))
             for slot, y in zip(self._slots, sums, strict=True)
@@ -154,17 +161,17 @@ class _SketchPending(Pending):
         """From the sums of the second sketches to the gradients."""
         if self._state != State.GOOD:
             return Result(state=self._state, digest=self._digest)
-        assert self._second is not None
         context, bucket = self._context, self._bucket
-        second = self._second.wait()
-        self._digest = sum(map(checksum, second), self._digest)
-        for slot, z_GIK in zip(self._slots, second, strict=True):
-            factors = bucket.sketches.end(slot, z_GIK, context.comm.world_size)
+        if self._second is not None:
+            self._last = self._second.wait()
+            self._digest = sum(map(checksum, self._last), self._digest)
+        for slot, z in zip(self._slots, self._last, strict=True):
+            mean = bucket.sketches.end(slot, z, context.comm.world_size)
             if context.reading is not None:
-                context.reading.record_mean(slot, [factors], 1.0)
+                context.reading.record_mean(slot, [mean], 1.0)
             into = self._additions if bucket.tapped[slot] else self._means
             matrix = replace(slot, bias=None, bias_rows=None)
-            add_gradients(into, matrix, [factors], context.params, 1.0)
+            add_gradients(into, matrix, [mean], context.params, 1.0)
         flags = zip(bucket.flagged, self._flags.tolist(), strict=True)
         has_autograd_grad = [name for name, flag in flags if flag]
         return Result(self._means, self._additions, self._state, has_autograd_grad, self._digest)
@@ -178,7 +185,8 @@ class _SketchPending(Pending):
         nbytes = ring_bytes(part.nbytes, self._context.comm.world_size)
         columns = self._bucket.sketches.columns(slot)
         booked = {"sent": nbytes, "received": nbytes, "rows": columns}
-        self._context.add(slot.weight, "low rank", **booked, compress_s=seconds)
+        travels = self._bucket.exchange.why.value
+        self._context.add(slot.weight, travels, **booked, compress_s=seconds)
         return part
 
 

@@ -11,7 +11,7 @@ from outergrad.checkpoint.parts import for_a_new_site
 from outergrad.checkpoint.restored import Restored
 from outergrad.core.types import StateDict
 
-_UNSENT = ("unsent", "unsent_deltas", "unsent_activations")
+_UNSENT = ("unsent", "unsent_deltas", "unsent_activations", "unsent_velocity")
 """What a memory holds that no other site may see."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -118,6 +118,11 @@ class Exchanges:
     def items(self) -> Sequence[tuple[Exchange, Sequence[Unit]]]:
         """Each exchange with its units."""
         return self._units_of
+
+    @property
+    def phases(self) -> list[Hashable]:
+        """What each decides by besides what it is asked."""
+        return [exchange.phase for exchange, _ in self._units_of]
 
     def commit(self, *, applied: bool) -> None:
         """Ends the step of every exchange: its residuals are kept if the step was applied."""

@@ -12,7 +12,7 @@ from outergrad.core.coding import Codecs, Field
 from outergrad.core.types import Factors, Slot
 
 
-class Sparse(NamedTuple):
+class Entries(NamedTuple):
     """A few entries of a weight gradient; the others count as zero.
 
     Attributes:
@@ -26,7 +26,7 @@ class Sparse(NamedTuple):
     shape: tuple[int, int, int]
 
 
-Arrived = Factors | Tensor | Sparse
+Arrived = Factors | Tensor | Entries
 """A weight gradient as it is read of a message; a tensor is the gradient itself, (G, O, I)."""
 
 
@@ -52,8 +52,13 @@ class Form(Protocol):
         """
         ...
 
-    def read(self, tensors: Sequence[Tensor], slot: Slot) -> Arrived:
+    def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Arrived:
         """The gradient, from what the fields hold.
+
+        Args:
+            tensors: of the fields, decoded.
+            slot: as for `fields`.
+            count: as for `fields`.
 
         Raises:
             ValueError: they hold none.
@@ -75,7 +80,7 @@ class FactorRows:
         biases = [Field((slot.groups, slot.outputs), bias)] if bias else []
         return [deltas, activations, *biases]
 
-    def read(self, tensors: Sequence[Tensor], slot: Slot) -> Factors:
+    def read(self, tensors: Sequence[Tensor], slot: Slot, count: int) -> Factors:
         """The factors; ids are checked."""
         factors = Factors(*tensors)
         if slot.lookup:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Replays
-from outergrad.core.payload import FACTOR_ROWS, Form, Payload
-from outergrad.core.reasons import AutoWay
+from outergrad.core.payload import FACTOR_ROWS, Arrived, Form, Payload
+from outergrad.core.reasons import AutoWay, Why
 from outergrad.core.types import (
     Call,
     Factors,
@@ -96,6 +96,10 @@ class Exchange(Protocol):
     """What kind of payload it makes."""
     sketches: Sketches | None = None
     """The state of what takes `Route.REDUCE`."""
+    why: Why = Why.LOW_RANK
+    """What is told of a unit that travels compressed."""
+    phase: Hashable = 0
+    """What `route` and `sent_rows` follow from besides their arguments; the same on all sites."""
     merger: Merger | None = None
     """What the owner of a slot does on `Route.TWO_WAY`."""
     exact: bool = True
@@ -138,9 +142,18 @@ class Exchange(Protocol):
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """R, the rows on the wire for N rows on a site: agreed before they are computed.
 
-        A formed gradient counts as O rows.
+        A formed gradient counts as O rows. Of another payload than rows, how many entries.
         """
         ...
+
+    def payload_bytes(self, slot: Slot, count: int) -> int:
+        """About how long the payload of so many rows is, as if all numbers were float32."""
+        width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
+        return 4 * width * count
+
+    def amount(self, unit: Unit) -> str:
+        """What is sent of a unit that travels sparse, for the coverage table."""
+        return ""
 
     def codecs(self, slot: Slot) -> tuple[Codec, ...]:
         """What the deltas and activations of a slot go through; none for as they are."""
@@ -185,25 +198,36 @@ class Exchange(Protocol):
 
 
 class Sketches(Protocol):
-    """Low rank of a gradient that no site has: sums over the sites of thin matrices.
+    """Few linear functions of a gradient that no site has: sums over the sites.
 
-    A step of a slot is `begin`, `turn`, `end`, with an all-reduce after each of the first two.
+    A step of a slot is `begin`, `turn`, `end`, with an all-reduce after each of the first two; of
+    one round, `begin` and `end`.
     """
+
+    rounds: Literal[1, 2] = 2
+    """How many all-reduces a step takes."""
 
     def columns(self, slot: Slot) -> int:
         """K, the width of the sketches in this step; the same on all sites."""
         ...
 
+    def shape(self, slot: Slot) -> tuple[int, ...]:
+        """Of the first sketch: of thin matrices (G, O, K)."""
+        return slot.groups, slot.outputs, self.columns(slot)
+
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
-        """This site's part `dW Q` of the first sketch, (G, O, K)."""
+        """This site's part of the first sketch: of thin matrices `dW Q`."""
         ...
 
     def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
-        """This site's part `dWᵀ P` of the second sketch, of any shape, from the first's sum."""
-        ...
+        """This site's part `dWᵀ P` of the second sketch, of any shape, from the first's sum.
 
-    def end(self, slot: Slot, z: Tensor, sites: int) -> Factors:
-        """The mean gradient, from the sum of the second sketch."""
+        Not called where there is one round.
+        """
+        return y_GOK
+
+    def end(self, slot: Slot, z: Tensor, sites: int) -> Arrived:
+        """The mean gradient, from the sum of the last sketch."""
         ...
 
 

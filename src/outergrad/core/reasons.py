@@ -10,10 +10,11 @@ from outergrad.core.types import Link, Route
 
 
 class Why(Enum):
-    """What decided; all but the first three mean dense."""
+    """What decided; all but the first four mean dense."""
 
     FACTORS = "factors"
     LOW_RANK = "low rank"
+    SPARSE = "sparse"
     REPLAYED = "replayed"
     NOT_TAPPED = "not tapped"
     """Its gradient was accumulated, or not tapped in the last step."""
@@ -29,6 +30,10 @@ class Why(Enum):
     """What it reads must not be sent."""
     BYTES = "bytes"
     """What would be sent of it is too much."""
+
+
+COMPRESSED = (Why.LOW_RANK, Why.SPARSE)
+"""What is sent is about the gradient, and something of it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +75,8 @@ class Reason:
 
     Attributes:
         why: what decided.
-        route: of low rank.
-        tapped: whether low rank is found from factors, and not from the formed gradient.
+        route: of what is compressed.
+        tapped: whether it is found from factors, and not from the formed gradient.
         nbytes: what would be sent of a block.
         auto: why low rank takes its way, where that was chosen.
     """
@@ -102,6 +107,6 @@ class Reason:
         except (TypeError, OverflowError) as error:
             raise ValueError(f"no reason: {error}") from error
         fits = (type(tapped), type(nbytes)) == (bool, int)
-        if not fits or (found.why == Why.LOW_RANK and found.route == Route.DENSE):
+        if not fits or (found.why in COMPRESSED and found.route == Route.DENSE):
             raise ValueError(f"no reason: {found}")
         return found

@@ -9,7 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from outergrad.core.payload import Arrived, Sparse
+from outergrad.core.payload import Arrived, Entries
 from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.outer import (
     bias_gradient,
@@ -17,6 +17,7 @@ from outergrad.linalg.outer import (
     product_of,
     stack,
     weight_gradient,
+    widened,
 )
 
 
@@ -48,7 +49,7 @@ def add_gradients(
 
 def as_gradient(arrived: Arrived) -> Gradient:
     """The same with no entry left out."""
-    return as_tensor(arrived) if isinstance(arrived, Sparse) else arrived
+    return as_tensor(arrived) if isinstance(arrived, Entries) else arrived
 
 
 def as_tensor(arrived: Arrived) -> Tensor:
@@ -63,11 +64,11 @@ def as_tensor(arrived: Arrived) -> Tensor:
 
 def _sum_of(parts: Sequence[Arrived], numel: int, scale: float) -> Tensor:
     """`scale *` the sum of formed or sparse gradients of so many elements, 1-D, in their order."""
-    numbers = (part.values_K if isinstance(part, Sparse) else as_tensor(part) for part in parts)
-    whole = next(numbers).new_zeros(numel)
+    first = parts[0].values_K if isinstance(parts[0], Entries) else as_tensor(parts[0])
+    whole = widened(first[:0]).new_zeros(numel)
     for part in parts:
-        if isinstance(part, Sparse):
-            whole.index_add_(0, part.places_K, part.values_K, alpha=scale)
+        if isinstance(part, Entries):
+            whole.index_add_(0, part.places_K, part.values_K.to(whole.dtype), alpha=scale)
         else:
             whole.add_(as_tensor(part).flatten(), alpha=scale)
     return whole

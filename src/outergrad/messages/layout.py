@@ -166,7 +166,7 @@ class PieceView:
             decode(f.codecs, views, f.shape, f.dtype) if f.codecs else views[0]
             for f, views in pairs
         ]
-        return self._piece.form.read(tensors, self._piece.slot)
+        return self._piece.form.read(tensors, self._piece.slot, self._piece.rows)
 
 
 def _leading(view: Tensor, shape: torch.Size) -> Tensor:

@@ -7,5 +7,16 @@ from outergrad.methods.local_steps import LocalSteps
 from outergrad.methods.per_layer import Local, PerLayer
 from outergrad.methods.powersgd import PowerSGD
 from outergrad.methods.rank_dad import RankDAD
+from outergrad.methods.sparse import Sparse
 
-__all__ = ["DAD", "EDAD", "Dense", "Local", "LocalSteps", "PerLayer", "PowerSGD", "RankDAD"]
+__all__ = [
+    "DAD",
+    "EDAD",
+    "Dense",
+    "Local",
+    "LocalSteps",
+    "PerLayer",
+    "PowerSGD",
+    "RankDAD",
+    "Sparse",
+]

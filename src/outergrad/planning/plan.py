@@ -125,6 +125,7 @@ class Planner:
         """Decides from what all sites announced; the same again for the same."""
         facts: list[Hashable] = [
             len(self._has_autograd_grad),
+            *self._exchanges.phases,
             *(header.facts for header in headers),
         ]
         if self._last is None or self._last[0] != facts:
@@ -179,7 +180,8 @@ class Planner:
         if route == Route.GATHER and load.tapped:
             return Reason(why=Why.FACTORS, auto=auto)
         if route != Route.DENSE:
-            return Reason(why=Why.LOW_RANK, route=route, tapped=load.tapped, auto=auto)
+            why = self._exchanges[unit].why
+            return Reason(why=why, route=route, tapped=load.tapped, auto=auto)
         if tap_next:
             return Reason(why=Why.NOT_TAPPED)
         if unit in self._has_autograd_grad:
@@ -190,9 +192,9 @@ class Planner:
         return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
 
     def _size(self, load: Load, rows_K: Sequence[int], site: int) -> int:
-        exchange, numel = self._exchanges[load.unit], 0
+        exchange = self._exchanges[load.unit]
         rows = rows_K if load.tapped else [matrix.outputs for matrix in load.slots]
-        for slot, n in zip(load.slots, rows, strict=True):
-            width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
-            numel += width * (exchange.sent_rows(slot, n, site) if n else 0)
-        return 4 * (numel + sum(self._model.params[name].numel() for name in load.vectors))
+        pairs = [(slot, n) for slot, n in zip(load.slots, rows, strict=True) if n]
+        counts = [(slot, exchange.sent_rows(slot, n, site)) for slot, n in pairs]
+        vectors = 4 * sum(self._model.params[name].numel() for name in load.vectors)
+        return vectors + sum(exchange.payload_bytes(*pair) for pair in counts)

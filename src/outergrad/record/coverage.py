@@ -44,8 +44,8 @@ class Travel:
     Attributes:
         parameter: full name.
         shape: of the parameter.
-        travels: "factors", "low rank", "replayed", "dense", "local", "not trained", or, before the
-            first step, "factors or dense" or "replayed or dense".
+        travels: "factors", "low rank", "sparse", "replayed", "dense", "local", "not trained", or,
+            before the first step, "factors or dense" or "replayed or dense".
         why: the reason, in words.
         reveals: what the other sites can learn from this site's messages.
     """
@@ -114,7 +114,7 @@ def coverage(
         here = sum(rows.get(slot, 0) for slot in unit.slots)
         entry = describe(unit, exchanges[u], sites, chosen[u], here)
         travels.update(dict.fromkeys(unit.params, entry))
-        if entry[0] == "low rank":
+        if entry[0] in (Why.LOW_RANK.value, Why.SPARSE.value):
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
             travels.update(vectors)
     untrained = "not trained", "requires_grad is False", "nothing"
@@ -139,6 +139,10 @@ def _unit_entry(
         learnt = f"{_dense_reveals(sites)}, its largest parts" if is_sum else exchange.reveals(unit)
         source = "factors" if chosen.tapped else "the formed gradient"
         return "low rank", f"{_WAYS[chosen.route]} of {source}{_auto(chosen.auto)}", learnt
+    if chosen.why == Why.SPARSE:
+        is_sum = chosen.route == Route.REDUCE
+        learnt = f"{_dense_reveals(sites)}, a few entries" if is_sum else exchange.reveals(unit)
+        return "sparse", exchange.amount(unit), learnt
     return _dense_entry(chosen, pays, sites, rows)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outergrad.core.protocols import Sketches
 from outergrad.core.types import Factors, Gradient, Part, Slot
 from outergrad.linalg.orthonormal import orthonormal, principal
 from outergrad.linalg.outer import formed
@@ -37,7 +38,7 @@ class _Turn:
     residual: Gradient | None = None
 
 
-class GlobalSketches:
+class GlobalSketches(Sketches):
     """One step of block subspace iteration per step of training, each from where the last ended.
 
     With `M = mean_s M_s`, `P = orth(M Q)` and `Z = Mᵀ P` the estimate is `P Zᵀ`, and Z is the

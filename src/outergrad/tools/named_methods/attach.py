@@ -152,6 +152,7 @@ CONFIGURABLE: dict[str, Callable[..., Attach]] = {
     "dad": _ours(og.DAD),
     "edad": _edad,
     "rank-dad": _ours(og.RankDAD),
+    "sparse": _ours(og.Sparse),
     "og-powersgd": _ours(og.PowerSGD),
     "first-rows": _ours(FirstRows),
     "local-steps": _local_steps,

@@ -12,7 +12,13 @@ from outergrad.tools.watch.chart import chart
 from outergrad.tools.watch.summary import LayerLine
 from outergrad.tools.watch.view import DIM
 
-TRAVELS = {"factors": "cyan", "low rank": "magenta", "replayed": "blue", "dense": "bright_black"}
+TRAVELS = {
+    "factors": "cyan",
+    "low rank": "magenta",
+    "sparse": "yellow",
+    "replayed": "blue",
+    "dense": "bright_black",
+}
 NOTHING = Text("-", DIM)
 _NAME = 18
 _WIDE = 100

@@ -1,0 +1,234 @@
+"""Which entries are sent, and what is remembered of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outergrad.comm.cost import ring_share
+from outergrad.core.coding import nbytes, received
+from outergrad.core.payload import Payload
+from outergrad.core.protocols import Exchange
+from outergrad.core.reasons import Why
+from outergrad.core.types import (
+    Factors,
+    Gradient,
+    Inheritance,
+    Part,
+    Route,
+    Slot,
+    StateDict,
+    Unit,
+    place_name,
+)
+from outergrad.linalg.outer import formed
+from outergrad.linalg.selection import above, blocks_of, leading_blocks, top_k
+from outergrad.methods.common import FLOAT_BYTES, dense_bytes
+from outergrad.methods.entries.form import EntriesForm, in_rows, value_shape
+from outergrad.methods.entries.settings import SparseSettings
+from outergrad.methods.entries.shared import SharedEntries
+from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a site remembers of one slot, flat.
+
+    Attributes:
+        residual_N: what it has not sent.
+        velocity_N: the momentum of its gradients, with momentum correction.
+    """
+
+    residual_N: Tensor
+    velocity_N: Tensor | None = None
+
+
+class SparseExchange(Exchange):
+    """Chooses the entries, and remembers the others."""
+
+    takes_plain = True
+    exact = False
+    why = Why.SPARSE
+
+    def __init__(self, settings: SparseSettings) -> None:
+        self.settings, self.forced = settings, settings.always
+        self.bucket_bytes, self.wire = settings.bucket_bytes, settings.codecs
+        self.form = self._form = EntriesForm(settings.block if settings.select == "blocks" else 1)
+        self._memories = ByPlace[_Memory](lambda memory: memory)
+        self.sketches = SharedEntries(self) if settings.sums else None
+        self.steps, self.phase = 0, settings.density_at(0)
+
+    # -- how a unit travels ---------------------------------------------------------------------
+
+    def break_even(self, unit: Unit, sites: int) -> float:
+        """All rows or none: the bytes do not depend on them."""
+        return math.inf if sites > 1 and self._pays(unit, sites) else 0.0
+
+    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
+        """Sparse where that is fewer bytes."""
+        if len(rows_SK) == 1 or not self._pays(unit, len(rows_SK)):
+            return Route.DENSE
+        return Route.GATHER if self.sketches is None else Route.REDUCE
+
+    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """Never: entries are chosen of formed gradients."""
+        return False
+
+    def _pays(self, unit: Unit, sites: int) -> bool:
+        if not unit.matrices:
+            return False
+        vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
+        sent = sum(self.payload_bytes(m, self.count(m)) for m in unit.matrices)
+        sums = self.sketches is not None
+        scale = ring_share(1, sites) if sums else 1.0
+        return self.forced or (sent + FLOAT_BYTES * vectors) * scale < dense_bytes(unit, sites)
+
+    def count(self, slot: Slot) -> int:
+        """K, how many entries of a slot are sent in this step."""
+        wanted = min(slot.numel, max(1, round(self.settings.density_at(self.steps) * slot.numel)))
+        return blocks_of(slot.numel, wanted, self._form.block)[1]
+
+    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
+        """The same number of every site that has a gradient."""
+        return self.count(slot) if rows else 0
+
+    def payload_bytes(self, slot: Slot, count: int) -> int:
+        """Values and places."""
+        values = nbytes(self.wire, value_shape(count, coded=bool(self.wire)))
+        if self.sketches is not None:
+            return values
+        fields = self.form.fields(slot, count, torch.float32, None, ())
+        return values + sum(field.shape[0] for field in fields[1:])
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """Of formed gradients biases are vectors, which travel by themselves."""
+        return False
+
+    # -- entries --------------------------------------------------------------------------------
+
+    def compress(self, parts: Sequence[Part]) -> list[Payload]:
+        """The entries of each gradient, with what was not sent of it before."""
+        return [self._compressed(*part) for part in parts]
+
+    def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
+        due_N, velocity_N = self.due(slot, gradient)
+        blocks_B = self._chosen(due_N, count)
+        places_K = self._form.places(blocks_B, len(due_N))
+        values_K = due_N[places_K]
+        dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
+        self.keep(slot, due_N, velocity_N, places_K, self.arriving(values_K, dtype))
+        return self._form.payload(values_K, blocks_B, slot, self.wire)
+
+    def _chosen(self, due_N: Tensor, count: int) -> Tensor:
+        if self._form.block > 1:
+            return leading_blocks(due_N, count, self._form.block)
+        return top_k(due_N, count) if self.settings.select == "topk" else above(due_N, count)
+
+    def due(self, slot: Slot, gradient: Gradient) -> tuple[Tensor, Tensor | None]:
+        """What a site would send, were it to send all: new, flat, in float32 at least.
+
+        Returns:
+            With momentum correction `v = v + u` and `u = m u + g`, otherwise `v + g` and None.
+        """
+        memory, due_N = self._memories[slot], formed(gradient).flatten()
+        velocity_N = None
+        if self.settings.momentum:
+            before = None if memory is None else memory.velocity_N
+            velocity_N = due_N if before is None else due_N + self.settings.momentum * before
+            due_N = velocity_N.clone()
+        return due_N if memory is None else due_N.add_(memory.residual_N), velocity_N
+
+    def keep(
+        self,
+        slot: Slot,
+        due_N: Tensor,
+        velocity_N: Tensor | None,
+        places_K: Tensor,
+        arrives_K: Tensor,
+    ) -> None:
+        """Remembers what was not sent, and no momentum of what was.
+
+        Args:
+            slot: the slot.
+            due_N: as `due` says; changed in place.
+            velocity_N: likewise.
+            places_K: that were sent.
+            arrives_K: their values as they arrive.
+        """
+        finite = math.isfinite(due_N.sum().item())
+        if not self.settings.error_feedback or not finite:
+            return
+        due_N[places_K] -= arrives_K
+        if velocity_N is not None:
+            velocity_N = velocity_N.index_fill(0, places_K, 0.0)
+        self._memories[slot] = _Memory(due_N, velocity_N)
+
+    def arriving(self, values_K: Tensor, dtype: torch.dtype) -> Tensor:
+        """As the receivers decode them."""
+        if not self.wire:
+            return values_K.to(dtype).to(values_K.dtype)
+        rows = in_rows(values_K)
+        return received(self.wire, rows).flatten()[: len(values_K)].to(values_K.dtype)
+
+    def residual(self, slot: Slot) -> Gradient | None:
+        """What error feedback adds to the gradient of the next step."""
+        memory = self._memories[slot]
+        if memory is None:
+            return None
+        return memory.residual_N.view(slot.groups, slot.outputs, slot.inputs)
+
+    def commit(self, *, applied: bool) -> None:
+        """Keeps what the step left, or, if the step is void, what there was before it."""
+        self._memories.commit(applied=applied)
+        self.steps += applied
+        self.phase = self.settings.density_at(self.steps)
+
+    # -- saved and loaded -----------------------------------------------------------------------
+
+    def state(self) -> StateDict:
+        """Under "common" what all sites know, under "own" what differs between them."""
+        held = self._memories.held()
+        memories = {place_name(place): _saved(memory) for place, memory in held.items()}
+        return {"common": {"sparse": {"steps": self.steps}}, "own": {"memories": memories}}
+
+    def load(self, inheritance: Inheritance) -> None:
+        """Goes on from the residuals of the sites that this one takes over."""
+        self.steps = inheritance.first["common"]["sparse"]["steps"]
+        self.phase = self.settings.density_at(self.steps)
+        old = [state["own"]["memories"] for state in inheritance.residual]
+        names = dict.fromkeys(name for memories in old for name in memories)
+        found = {name: [part[name] for part in old if name in part] for name in names}
+        self._memories.replace(
+            {
+                inheritance.place_of[name]: _inherited(parts, inheritance.weight)
+                for name, parts in found.items()
+                if any("unsent" in part for part in parts)
+            }
+        )
+
+    def reveals(self, unit: Unit) -> str:
+        """What the coverage table says."""
+        return "this site's gradient, its largest entries"
+
+    def amount(self, unit: Unit) -> str:
+        """The density, and which entries."""
+        which = {"blocks": f"in blocks of {self.settings.block}", "random": "the same on all sites"}
+        about = which.get(self.settings.select, "the largest")
+        return f"{100 * self.settings.density:.3g}% of the entries, {about}"
+
+
+def _saved(memory: _Memory) -> StateDict:
+    velocity = {} if memory.velocity_N is None else {"unsent_velocity": memory.velocity_N}
+    return {**saved_residual(memory.residual_N), **velocity}
+
+
+def _inherited(parts: Sequence[StateDict], weight: float) -> _Memory:
+    velocities = [{"unsent": p["unsent_velocity"]} for p in parts if "unsent_velocity" in p]
+    residual, velocity = inherited_residual(parts, weight), inherited_residual(velocities, weight)
+    assert isinstance(residual, Tensor)
+    assert not isinstance(velocity, Factors)
+    return _Memory(residual, velocity)

@@ -1,0 +1,64 @@
+"""What sparse methods are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from outergrad.core.coding import Codecs, Wire, drops
+from outergrad.methods.common import Settings, require
+
+Select = Literal["threshold", "topk", "blocks", "random"]
+
+_FIRST_DENSITY = 0.25
+_STAGES = 4
+"""Of a warm-up: each sends the same part of what the one before it sent."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SparseSettings(Settings):
+    """As in `Sparse`, where they are explained."""
+
+    density: float = 0.01
+    select: Select = "threshold"
+    block: int = 64
+    error_feedback: bool = True
+    momentum: float = 0.0
+    warmup: int = 0
+    seed: int = 0
+    wire: Wire = ()
+    always: bool = False
+    bucket_bytes: int = 1 << 16
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        super().__post_init__()
+        require(0 < self.density <= 1, self, "density", "a number in (0, 1]")
+        require(self.select in get_args(Select), self, "select", f"one of {get_args(Select)}")
+        require(self.block >= 1, self, "block", "1 or more")
+        require(0 <= self.momentum < 1, self, "momentum", "a number in [0, 1)")
+        remembers = self.error_feedback or not self.momentum
+        require(remembers, self, "momentum", "0 without error_feedback: momentum is remembered")
+        require(self.warmup >= 0, self, "warmup", "a number of steps, 0 for none")
+        picks = any(codec.picks for codec in self.codecs)
+        require(not picks, self, "wire", "codecs that keep all values: density= leaves some out")
+        summable = self.select != "random" or not drops(self.codecs)
+        require(summable, self, "wire", "BF16() at most: select='random' adds up what is sent")
+
+    @property
+    def codecs(self) -> Codecs:
+        """What `wire` has become."""
+        return cast(Codecs, self.wire)
+
+    def density_at(self, step: int) -> float:
+        """Of the shared step of this number: higher in a warm-up."""
+        if step >= self.warmup or self.density >= _FIRST_DENSITY:
+            return self.density
+        stage = step * _STAGES // self.warmup
+        return _FIRST_DENSITY * (self.density / _FIRST_DENSITY) ** (stage / _STAGES)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the places are the same on all sites, so that values can be added up."""
+        return self.select == "random"
