@@ -20,6 +20,7 @@ from outergrad.methods import (
     PerLayer,
     PowerSGD,
     RankDAD,
+    Schedule,
     Sparse,
 )
 from outergrad.record.jsonl import JSONL
@@ -48,6 +49,7 @@ __all__ = [
     "RankDAD",
     "Restored",
     "Rule",
+    "Schedule",
     "Session",
     "SiteLostError",
     "Slot",

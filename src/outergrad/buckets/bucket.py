@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -138,6 +138,7 @@ class StepContext:
         bad: name of a parameter of which this site's is not.
         share: of this site in the mean gradient, 1 / S where all sites count alike.
         scale: S times that: what is sent as factors is multiplied by it, and divided by S there.
+        owed: what travels once with the dense gradient of a parameter, see `Exchanges.owed`.
     """
 
     comm: Comm
@@ -157,6 +158,7 @@ class StepContext:
     bad: str | None = None
     share: float = 1.0
     scale: float = 1.0
+    owed: Callable[[str], Sequence[tuple[Slot, Tensor]]] = lambda name: ()
 
     @property
     def compress_s(self) -> float:
@@ -188,6 +190,15 @@ class StepContext:
         if self.skips_bad:
             self.check(slot.weight, tensors_of(gradient))
         return gradient
+
+    def fill(self, name: str, p: nn.Parameter, out: Tensor) -> None:
+        """This site's part of the mean gradient, in a sum over the sites; zeros of a void step."""
+        good = self.state == State.GOOD
+        copy_scaled(name, p, out, self.share if good else 0.0)
+        for slot, residual_GOI in self.owed(name) if good else ():
+            start, stop = slot.weight_rows or (0, p.shape[0])
+            part = out.view(p.shape)[start:stop]
+            part.add_(residual_GOI.reshape(part.shape), alpha=1 / self.comm.world_size)
 
     def check(self, name: str, parts: Sequence[Tensor]) -> None:
         """The step is bad if some part of this site's gradient of a parameter is not finite."""

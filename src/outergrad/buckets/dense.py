@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext, copy_scaled
+from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.comm.cost import ring_bytes
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
@@ -31,9 +31,8 @@ class DenseBucket(Bucket):
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         buffer, views = self._scratch()
         sites = context.comm.world_size
-        scale = context.share if context.state == State.GOOD else 0.0
         for name, view in views.items():
-            copy_scaled(name, self._params[name], view, scale)
+            context.fill(name, self._params[name], view)
             nbytes = ring_bytes(view.nbytes, sites)
             context.add(name, "dense", sent=nbytes, received=nbytes)
         if context.skips_bad and not is_finite(buffer[:-2]):

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Carried, Load, StepContext, copy_scaled
+from outergrad.buckets.bucket import Carried, Load, StepContext
 from outergrad.core.blocks import Block
 from outergrad.core.payload import Arrived, Payload
 from outergrad.core.protocols import Exchange
@@ -106,7 +106,7 @@ class RowBucket(Carried):
             receivers: how many other sites the message is sent to.
         """
         for name, view in layout.by_name(layout.flats(message)).items():
-            copy_scaled(name, layout.extras[name], view, context.share)
+            context.fill(name, layout.extras[name], view)
             context.add(name, "dense", sent=view.nbytes * receivers)
             context.check(name, [view])
         began = time.perf_counter()

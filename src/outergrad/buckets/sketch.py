@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext, copy_scaled
+from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext
 from outergrad.comm.cost import ring_bytes
 from outergrad.core.coding import sum_dtype
 from outergrad.core.protocols import Exchange
@@ -92,14 +92,13 @@ class _SketchPending(Pending):
     def _exact(self) -> Tensor:
         """Vectors, then one number per tapped parameter and per state: how many sites say so."""
         context, bucket = self._context, self._bucket
-        share = context.share if context.state == State.GOOD else 0.0
         exact = torch.zeros(sum(self._sizes()), dtype=bucket.dtype, device=context.comm.device)
         biases, extras, flags = self._split(exact)
         for slot, b_GO in self._b_GO.items():
             biases[slot].copy_(b_GO.flatten() / context.comm.world_size)
         for name, view in extras.items():
             p = bucket.extras[name]
-            copy_scaled(name, p, view.view(p.shape), share)
+            context.fill(name, p, view.view(p.shape))
             nbytes = ring_bytes(view.nbytes, context.comm.world_size)
             context.add(name, "dense", sent=nbytes, received=nbytes)
             context.check(name, [view])

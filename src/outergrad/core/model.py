@@ -124,8 +124,25 @@ class Exchanges:
         """What each decides by besides what it is asked."""
         return [exchange.phase for exchange, _ in self._units_of]
 
-    def commit(self, *, applied: bool) -> None:
-        """Ends the step of every exchange: its residuals are kept if the step was applied."""
+    def begin(self, step: int, sites: int) -> bool:
+        """A step begins; whether some unit has another exchange than in the last one."""
+        return False
+
+    def travels_dense(self, unit: Unit) -> bool:
+        """Whether a unit travels dense, whatever its exchange says."""
+        return False
+
+    def owed(self, name: str) -> Sequence[tuple[Slot, Tensor]]:
+        """What travels once with the dense gradient of a parameter, undivided: of its parts."""
+        return ()
+
+    def commit(self, *, applied: bool, used: Collection[str] = ()) -> None:
+        """Ends the step of every exchange: its residuals are kept if the step was applied.
+
+        Args:
+            applied: whether it counts.
+            used: parameters that had a gradient on some site.
+        """
         for exchange, _ in self._units_of:
             exchange.commit(applied=applied)
 

@@ -185,6 +185,17 @@ class Exchange(Protocol):
     def commit(self, *, applied: bool) -> None:
         """The step is over: what `compress` left for the next one holds, or is void."""
 
+    def remembers(self, unit: Unit) -> bool:
+        """Whether it keeps what it does not send of a unit, and sends it later."""
+        return False
+
+    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
+        """Forgets what it has not sent of these, and returns it; between two steps."""
+        return {}
+
+    def take_over(self, slot: Slot, residual: Gradient) -> None:
+        """Goes on with what another one has not sent; of a unit that it remembers."""
+
     def state(self) -> StateDict:
         """What it remembers between two steps; `load` takes it back."""
         return {}
@@ -251,6 +262,21 @@ class Method(Protocol):
 
     def exchange(self) -> Exchange | None:
         """A new exchange, or None where every parameter travels dense."""
+        ...
+
+
+class Policy(Protocol):
+    """Which method every parameter has in a step. Pure: the same answer on every site."""
+
+    def candidates(self, name: str) -> Sequence[Method | None]:
+        """All methods that a parameter may ever have; None for none."""
+        ...
+
+    def method_of(self, name: str, step: int = 0) -> Method | None:
+        """The method of a parameter in a shared step, by its number; None for none.
+
+        Parameters of one layer, and tied ones, must have the same.
+        """
         ...
 
 

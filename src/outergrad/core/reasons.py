@@ -28,6 +28,8 @@ class Why(Enum):
     USED_OUTSIDE_BLOCK = "used outside block"
     UNSENDABLE = "unsendable"
     """What it reads must not be sent."""
+    OWING = "owing"
+    """What the method before had not sent has to arrive."""
     BYTES = "bytes"
     """What would be sent of it is too much."""
 

@@ -7,6 +7,7 @@ from outergrad.methods.local_steps import LocalSteps
 from outergrad.methods.per_layer import Local, PerLayer
 from outergrad.methods.powersgd import PowerSGD
 from outergrad.methods.rank_dad import RankDAD
+from outergrad.methods.schedule import Schedule
 from outergrad.methods.sparse import Sparse
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "PerLayer",
     "PowerSGD",
     "RankDAD",
+    "Schedule",
     "Sparse",
 ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outergrad.core.payload import Payload
+from outergrad.core.protocols import Exchange
+from outergrad.core.types import Part, Route, Slot, Unit
 from outergrad.methods.common import Settings
 
 
@@ -21,3 +25,37 @@ class Dense(Settings):
     def exchange(self) -> None:
         """None: nothing travels as factors."""
         return
+
+
+class DenseExchange(Exchange):
+    """That of a unit which travels dense for now."""
+
+    bucket_bytes = 1
+
+    def break_even(self, unit: Unit, sites: int) -> float:
+        """Always dense."""
+        return 0.0
+
+    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
+        """Dense."""
+        return Route.DENSE
+
+    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """Nothing is made of factors."""
+        return False
+
+    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
+        """None."""
+        return 0
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """Not by itself."""
+        return False
+
+    def compress(self, parts: Sequence[Part]) -> list[Payload]:
+        """Never called."""
+        return []
+
+    def reveals(self, unit: Unit) -> str:
+        """What the coverage table says."""
+        return "this site's gradient"

@@ -46,6 +46,10 @@ class ByPlace(Generic[M]):
         self._held = dict(held)
         self._next.clear()
 
+    def put(self, slot: Slot, memory: M) -> None:
+        """Between two steps."""
+        self._held[slot.place] = memory
+
     def commit(self, *, applied: bool) -> None:
         """The step is over."""
         if applied:

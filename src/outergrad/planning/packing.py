@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -42,7 +42,7 @@ class Packer:
         self._model, self._exchanges, self._sites = model, exchanges, sites
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._owners: dict[Slot | str, int] = {}
-        self._last: tuple[Choice, list[Bucket]] | None = None
+        self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
         self._order = tuple(model.params)[::-1]
         self.opening: frozenset[str] = frozenset()
         """Parameters of the first message of the last step: when they are ready, it is time."""
@@ -53,11 +53,12 @@ class Packer:
         Members come in the reverse order of registration, about that in which backward reaches
         them; a unit stands where its last parameter is reached.
         """
-        if self._last is None or self._last[0] != choice:
+        key = choice, self._exchanges.phases
+        if self._last is None or self._last[0] != key:
             buckets = self._fill(choice)
             self._dense = {b.dense_params: b for b in buckets if isinstance(b, DenseBucket)}
             opening = buckets[0].params if buckets else frozenset[str]()
-            self._last, self.opening = (choice, buckets), opening
+            self._last, self.opening = (key, buckets), opening
         return self._last[1]
 
     def dense_bucket(self, names: Sequence[str]) -> DenseBucket:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
@@ -44,6 +45,9 @@ class Planner:
         """What travels dense because autograd has a gradient for it besides its factors."""
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
+        self._phases = exchanges.phases
+        self.used: Collection[str] = ()
+        """Parameters that have a gradient on some site in this step."""
         self.packer = Packer(model, exchanges, sites)
         self.header_cache = HeaderCache(self.facts, self._ways)
 
@@ -111,9 +115,21 @@ class Planner:
         use = header.uses[self._slot_index[slot]]
         return self._exchanges[unit].sent_rows(slot, use.rows, header.rank), use.dtype
 
+    def begin(self, step: int) -> None:
+        """A step begins: methods may have changed."""
+        if self._exchanges.begin(step, self._sites):
+            self._last = None
+        if self._phases != self._exchanges.phases:
+            self._phases = self._exchanges.phases
+            self.header_cache.forget()
+
+    def owed(self, name: str) -> Sequence[tuple[Slot, Tensor]]:
+        """As `Exchanges.owed`."""
+        return self._exchanges.owed(name)
+
     def commit(self, *, applied: bool) -> None:
         """Tells the exchanges that a step is over, for all sites alike."""
-        self._exchanges.commit(applied=applied)
+        self._exchanges.commit(applied=applied, used=self.used)
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""
@@ -144,6 +160,8 @@ class Planner:
         rows_SK = [[header.uses[k].rows for k in index] for header in headers]
         taps = self._taps(unit, rows_SK)
         tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
+        if self._exchanges.travels_dense(unit):
+            return _Decision(Route.DENSE, False, taps, 0, Reason(why=Why.OWING))
         route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
         load = Load(unit, tapped)
         size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0

@@ -30,6 +30,7 @@ _DENSE = {
     Why.NOT_CAPTURED: "accumulated, or not captured in the last step; {pays}",
     Why.USED_OUTSIDE_BLOCK: "a parameter is also used outside the block",
     Why.UNSENDABLE: "it reads what enters the model, or has hooks",
+    Why.OWING: "with it travels what the method before had not sent",
     Why.BYTES: "what would be sent of it is {nbytes} bytes; {pays}",
 }
 _Entry = tuple[str, str, str]

@@ -15,7 +15,9 @@ from outergrad.core.protocols import Exchange, Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
-from outergrad.methods.per_layer import Assignment, PerLayer, is_local
+from outergrad.methods.assignment import Assignment, is_local
+from outergrad.methods.per_layer import PerLayer
+from outergrad.planning.changing import ChangingExchanges
 from outergrad.replay.blocks_found import BlockFinder
 from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host
@@ -86,12 +88,12 @@ def inspect(model: nn.Module, method: Any, rules: Rules, *, replays: bool = True
     """
     _check_model(model)
     look = _Look(model, method, rules)
-    blocks = look.blocks() if replays else []
+    blocks = look.blocks() if replays and not look.assignment.changes else []
     layers = list(look.layers())
     for slot in (slot for layer in layers for slot in layer.slots):
         look.assignment.check_together(slot.params)
     shared = look.shared_model([slot for layer in layers for slot in layer.slots], blocks)
-    exchanges = Exchanges(look.assignment.units_of(shared.units))
+    exchanges = look.exchanges(shared)
     for exchange, units in exchanges.items():
         exchange.refuse(units)
     joint = isinstance(method, PerLayer) and method.joint
@@ -206,10 +208,16 @@ class _Look:
         plain = [name for name in reasons if self._travels_plain(name)]
         return Model.of(self.trained, slots, reasons, plain, parts)
 
+    def exchanges(self, shared: Model) -> Exchanges:
+        """Of the units, one per method."""
+        units_of = self.assignment.units_of(shared.units)
+        if self.assignment.changes:
+            return ChangingExchanges(units_of, self.assignment.choose)
+        return Exchanges(units_of)
+
     def _travels_plain(self, name: str) -> bool:
         """Whether its method takes its formed gradient, without a rule."""
-        exchange, p = self.assignment.exchange_of(name), self.trained[name]
-        takes = exchange is not None and exchange.takes_plain
+        takes, p = self.assignment.takes_plain(name), self.trained[name]
         return takes and p.dim() >= 2 and p.numel() > 0 and p.dtype in DTYPES
 
 

@@ -67,4 +67,5 @@ class StepSpec:
             blocks=self.blocks,
             reading=self.reading,
             skips_bad=self.skips_bad,
+            owed=self.planner.owed,
         )

@@ -52,6 +52,7 @@ class SharedStep:
         self._receiver = Receiver(planner, self.context)
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
         self._ballot = Ballot(comm, header, self.subjects)
+        planner.begin(header.step)
         foreseen = planner.header_cache.foreseen(header.step)
         if foreseen is None:
             self._announce(header)
@@ -122,6 +123,7 @@ class SharedStep:
 
     def _plan(self, headers: list[Header]) -> None:
         self.context.take(headers)
+        self._planner.used = self.context.used
         self.choice = self._planner.choose(headers)
         self._buckets = self._planner.packer.buckets(self.choice)
         if self.context.header.alone:  # else messages of other sessions may come between

@@ -40,6 +40,8 @@ OF_UNITS = {
         "the weight is also used outside its layer, or in a gradient of a gradient",
     ),
     Reason(why=Why.OVERLAPPING): ("dense", f"shared by several products; {PAYS}"),
+    Reason(why=Why.OWING): ("dense", "with it travels what the method before had not sent"),
+    Reason(why=Why.SPARSE, route=Route.GATHER): ("sparse", ""),
     Reason(why=Why.ROWS): ("dense", f"12,345 rows here; {PAYS}"),
 }
 BLOCK_PAYS = "pays below 2000000 bytes per step and site"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -186,6 +186,28 @@ class SparseExchange(Exchange):
         self._memories.commit(applied=applied)
         self.steps += applied
         self.phase = self.settings.density_at(self.steps)
+
+    # -- handed over ----------------------------------------------------------------------------
+
+    def remembers(self, unit: Unit) -> bool:
+        """Unless it is told not to."""
+        return self.settings.error_feedback
+
+    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
+        """Without the velocity, which belongs to this method alone."""
+        held = dict(self._memories.held())
+        shapes = {slot: (slot.groups, slot.outputs, slot.inputs) for slot in slots}
+        found = {s: held.pop(s.place).residual_N for s in slots if s.place in held}
+        self._memories.replace(held)
+        return {slot: residual_N.view(shapes[slot]) for slot, residual_N in found.items()}
+
+    def take_over(self, slot: Slot, residual: Gradient) -> None:
+        """Adds to what it remembers itself, if anything."""
+        own = self._memories[slot]
+        whole_N = formed(residual).flatten()
+        if own is not None:
+            own = replace(own, residual_N=own.residual_N + whole_N)
+        self._memories.put(slot, own or _Memory(whole_N))
 
     # -- saved and loaded -----------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outergrad.comm import cost
 from outergrad.core.coding import Codecs, drops
@@ -20,11 +21,14 @@ from outergrad.core.types import (
     Slot,
     StateDict,
     Unit,
+    tensors_of,
 )
+from outergrad.linalg.outer import formed
 from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
 from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows
 from outergrad.methods.low_rank.memory import (
     Memories,
+    Memory,
     common_state,
     inherited,
     own_state,
@@ -191,6 +195,31 @@ class LowRankExchange(Exchange):
         """Keeps what the step left, or, if the step is void, what there was before it."""
         self._memories.commit(applied=applied)
         self._sketches.forget()
+
+    # -- handed over ----------------------------------------------------------------------------
+
+    def remembers(self, unit: Unit) -> bool:
+        """Unless it is told not to; rows by id have no memory."""
+        by_id = any(slot.lookup for slot in unit.slots)
+        return self._settings.error_feedback is not None and not by_id
+
+    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
+        """Start directions are kept."""
+        found: dict[Slot, Gradient] = {}
+        for slot in slots:
+            memory = self._memories[slot]
+            if memory is not None and memory.residual is not None:
+                found[slot] = memory.residual
+                self._memories.put(slot, replace(memory, residual=None))
+        return found
+
+    def take_over(self, slot: Slot, residual: Gradient) -> None:
+        """Adds to what it remembers itself, if anything."""
+        memory, own = self._memories[slot], residual_of(self._memories[slot])
+        tensors = tensors_of(residual)
+        start = memory or Memory(tensors[0].new_zeros(slot.groups, slot.inputs, 0))
+        whole = residual if own is None else formed(residual, own)
+        self._memories.put(slot, replace(start, residual=whole))
 
     # -- saved and loaded -----------------------------------------------------------------------
 

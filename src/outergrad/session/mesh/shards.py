@@ -15,8 +15,7 @@ from outergrad.comm.agree import broadcast_all
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.words import words_of_all
 from outergrad.core.model import Model
-from outergrad.methods import PerLayer
-from outergrad.methods.per_layer import is_local
+from outergrad.methods.assignment import is_local, is_policy
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.mesh_step import MeshStep, Spread
@@ -93,7 +92,9 @@ def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[Inspection, Shar
     Raises:
         ValueError: it is not sharded over the ranks of a site, or the method needs factors.
     """
-    _check_methods(method)
+    for name, _ in model.named_parameters():
+        for one in method.candidates(name) if is_policy(method) else [method]:
+            _check_method(one)
     ranks = torch.distributed.get_process_group_ranks(mesh.get_group("local"))
     for name, p in model.named_parameters():
         _check_parameter(name, p, ranks)
@@ -105,15 +106,14 @@ def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[Inspection, Shar
     return replace(inspection, watch=watch), shards
 
 
-def _check_methods(method: Any) -> None:
-    for one in method.methods.values() if isinstance(method, PerLayer) else [method]:
-        exchange = one.exchange() if callable(getattr(one, "exchange", None)) else None
-        if exchange is not None and not exchange.takes_plain:
-            raise ValueError(
-                f"method={one!r} with a model of fully_shard(): the factors of a layer make up the "
-                f"gradient of the whole weight, while each rank has some of its rows, already "
-                f"summed over the site; use og.RankDAD(...), og.PowerSGD(...) or og.Dense()"
-            )
+def _check_method(method: Any) -> None:
+    exchange = method.exchange() if callable(getattr(method, "exchange", None)) else None
+    if exchange is not None and not exchange.takes_plain:
+        raise ValueError(
+            f"method={method!r} with a model of fully_shard(): the factors of a layer make up the "
+            f"gradient of the whole weight, while each rank has some of its rows, already "
+            f"summed over the site; use og.RankDAD(...), og.PowerSGD(...) or og.Dense()"
+        )
 
 
 def _check_parameter(name: str, p: Any, ranks: Sequence[int]) -> None:

@@ -1,0 +1,183 @@
+"""The method of every parameter, as a policy gives it, and the exchanges of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outergrad.core.protocols import Exchange, Method, Policy
+from outergrad.core.types import Unit
+from outergrad.methods.dense import DenseExchange
+from outergrad.methods.per_layer import Local, PerLayer
+
+
+def is_policy(method: Any) -> bool:
+    """Whether it says which method each parameter has."""
+    return callable(getattr(method, "method_of", None))
+
+
+def is_local(method: Any, name: str) -> bool:
+    """Whether what has this name is each site's own."""
+    return is_policy(method) and isinstance(method.method_of(name), Local)
+
+
+class _Everywhere(Policy):
+    """One method of all parameters."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+
+    def candidates(self, name: str) -> Sequence[Method]:
+        return [self._method]
+
+    def method_of(self, name: str, step: int = 0) -> Method:
+        return self._method
+
+
+class Assignment:
+    """Who has which method, and one exchange per method.
+
+    Args:
+        method: of the model, or a policy as `PerLayer`.
+        names: full names of the parameters.
+
+    Attributes:
+        changes: whether methods may change while the model trains.
+
+    Raises:
+        ValueError: a parameter has no method, or a pattern no parameter.
+        TypeError: it is no method.
+    """
+
+    def __init__(self, method: Any, names: Sequence[str]) -> None:
+        if not is_policy(method) and not callable(getattr(method, "exchange", None)):
+            raise TypeError(f"method={method!r}: pass og.DAD(...), og.Dense() or another method")
+        self._policy: Policy = method if is_policy(method) else _Everywhere(method)
+        if isinstance(method, PerLayer):
+            _check_patterns(method, names)
+        self._candidates = {name: _distinct(self._policy, name) for name in names}
+        self.changes = any(len(methods) > 1 for methods in self._candidates.values())
+        self._methods = {name: self._method(name, 0) for name in names}
+        if not names or set(map(type, self._methods.values())) == {Local}:
+            raise ValueError("every parameter is og.Local(): give what is shared another method")
+        self._exchanges: list[tuple[Method, Exchange | None]] = []
+        for method in (m for methods in self._candidates.values() for m in methods):
+            if all(method != known for known, _ in self._exchanges):
+                self._exchanges.append((method, self._new_exchange(method)))
+
+    def _new_exchange(self, method: Method) -> Exchange | None:
+        exchange = method.exchange()
+        changing = self.changes and not isinstance(method, Local)
+        return DenseExchange() if exchange is None and changing else exchange
+
+    def _method(self, name: str, step: int) -> Method:
+        method = self._policy.method_of(name, step)
+        if method is None or method not in self._candidates[name]:
+            raise ValueError(
+                f"{self._policy!r} gives {name!r} the method {method!r} in step {step}, which is "
+                f"not among its candidates"
+            )
+        return method
+
+    def is_local(self, name: str) -> bool:
+        """Whether the parameter is each site's own."""
+        return isinstance(self._methods[name], Local)
+
+    def every(self, name: str) -> int:
+        """At every how many-th synchronised backward the parameter travels."""
+        return getattr(self._methods[name], "every", 1)
+
+    def takes_plain(self, name: str) -> bool:
+        """Whether some method of the parameter takes its formed gradient, without a rule."""
+        found = [self._exchange(method) for method in self._candidates[name]]
+        return any(exchange is not None and exchange.takes_plain for exchange in found)
+
+    def exchange_of(self, name: str) -> Exchange | None:
+        """What makes the gradient of the parameter global first; None where it travels dense."""
+        return self._exchange(self._methods[name])
+
+    def _exchange(self, method: Method) -> Exchange | None:
+        return next(exchange for known, exchange in self._exchanges if known == method)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """One per method, in the order of the parameters."""
+        return [exchange for _, exchange in self._exchanges if exchange is not None]
+
+    def check_together(self, names: Sequence[str]) -> None:
+        """Checks that parameters which travel together have one method.
+
+        Raises:
+            ValueError: they have several.
+        """
+        first, *others = names
+        for name in others:
+            if self._candidates[name] != self._candidates[first]:
+                raise ValueError(
+                    f"PerLayer: {first!r} has the method {self._told(first)}, {name!r} has "
+                    f"{self._told(name)}, but they travel together (one layer, or tied): "
+                    f"give them one method"
+                )
+
+    def _told(self, name: str) -> str:
+        return ", then ".join(map(repr, self._candidates[name]))
+
+    def units_of(self, units: Sequence[Unit]) -> list[tuple[Exchange, list[Unit]]]:
+        """Each exchange with the units that it may have."""
+        pairs = [(unit, self._candidates[unit.params[0]]) for unit in units]
+        return [
+            (exchange, [unit for unit, methods in pairs if method in methods])
+            for method, exchange in self._exchanges
+            if exchange is not None
+        ]
+
+    def choose(self, unit: Unit, step: int) -> Exchange:
+        """The exchange of a unit in a step.
+
+        Raises:
+            ValueError: its parameters have several methods, or one that is no candidate.
+        """
+        methods = {name: self._method(name, step) for name in unit.params}
+        first, *others = unit.params
+        for name in others:
+            if methods[name] != methods[first]:
+                raise ValueError(
+                    f"{self._policy!r} gives {first!r} and {name!r} different methods in step "
+                    f"{step}, but they travel together: give them one"
+                )
+        exchange = self._exchange(methods[first])
+        assert exchange is not None
+        return exchange
+
+
+def _distinct(policy: Policy, name: str) -> list[Method]:
+    """The candidates of a parameter, each once.
+
+    Raises:
+        ValueError: it has none, or they do not go together.
+    """
+    found: list[Method] = []
+    for method in policy.candidates(name):
+        if method is None:
+            raise ValueError(
+                f"{type(policy).__name__}: no pattern matches {name!r}: add one, as "
+                f"'*': og.DAD() behind the others"
+            )
+        if method not in found:
+            found.append(method)
+    local = [isinstance(method, Local) for method in found]
+    if any(local) != all(local):
+        raise ValueError(
+            f"{name!r} is og.Local() in some steps only: a part that each site keeps to itself "
+            f"has to be so in all"
+        )
+    if len({getattr(method, "every", 1) for method in found}) > 1:
+        raise ValueError(f"{name!r} has methods with different every=: give all the same")
+    return found
+
+
+def _check_patterns(method: PerLayer, names: Sequence[str]) -> None:
+    for pattern in method.unmatched(list(names)):
+        raise ValueError(
+            f"PerLayer: the pattern {pattern!r} matches no parameter; they are {', '.join(names)}"
+        )

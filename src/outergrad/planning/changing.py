@@ -1,0 +1,122 @@
+"""Exchanges of a model whose methods change while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from outergrad.core.model import Exchanges
+from outergrad.core.protocols import Exchange
+from outergrad.core.types import Inheritance, Slot, StateDict, Unit
+from outergrad.linalg.outer import formed
+
+Choose = Callable[[Unit, int], Exchange]
+"""The exchange of a unit in a step: the same on every site."""
+
+
+class ChangingExchanges(Exchanges):
+    """Changes exchanges at the beginning of steps, and hands on what the old ones have not sent.
+
+    Where the new one cannot take it over, the unit travels dense until all of it has arrived.
+
+    Args:
+        units_of: each exchange with the units that it may have.
+        choose: says which has which.
+    """
+
+    def __init__(self, units_of: Sequence[tuple[Exchange, Sequence[Unit]]], choose: Choose) -> None:
+        super().__init__(units_of)
+        self._choose, self._step = choose, 0
+        self._owing: dict[Unit, tuple[Exchange, set[str]]] = {}
+        """Units that travel dense, who remembers what has to arrive, and of which parameters."""
+        self._assign(0)
+
+    def _assign(self, step: int) -> None:
+        self._step = step
+        self._of = {unit: self._choose(unit, step) for unit in self._of}
+
+    @property
+    def phases(self) -> list[Hashable]:
+        """Who has which units, and what else they decide by."""
+        order = {id(exchange): k for k, (exchange, _) in enumerate(self._units_of)}
+        return [
+            tuple(order[id(exchange)] for exchange in self._of.values()),
+            tuple(unit in self._owing for unit in self._of),
+            *super().phases,
+        ]
+
+    def begin(self, step: int, sites: int) -> bool:
+        """Goes over to the exchanges of a step; whether some unit has another one now."""
+        if step == self._step:
+            return False
+        before = self._of
+        self._assign(step)
+        changed = [unit for unit, old in before.items() if self._of[unit] is not old]
+        for unit in changed:
+            if unit not in self._owing and before[unit].remembers(unit):
+                self._hand_over(unit, before[unit], sites)
+        return bool(changed)
+
+    def _hand_over(self, unit: Unit, old: Exchange, sites: int) -> None:
+        new = self._of[unit]
+        same_places = {s.place for s in unit.slots} <= {m.place for m in unit.matrices}
+        compresses = new.break_even(unit, sites) == float("inf")
+        if new.remembers(unit) and same_places and compresses:
+            for slot, residual in old.hand_over(unit.matrices).items():
+                new.take_over(slot, residual)
+        else:
+            self._owing[unit] = old, {slot.weight for slot in _slots(unit)}
+
+    def travels_dense(self, unit: Unit) -> bool:
+        """Whether something of a former method has to arrive."""
+        return unit in self._owing
+
+    def owed(self, name: str) -> list[tuple[Slot, Tensor]]:
+        """What travels with the dense gradient of a parameter: of its parts, (G, O, I)."""
+        found = []
+        for unit, (old, names) in self._owing.items():
+            for slot in _slots(unit) if name in names else ():
+                residual = old.residual(slot) if slot.weight == name else None
+                if residual is not None:
+                    found.append((slot, formed(residual)))
+        return found
+
+    def commit(self, *, applied: bool, used: Collection[str] = ()) -> None:
+        """Ends the step: what has arrived is owed no more."""
+        super().commit(applied=applied)
+        for unit, (old, names) in list(self._owing.items()) if applied else ():
+            arrived = names & set(used)
+            old.hand_over([slot for slot in _slots(unit) if slot.weight in arrived])
+            names -= arrived
+            if not names:
+                del self._owing[unit]
+
+    # -- saved and loaded -----------------------------------------------------------------------
+
+    def states(self) -> list[StateDict]:
+        """Behind those of the exchanges, the step whose policy holds and what has to arrive."""
+        order = {id(exchange): k for k, (exchange, _) in enumerate(self._units_of)}
+        owing = {
+            unit.params[0]: [order[id(old)], *sorted(names)]
+            for unit, (old, names) in self._owing.items()
+        }
+        return [*super().states(), {"common": {"policy": {"step": self._step}, "owing": owing}}]
+
+    def load(self, inheritances: Sequence[Inheritance]) -> None:
+        """As they were after the step in which they were saved."""
+        *own, last = inheritances
+        super().load(own)
+        saved: dict[str, Any] = last.first["common"]
+        self._assign(saved["policy"]["step"])
+        by_name = {unit.params[0]: unit for unit in self._of}
+        self._owing = {
+            by_name[name]: (self._units_of[k][0], set(names))
+            for name, (k, *names) in saved["owing"].items()
+        }
+
+
+def _slots(unit: Unit) -> list[Slot]:
+    """All that something may be remembered of, a place once."""
+    return list({slot.place: slot for slot in (*unit.slots, *unit.matrices)}.values())
