@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -136,15 +137,20 @@ class Exchanges:
         """What travels once with the dense gradient of a parameter, undivided: of its parts."""
         return ()
 
-    def commit(self, *, applied: bool, used: Collection[str] = ()) -> None:
-        """Ends the step of every exchange: its residuals are kept if the step was applied.
+    def commit(
+        self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
+    ) -> None:
+        """Ends a step of some units: residuals of their exchanges are kept if it was applied.
 
         Args:
+            units: that the step was of.
             applied: whether it counts.
             used: parameters that had a gradient on some site.
         """
+        ending = {id(self._of[unit]) for unit in units if unit in self._of}
         for exchange, _ in self._units_of:
-            exchange.commit(applied=applied)
+            if id(exchange) in ending:
+                exchange.commit(applied=applied)
 
     def states(self) -> list[StateDict]:
         """What each remembers between two steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import Tensor
@@ -83,9 +84,11 @@ class ChangingExchanges(Exchanges):
                     found.append((slot, formed(residual)))
         return found
 
-    def commit(self, *, applied: bool, used: Collection[str] = ()) -> None:
-        """Ends the step: what has arrived is owed no more."""
-        super().commit(applied=applied)
+    def commit(
+        self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
+    ) -> None:
+        """Ends a step: what has arrived is owed no more."""
+        super().commit(units, applied=applied)
         for unit, (old, names) in list(self._owing.items()) if applied else ():
             arrived = names & set(used)
             old.hand_over([slot for slot in _slots(unit) if slot.weight in arrived])
