@@ -29,7 +29,7 @@ import outergrad.session.topology
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.messages.vote import WORDS
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""
@@ -347,7 +347,7 @@ class Site:
                 self._tell("applied", step=applied + 1, **self._state())
                 self._injector.evaluate(applied)
                 applied += 1
-        if on_group(dist.group.WORLD).lost:  # in the last step, which counts all the same
+        if on_transport(dist.group.WORLD).lost:  # in the last step, which counts all the same
             self._tell("noted")
         self._tell("done")
 

@@ -139,7 +139,7 @@ class Checkpoints:
             OSError: this site cannot look into its folder; the others raise a ValueError.
             RuntimeError: this site lost the others.
         """
-        end_unfinished(self._comm.group)
+        end_unfinished(self._comm.key)
         allowed = Allowed(allow_lost=bool(allow_lost), allow_foreign=bool(allow_foreign))
         with _told_of_lost_sites(self._comm, "restoring"):
             return self._restore(allowed)

@@ -27,8 +27,8 @@ class Mirrored:
         return self._result
 
 
-class Group:
-    """What stands for a process group: sessions on one know of each other."""
+class Key:
+    """What sessions on one mirror have in common."""
 
 
 class MirrorComm:
@@ -45,7 +45,7 @@ class MirrorComm:
     def __init__(self, sites: int, tracer: Tracer) -> None:
         self.rank, self.world_size = 0, sites
         self.sent_bytes = self.received_bytes = 0
-        self.device, self.group, self.patience_s = torch.device("cpu"), Group(), math.inf
+        self.device, self.key, self.patience_s = torch.device("cpu"), Key(), math.inf
         self._tracer = tracer
 
     def all_reduce(self, t: Tensor) -> Mirrored:

@@ -45,7 +45,7 @@ class TorchComm:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
     ) -> None:
-        self.group = group
+        self.group = self.key = group
         self.rank, self.world_size = rank, sites = group.rank(), group.size()
         self._others = [(rank + k) % sites for k in range(1, sites)]
         self._only_other = self._others if sites == 2 else ()

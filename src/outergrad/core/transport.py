@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +28,16 @@ class Comm(Protocol):
     sent_bytes: int
     received_bytes: int
     device: torch.device
-    group: Any
-    """What the sites share: sessions on one group must take turns in the same order."""
     patience_s: float
     """How long a message may take."""
+
+    @property
+    def key(self) -> Hashable:
+        """The same for all sessions of this process on one transport: they take turns on it.
+
+        It is referred to weakly: an object, no number or tuple.
+        """
+        ...
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it."""

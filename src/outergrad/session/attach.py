@@ -104,7 +104,7 @@ def distribute(
     model, method = _uncompiled(model), DAD() if method is None else method
     topology = _topology(group, mesh, _device(model), time_span(timeout))
     comm = topology.site
-    refuse_lost(comm.group)
+    refuse_lost(comm.key)
     error, inspection, recorders = None, None, ()
     try:
         recorders = recorders_of(recorder)
@@ -118,9 +118,9 @@ def distribute(
         check_settings(inspection.every, weighting, buffers, verify_every, on_drift)
     except (ValueError, TypeError) as raised:
         error = raised
-    end_unfinished(comm.group)
+    end_unfinished(comm.key)
     lines = [] if inspection is None else describe(model, method, inspection)
-    lines += [f"session {count_session(comm.group)} of the group", f"weighting: {weighting}"]
+    lines += [f"session {count_session(comm.key)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]
     with lost_sites_told(comm, "og.distribute on all sites"):

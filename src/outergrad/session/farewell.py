@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, finalize
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import Standing
 from outergrad.comm.torch import TorchComm
-from outergrad.step.groups import Sessions, on_group
+from outergrad.step.groups import Sessions, on_transport
 from outergrad.step.lost import USUAL_HOST
 
 _farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()
@@ -29,7 +29,7 @@ def say_farewell(comm: TorchComm, session: int) -> None:
     """Lets the other sites hear of it when a session ends, and how."""
     if comm.world_size == 1:
         return
-    farewell = Farewell(on_group(comm.group), comm.words(session), session)
+    farewell = Farewell(on_transport(comm.key), comm.words(session), session)
     _farewells[comm] = farewell, finalize(comm, farewell.end_session)
     if not _before:
         _before.append(sys.excepthook)

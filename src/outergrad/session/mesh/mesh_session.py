@@ -94,7 +94,7 @@ class MeshSession(Session):
                 rank, or of sites with another number of ranks.
             RuntimeError: as in `Session.load_state_dict`.
         """
-        end_unfinished(self._comm.group)
+        end_unfinished(self._comm.key)
         self._refuse_lost()
         error = None
         try:
