@@ -145,9 +145,9 @@ def test_an_error_is_told_once_and_then_as_ever(hook):
     store = dist.HashStore()
 
     class Comm:
-        world_size, rank, key = 2, 1, nn.Linear(1, 1)
+        world_size, rank, host, key = 2, 1, 0, nn.Linear(1, 1)
 
-        def words(self, session):
+        def notes(self, session):
             return LastWords(store, 1, 2, session)
 
     comm, error = Comm(), ValueError("mine")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.course import Course
-from outergrad.comm.torch import TorchComm
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
@@ -117,7 +116,7 @@ def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", sourc
 
 
 @torch.no_grad()
-def broadcast_all(comm: TorchComm, tensors: Sequence[Tensor]) -> None:
+def broadcast_all(comm: Comm, tensors: Sequence[Tensor]) -> None:
     """Makes tensors of any dtype equal to rank 0's, many in one message.
 
     How long that takes tells the transport the rate of its link.
@@ -130,7 +129,7 @@ def broadcast_all(comm: TorchComm, tensors: Sequence[Tensor]) -> None:
     course.settle()
 
 
-def _broadcast_chunk(comm: TorchComm, tensors: Sequence[Tensor], course: Course) -> None:
+def _broadcast_chunk(comm: Comm, tensors: Sequence[Tensor], course: Course) -> None:
     flat = torch.cat([raw(t).to(comm.device) for t in tensors])
     course.broadcast(flat)
     if comm.rank == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad.comm.cost import Pattern, ring_bytes
 from outergrad.comm.trace import Tracer
-from outergrad.core.transport import Enough
+from outergrad.core.transport import Comm, Enough
 from outergrad.messages.wire import as_from
 
 
@@ -27,11 +27,7 @@ class Mirrored:
         return self._result
 
 
-class Key:
-    """What sessions on one mirror have in common."""
-
-
-class MirrorComm:
+class MirrorComm(Comm):
     """The collectives of site 0 among sites with the same rows and the same gradients.
 
     Bytes are counted as by `TorchComm`. What copies and sums cost here, where they stand for the
@@ -45,7 +41,7 @@ class MirrorComm:
     def __init__(self, sites: int, tracer: Tracer) -> None:
         self.rank, self.world_size = 0, sites
         self.sent_bytes = self.received_bytes = 0
-        self.device, self.key, self.patience_s = torch.device("cpu"), Key(), math.inf
+        self.device, self.patience_s = torch.device("cpu"), math.inf
         self._tracer = tracer
 
     def all_reduce(self, t: Tensor) -> Mirrored:
@@ -63,9 +59,6 @@ class MirrorComm:
             return self._exchanged(
                 parts, Pattern.PAIRS, others * t.nbytes, nbytes - t.nbytes, mean_bytes
             )
-
-    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
-        """Nothing: what comes is there at once."""
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
         """Of every site what this one has for itself, under its own name."""
@@ -98,6 +91,5 @@ class MirrorComm:
         """Nobody is lost here."""
         return [text] * self.world_size
 
-    def control(self, values: Sequence[int]) -> Tensor:
-        """An int64 tensor."""
-        return torch.tensor(values, dtype=torch.int64)
+    def close(self) -> None:
+        """Nothing: there are no connections."""

@@ -17,7 +17,7 @@ from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
 from outergrad.core.errors import ExchangeError
-from outergrad.core.transport import Enough
+from outergrad.core.transport import Comm, Enough
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
@@ -26,11 +26,13 @@ _Receiving = tuple[list[Tensor], _Receives]
 """What will be received, and the transfers that wait for it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
+_USUAL_HOST = 0
+"""Of the store: torchrun and `env://` have the first site hold it."""
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
 
 
-class TorchComm:
+class TorchComm(Comm):
     """Collectives over a process group, for tensors of one device.
 
     A gloo group moves CUDA tensors through host memory; so do headers, so that reading them does
@@ -42,10 +44,12 @@ class TorchComm:
         timeout: without anything arriving, once this site waits; None for the group's own.
     """
 
+    host = _USUAL_HOST
+
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
     ) -> None:
-        self.group = self.key = group
+        self.group = group
         self.rank, self.world_size = rank, sites = group.rank(), group.size()
         self._others = [(rank + k) % sites for k in range(1, sites)]
         self._only_other = self._others if sites == 2 else ()
@@ -58,6 +62,11 @@ class TorchComm:
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
+
+    @property
+    def key(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self.group
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
@@ -117,6 +126,10 @@ class TorchComm:
         if self.world_size == 1:
             return Ready([parts[0]])
         return self._exchanged([self._staged(t) for t in parts], sizes, parts[0].device)
+
+    def settle_pace(self, bytes_per_s: float, timeout_s: float) -> None:
+        """From now on messages are received in parts, each with a timeout of its own."""
+        self.pace.settle(bytes_per_s, timeout_s, len(self._others))
 
     def _staged(self, t: Tensor) -> Tensor:
         """Where the group can send it from."""
@@ -186,7 +199,7 @@ class TorchComm:
         self.close()
         return words.gather(enough, patience_s, final)
 
-    def words(self, session: int) -> LastWords:
+    def notes(self, session: int) -> LastWords:
         """Where a site that leaves in order leaves word of it, without much waiting."""
         return self._last_words(session, _BRIEFLY_S)
 

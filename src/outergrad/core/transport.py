@@ -20,16 +20,42 @@ class Work(Protocol):
         ...
 
 
+class Notes(Protocol):
+    """A place where a site that leaves in order leaves a text for the others.
+
+    It may be used after the connections are closed, and when Python is about to end, and must not
+    refer to the `Comm`: that this is forgotten tells of the end of a session, too.
+    """
+
+    def leave_at_end(self, text: str, *, of_process: bool) -> None:
+        """This site's, when it ends the session, or its whole process."""
+        ...
+
+    def stay(self, sites: Sequence[int]) -> None:
+        """Waits, not for long, until these sites have read what was left."""
+        ...
+
+
 class Comm(Protocol):
-    """The few collectives that outergrad needs; every site calls them in the same order."""
+    """The few collectives that outergrad needs; every site calls them in the same order.
+
+    What stands here with a value, or needs none, is right for a transport that has nothing of the
+    kind: a class that derives from this one writes the rest. Where a collective fails because of
+    the other sites, it or its `wait` raises an `ExchangeError`.
+    """
 
     rank: int
     world_size: int
     sent_bytes: int
+    """Payload that this site has sent since it was opened, by the collectives but `broadcast`."""
     received_bytes: int
+    """The same of what it has received."""
     device: torch.device
+    """Of what is given to the collectives."""
     patience_s: float
     """How long a message may take."""
+    host: int | None = None
+    """The site with which the place ends where sites leave texts (`give_up`, `notes`), if any."""
 
     @property
     def key(self) -> Hashable:
@@ -37,10 +63,10 @@ class Comm(Protocol):
 
         It is referred to weakly: an object, no number or tuple.
         """
-        ...
+        return self
 
     def all_reduce(self, t: Tensor) -> Work:
-        """Sums t over the sites in place; `wait` returns it."""
+        """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""
         ...
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Work:
@@ -63,7 +89,6 @@ class Comm(Protocol):
             dtype: of what will come.
             lane: as there.
         """
-        ...
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
         """Sends every site a 1-D tensor of its own; `wait` returns what each had for this one.
@@ -80,14 +105,42 @@ class Comm(Protocol):
 
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor for a collective that should not disturb the device."""
-        ...
+        return torch.tensor(values, dtype=torch.int64)
+
+    def settle_pace(self, bytes_per_s: float, timeout_s: float) -> None:
+        """Takes note of what was measured, the same on all sites; it may do nothing.
+
+        Args:
+            bytes_per_s: that the slowest site can send.
+            timeout_s: the shortest `patience_s`.
+        """
+
+    def notes(self, session: int) -> Notes | None:
+        """Where a site that leaves in order tells the others; None where there is no such place.
+
+        Args:
+            session: fingerprint of the one that it is about.
+        """
+        return None
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None] | None:
         """Leaves a text for the other sites and closes the connections, for good.
 
-        Returns what every site has left, or None if the place is gone where they leave it; see
-        `LastWords` for the other arguments.
+        Args:
+            text: this site's.
+            final: what it leaves in place of this when its patience ends.
+            enough: whether the texts that are there are enough to go by.
+            patience_s: how long to wait for that.
+            session: fingerprint of the one that failed.
+
+        Returns:
+            What every site has left, None for those that have left nothing; or None if the place
+            is gone where they leave it.
         """
+        ...
+
+    def close(self) -> None:
+        """Closes the connections: the other sites hear at once that this one is gone."""
         ...

@@ -14,8 +14,6 @@ from outergrad.core.transport import Comm
 _SOON_S = 2.0
 _FAREWELL_S = 0.25
 """How long a site whose connection was closed has to say why: Python ends after it closed."""
-USUAL_HOST = 0
-"""Of the store: torchrun and `env://` have the first site hold it."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +126,13 @@ def _steps(one: Standing) -> str:
 
 
 def _alone(comm: Comm, standing: Standing) -> Findings:
-    """What there is to find without the store: it is usually gone with site 0, which holds it.
+    """What there is to find without the store: it is usually gone with the site that holds it.
 
     Whose connection was closed tells nothing then: that of a site that gave up is closed, too.
     """
     suspects = tuple(sorted({*standing.gone, *standing.silent}))
     return Findings(
-        lost=suspects if comm.rank == USUAL_HOST else (USUAL_HOST,),
+        lost=suspects if comm.host in (None, comm.rank) else (comm.host,),
         certain=not standing.voted,
         may_differ=tuple(site for site in range(comm.world_size) if site != comm.rank),
         doubt="the store of the group is gone",
