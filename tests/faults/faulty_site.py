@@ -25,7 +25,7 @@ from torch.optim import Adam
 from trials import METHODS, Trial, batch, build
 
 import outergrad as og
-import outergrad.session.topology
+import outergrad.comm.torch
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.messages.vote import WORDS
@@ -230,7 +230,7 @@ def run(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     fault = trial.fault
     HarnessComm.injector = injector = Injector(trial, rank, address, tell)
-    outergrad.session.topology.TorchComm = HarnessComm
+    outergrad.comm.torch.TorchComm = HarnessComm
     store = _store(trial, rank, folder, address, listening)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.sites)
     odd = fault.kind == "settings" and injector.mine

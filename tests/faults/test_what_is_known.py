@@ -184,7 +184,7 @@ def faulty(monkeypatch):
     class Comm(FaultyComm):
         pass
 
-    monkeypatch.setattr("outergrad.session.topology.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
 
 
 METHODS = {"dad": og.DAD(), "local steps": og.LocalSteps(1, method=og.Dense())}

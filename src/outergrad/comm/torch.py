@@ -17,7 +17,7 @@ from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
 from outergrad.core.errors import ExchangeError
-from outergrad.core.transport import Comm, Enough
+from outergrad.core.transport import Comm, Enough, Transport
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
@@ -30,6 +30,40 @@ _USUAL_HOST = 0
 """Of the store: torchrun and `env://` have the first site hold it."""
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
+
+
+class TorchDistributed(Transport):
+    """The process groups of torch.distributed: the transport that is used unless another is given.
+
+    `timeout` is for a message; None for that of the group.
+    """
+
+    settings = frozenset({"group", "timeout"})
+
+    def open(
+        self,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchComm:
+        """Collectives over a process group, the default one if None.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        return TorchComm(_default() if group is None else group, device, timeout)
+
+
+def _default() -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group('gloo') first, in a "
+            "program started by torchrun, or pass group="
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default
 
 
 class TorchComm(Comm):

@@ -1,8 +1,8 @@
-"""The protocol between outergrad and a transport: collectives among the sites."""
+"""The protocols between outergrad and a transport: how it is opened, and its collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -143,4 +143,24 @@ class Comm(Protocol):
 
     def close(self) -> None:
         """Closes the connections: the other sites hear at once that this one is gone."""
+        ...
+
+
+class Transport(Protocol):
+    """How sites reach each other: what a user passes to `distribute`."""
+
+    settings: Set[str] = frozenset()
+    """Which of the arguments `group` and `timeout` of `distribute` it goes by."""
+
+    def open(self, device: torch.device, *_: Any, **settings: Any) -> Comm:
+        """Opens it for one session, or whoever else has something to send.
+
+        Args:
+            device: of the tensors that will be sent.
+            **settings: those of its `settings` that were given.
+
+        Raises:
+            ValueError: a setting cannot be.
+            RuntimeError: there are no sites to reach.
+        """
         ...

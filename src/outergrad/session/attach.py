@@ -13,8 +13,9 @@ from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
+from outergrad.comm.torch import TorchDistributed
 from outergrad.core.protocols import Method, Rules
-from outergrad.core.transport import Comm
+from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
@@ -25,11 +26,11 @@ from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.mesh.levels import Mesh
+from outergrad.session.mesh.levels import Mesh, levels_of
 from outergrad.session.mesh.topology import MeshTopology
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
-from outergrad.session.topology import Topology
+from outergrad.session.topology import Topology, opened
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
@@ -41,6 +42,7 @@ def distribute(
     *,
     group: dist.ProcessGroup | None = None,
     mesh: Mesh | None = None,
+    transport: Transport | None = None,
     recorder: Recorders = None,
     rules: Rules = RULES,
     timeout: float | timedelta | None = None,
@@ -66,6 +68,8 @@ def distribute(
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
             sites send each other as much as if each had one rank (docs/two-levels.md).
+        transport: how the sites reach each other, where it is not by torch.distributed: an object
+            with the methods of `outergrad.core.transport.Transport` (docs/extending.md).
         recorder: is told of steps: `og.JSONL(path)`, `og.TensorBoard(dir)`, `og.WandB(run)`, any
             object with a method `record(event)` that takes `og.events`, or a list of them.
         rules: what is known about layer types; extend by `{**og.RULES, MyLayer: MyRule()}`.
@@ -98,11 +102,11 @@ def distribute(
     Raises:
         ValueError: the model or the method cannot be used, or the sites differ: the same message
             on every site, naming the first difference and the rank that has it.
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group, or none of what another transport needs.
         SiteLostError: another site does not come, or went.
     """
     model, method = _uncompiled(model), DAD() if method is None else method
-    topology = _topology(group, mesh, _device(model), time_span(timeout))
+    topology = _topology(transport, group, mesh, _device(model), time_span(timeout))
     comm = topology.site
     refuse_lost(comm.key)
     error, inspection, recorders = None, None, ()
@@ -148,17 +152,24 @@ def distribute(
 
 
 def _topology(
+    transport: Transport | None,
     group: dist.ProcessGroup | None,
     mesh: Mesh | None,
     device: torch.device,
     timeout: timedelta | None,
 ) -> Topology:
     """Decides, once, how the ranks stand to each other."""
+    way = TorchDistributed() if transport is None else transport
     if mesh is None:
-        return Topology(group, device, timeout)
+        return Topology(opened(way, device, group, timeout))
     if group is not None:
         raise ValueError("mesh= and group= both say who takes part: pass one of them")
-    return MeshTopology(mesh, device, timeout)
+    if "group" not in way.settings:
+        raise ValueError(
+            f"mesh= with transport={type(way).__name__}: a mesh is made of process groups, by "
+            f"which that does not go; leave one of them out"
+        )
+    return MeshTopology(mesh, levels_of(mesh, lambda ranks: opened(way, device, ranks, timeout)))
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from outergrad.capture.changes import ModelWatch
@@ -16,7 +14,7 @@ from outergrad.core.protocols import Rules
 from outergrad.methods import Dense, LocalSteps
 from outergrad.session.description import shared_tensors
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.mesh.levels import Levels, Mesh, levels_of
+from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.local_steps import MeshLocalSteps
 from outergrad.session.mesh.mesh_session import MeshSession
 from outergrad.session.mesh.refusals import of_inspection, of_method, of_settings, refuse
@@ -38,16 +36,14 @@ class MeshTopology(Topology):
 
     Args:
         mesh: the ranks.
-        device: of the model.
-        timeout: as for `distribute`.
+        levels: its two transports.
     """
 
     buffers: Kind = "local"
 
-    def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta | None) -> None:
-        self._mesh = mesh
-        self._levels: Levels = levels_of(mesh, device, timeout)
-        self.site = self._levels.site
+    def __init__(self, mesh: Mesh, levels: Levels) -> None:
+        super().__init__(levels.site)
+        self._mesh, self._levels = mesh, levels
         self._shards: Shards | None = None
         self._inside: Inspection | None = None
         """What the ranks of a site share in every backward, where sites step by themselves."""
