@@ -16,7 +16,7 @@ from outergrad.comm.cost import ring_bytes
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
-from outergrad.core.errors import ExchangeError
+from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough, Transport
 
 _TAG = 0x6F67
@@ -180,7 +180,8 @@ class TorchComm(Comm):
         if self._expected[lane]:
             parts, receives = self._expected[lane].popleft()
             if [len(part) for part in parts] != list(sizes):
-                raise ExchangeError("what was expected is not what comes; please report it")
+                told = "what was expected is not what comes; please report it"
+                raise ExchangeError(told, kind=Failure.LOCAL)
             sends = self._sends(outgoing, _TAG + lane)
         else:
             parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]

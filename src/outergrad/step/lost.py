@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outergrad.comm.standing import LastStep, Standing
-from outergrad.comm.work import CLOSED, LATE
-from outergrad.core.errors import ExchangeError, SiteLostError
+from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Comm
 
 _SOON_S = 2.0
@@ -143,8 +142,7 @@ def standing_of(
     error: ExchangeError, step: int, session: int = 0, ends: Mapping[int, LastStep] | None = None
 ) -> Standing:
     """How far this site has come when its transport failed, before any vote."""
-    text = str(error)
-    closed, late = CLOSED in text, LATE in text
+    closed, late = error.kind == Failure.CLOSED, error.kind == Failure.TIMEOUT
     return Standing(
         step,
         session,
@@ -152,7 +150,7 @@ def standing_of(
         gone=error.sites if closed else (),
         waited_s=error.waited_s,
         ends=dict(ends or {}),
-        why="" if closed or late or error.sites else text,
+        why="" if closed or late or error.sites else str(error),
         timed_out=late,
     )
 

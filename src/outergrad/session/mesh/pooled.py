@@ -111,7 +111,8 @@ class Pooled:
         try:
             return [Report.parse(theirs, ours, rank) for rank, theirs in told]
         except ExchangeError as error:
-            raise ExchangeError(f"among the ranks of one site, {error}") from error
+            told = f"among the ranks of one site, {error}"
+            raise ExchangeError(told, kind=error.kind) from error
 
     def _pooled_buffers(self, buffers: SharedBuffers, reports: list[Report]) -> SharedBuffers:
         """As the whole site has them."""
