@@ -34,9 +34,9 @@ class FactorBucket(RowBucket):
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if context.state == State.GOOD:
-            self.pack(context, own, message, "factors", comm.world_size - 1)
+            self.pack(context, own, message, "factors", comm.cost.copies)
             if self.blocks:
-                self.pack_blocks(context, own, message, comm.world_size - 1)
+                self.pack_blocks(context, own, message, comm.cost.copies)
             book_received(context, layouts, "factors", self.blocks)
         preamble = self.preamble(context)
         preamble.write(message)

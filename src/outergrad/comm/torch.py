@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.cost import ring_bytes
+from outergrad.comm.cost import RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
+from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough, Transport
 
@@ -88,6 +89,7 @@ class TorchComm(Comm):
         self._others = [(rank + k) % sites for k in range(1, sites)]
         self._only_other = self._others if sites == 2 else ()
         self.sent_bytes = self.received_bytes = 0
+        self.cost: CostModel = RingCost(sites)
         self.device = device
         self._kept: Tensor | None = None
         self._expected: defaultdict[int, deque[_Receiving]] = defaultdict(deque)
@@ -109,7 +111,7 @@ class TorchComm(Comm):
         """
         if self.world_size == 1:
             return Ready(t)
-        nbytes = ring_bytes(t.nbytes, self.world_size)
+        nbytes = self.cost.all_reduce(t.nbytes).sent
         self.sent_bytes += nbytes
         self.received_bytes += nbytes
         self.pace.sends(nbytes)

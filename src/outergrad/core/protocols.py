@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Replays
+from outergrad.core.cost import CostModel
 from outergrad.core.reasons import AutoWay
 from outergrad.core.types import (
     Call,
@@ -97,11 +98,17 @@ class Exchange(Protocol):
     """What the owner of a slot does on `Route.TWO_WAY`."""
     exact: bool = True
     """Whether the rows that it sends have the product of the gradient, but for their codecs."""
+    cost: CostModel | None = None
+    """What collectives cost on its transport; None until it is attached."""
     auto_way: AutoWay | None = None
     """How low rank travels, where that was chosen by the link between the sites."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""
+
+    def settle(self, cost: CostModel) -> None:
+        """Takes note, before anything is asked of a step, of what collectives cost."""
+        self.cost = cost
 
     def wants_link(self, sites: int) -> bool:
         """Whether the way of low rank depends on the link."""

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outergrad.core.cost import CostModel
+
 Enough = Callable[[Sequence[str | None]], bool]
 """Whether what sites have left is enough to go by; None of those that have left nothing yet."""
 
@@ -50,6 +52,8 @@ class Comm(Protocol):
     """Payload that this site has sent since it was opened, by the collectives but `broadcast`."""
     received_bytes: int
     """The same of what it has received."""
+    cost: CostModel
+    """What the collectives cost: `sent_bytes` and `received_bytes` go by it, and so do methods."""
     device: torch.device
     """Of what is given to the collectives."""
     patience_s: float

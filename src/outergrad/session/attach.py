@@ -131,7 +131,7 @@ def distribute(
         agreed = topology.agree(lines, error)
         assert inspection is not None
         tensors = topology.make_equal(model, inspection)
-        _settle_reduce(inspection, comm.world_size, lambda: measured_link(comm))
+        _settle(inspection, comm, lambda: measured_link(comm))
         all_came(comm, combined(checksums(tensors)))
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
@@ -184,8 +184,11 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _settle_reduce(inspection: Inspection, sites: int, measured: Callable[[], Link]) -> None:
-    """Measures the link, once, where a method goes by it."""
+def _settle(inspection: Inspection, comm: Comm, measured: Callable[[], Link]) -> None:
+    """Tells the methods of the transport; measures its link, once, where one goes by it."""
+    for exchange, _ in inspection.exchanges.items():
+        exchange.settle(comm.cost)
+    sites = comm.world_size
     asking = [(e, units) for e, units in inspection.exchanges.items() if e.wants_link(sites)]
     link = measured() if asking else None
     for exchange, units in asking:
@@ -215,7 +218,7 @@ def attach(
         ValueError: the model or the method cannot be used.
     """
     inspection = inspect(model, method, rules)
-    _settle_reduce(inspection, comm.world_size, lambda: link)
+    _settle(inspection, comm, lambda: link)
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
     agreed = fingerprint(describe(model, method, inspection))

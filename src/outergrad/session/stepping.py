@@ -62,7 +62,7 @@ class Stepping(GivingUp):
         told = (method, model, exchanges, inspection.every)
         self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
-        self._planner = Planner(model, exchanges, comm.world_size)
+        self._planner = Planner(model, exchanges, comm.cost)
         self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
         self._unit_of: dict[Slot | Block, Unit] = {
             part: unit for unit in model.units for part in (*unit.slots, unit.block) if part

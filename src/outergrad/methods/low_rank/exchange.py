@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outergrad.comm import cost
+from outergrad.comm.cost import cost_of
+from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
 from outergrad.core.owners import heaviest_share
 from outergrad.core.protocols import Exchange
@@ -67,17 +68,19 @@ class LowRankExchange(Exchange):
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Takes the way that is fastest for the whole model."""
         ways = [way for way in WAYS if way != Route.REDUCE or self._sums]
+        model = cost_of(self, sites)
         sent_bytes = {way: self._sent_bytes(units, sites, way) for way in ways}
-        seconds = {way: cost.seconds(way, n, sites, link) for way, n in sent_bytes.items()}
+        seconds = {way: seconds_of(model, way, n, link) for way, n in sent_bytes.items()}
         way = best_way(seconds)
         others = tuple((other, s) for other, s in seconds.items() if other != way)
         self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)
 
     def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
         """What the busiest site sends in a step, also for units that travel dense."""
+        cost = cost_of(self, sites)
         nbytes, merged = 0.0, dict[Slot, float]()
         for unit in units:
-            low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, sites)
+            low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, cost)
             pays = low_rank * self._settings.min_ratio < dense
             nbytes += (sites - 1) * (low_rank if pays else dense)
             merged.update({m: self._sizes.triplets(m) for m in unit.matrices if pays})
@@ -93,7 +96,7 @@ class LowRankExchange(Exchange):
         sites = len(rows_SK)
         if sites == 1:
             return Route.DENSE
-        dense = dense_bytes(unit, sites)
+        dense = dense_bytes(unit, cost_of(self, sites))
         low_rank = self._low_rank_bytes(unit, sites)
         if tapped and self._sizes.exact(unit, rows_SK) <= min(low_rank, dense):
             return Route.GATHER
@@ -120,7 +123,7 @@ class LowRankExchange(Exchange):
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per slot from which on dense is fewer bytes: none, where low rank pays."""
-        dense = dense_bytes(unit, sites)
+        dense = dense_bytes(unit, cost_of(self, sites))
         if sites == 1:
             return 0.0
         if self._low_rank_bytes(unit, sites) * self._settings.min_ratio < dense:
@@ -139,8 +142,8 @@ class LowRankExchange(Exchange):
         return Route.REDUCE if self._sums else Route.TWO_WAY
 
     def _low_rank_bytes(self, unit: Unit, sites: int, way: Route | None = None) -> float:
-        gathers = (way or self._low_rank_route(sites)) == Route.GATHER
-        return self._sizes.low_rank(unit, sites, gathers=gathers)
+        way = way or self._low_rank_route(sites)
+        return self._sizes.low_rank(unit, cost_of(self, sites), way)
 
     def _cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
         """Whether two thin products with the factors cost less than the gradient and two with it.
