@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Set
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,15 @@ from outergrad.core.cost import CostModel
 
 Enough = Callable[[Sequence[str | None]], bool]
 """Whether what sites have left is enough to go by; None of those that have left nothing yet."""
+
+
+class Capability(Enum):
+    """What methods ask of a transport besides what every one can do."""
+
+    ALL_REDUCE = "all_reduce"
+    """Sums: of gradients that travel dense, so that every method may need them, and of sketches."""
+    ALL_TO_ALL = "all_to_all"
+    """Something else for every site: for `reduce="two_way"`, and among the ranks of a mesh."""
 
 
 class Work(Protocol):
@@ -54,6 +64,8 @@ class Comm(Protocol):
     """The same of what it has received."""
     cost: CostModel
     """What the collectives cost: `sent_bytes` and `received_bytes` go by it, and so do methods."""
+    capabilities: Set[Capability] = frozenset(Capability)
+    """Those of its methods that do something; a session refuses a method that needs others."""
     device: torch.device
     """Of what is given to the collectives."""
     patience_s: float

@@ -22,6 +22,7 @@ from outergrad.messages.checksum import combined
 from outergrad.methods import DAD, LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
+from outergrad.session.capable import refuse_incapable
 from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
@@ -100,8 +101,9 @@ def distribute(
         `make_equal()`, `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
-        ValueError: the model or the method cannot be used, or the sites differ: the same message
-            on every site, naming the first difference and the rank that has it.
+        ValueError: the model or the method cannot be used, or the transport cannot do what the
+            method needs, or the sites differ: the same message on every site, naming the first
+            difference and the rank that has it.
         RuntimeError: there is no process group, or none of what another transport needs.
         SiteLostError: another site does not come, or went.
     """
@@ -113,6 +115,7 @@ def distribute(
     try:
         recorders = recorders_of(recorder)
         inspection = topology.look_at(model, method, rules)
+        refuse_incapable(repr(method), inspection.exchanges, comm)
         topology.refuse_settings(
             weighting=weighting,
             max_bad_steps=max_bad_steps,
@@ -187,7 +190,7 @@ def _device(model: nn.Module) -> torch.device:
 def _settle(inspection: Inspection, comm: Comm, measured: Callable[[], Link]) -> None:
     """Tells the methods of the transport; measures its link, once, where one goes by it."""
     for exchange, _ in inspection.exchanges.items():
-        exchange.settle(comm.cost)
+        exchange.settle(comm.cost, comm.capabilities)
     sites = comm.world_size
     asking = [(e, units) for e, units in inspection.exchanges.items() if e.wants_link(sites)]
     link = measured() if asking else None
@@ -218,6 +221,7 @@ def attach(
         ValueError: the model or the method cannot be used.
     """
     inspection = inspect(model, method, rules)
+    refuse_incapable(repr(method), inspection.exchanges, comm)
     _settle(inspection, comm, lambda: link)
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)

@@ -6,6 +6,7 @@ import pytest
 
 import outergrad as og
 from outergrad.comm.cost import RingCost, StarCost, cost_of, seconds
+from outergrad.core.transport import Capability
 from outergrad.core.types import Link, Route, Slot, Unit
 
 SLOT = Slot("fc", "fc.weight", 40, 60, "fc.bias")
@@ -80,7 +81,7 @@ def test_a_ring_waits_for_every_hop_a_star_for_every_round():
 def test_a_method_goes_by_the_transport_that_it_is_told_of(sites):
     """In a star the sum costs one gradient, not two: factors pay for fewer rows."""
     told, untold = og.DAD().exchange(), og.DAD().exchange()
-    told.settle(StarCost(sites))
+    told.settle(StarCost(sites), frozenset(Capability))
     dense, biases = 4 * UNIT.dense_numel, 4 * 40
     limit = (dense / (sites - 1) - biases) / (4 * (40 + 60))
     assert told.break_even(UNIT, sites) == pytest.approx(limit)
@@ -92,6 +93,6 @@ def test_a_method_goes_by_the_transport_that_it_is_told_of(sites):
 def test_low_rank_in_a_star_is_summed_where_that_is_fewer_bytes(sites):
     """Sums do not grow with the sites there, which pays on a slow link of short delays."""
     exchange = og.RankDAD(rank=4).exchange()
-    exchange.settle(StarCost(sites))
+    exchange.settle(StarCost(sites), frozenset(Capability))
     exchange.settle_reduce([UNIT], sites, Link(1e-9, 1e3))
     assert exchange.auto_way.way == Route.REDUCE

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from outergrad.comm.cost import cost_of
 from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
+from outergrad.core.cost import CostModel
 from outergrad.core.owners import heaviest_share
 from outergrad.core.protocols import Exchange
 from outergrad.core.reasons import AutoWay
+from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Factors,
     Gradient,
@@ -54,12 +56,21 @@ class LowRankExchange(Exchange):
         self._settings = settings
         self.bucket_bytes = settings.bucket_bytes
         self.wire, self._sums = settings.codecs, not drops(settings.codecs)
+        self._owns = True
         self._sizes, self._memories = Sizes(settings), Memories()
         self._gathered = Gathered(settings, self._memories)
         self._sketches = GlobalSketches(settings, self._memories)
         self.sketches, self.merger = self._sketches, Merging(settings, self._memories)
 
+        if settings.reduce == "two_way":
+            self.needs = frozenset({Capability.ALL_TO_ALL})
+
     # -- which way low rank travels, for good -----------------------------------------------------
+
+    def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
+        """Owners need messages of their own from every site."""
+        super().settle(cost, capabilities)
+        self._owns = Capability.ALL_TO_ALL in capabilities
 
     def wants_link(self, sites: int) -> bool:
         """Between two sites gathering is never worse."""
@@ -67,7 +78,8 @@ class LowRankExchange(Exchange):
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Takes the way that is fastest for the whole model."""
-        ways = [way for way in WAYS if way != Route.REDUCE or self._sums]
+        can = {Route.GATHER: True, Route.TWO_WAY: self._owns, Route.REDUCE: self._sums}
+        ways = [way for way in WAYS if can[way]]
         model = cost_of(self, sites)
         sent_bytes = {way: self._sent_bytes(units, sites, way) for way in ways}
         seconds = {way: seconds_of(model, way, n, link) for way, n in sent_bytes.items()}
@@ -213,7 +225,8 @@ class LowRankExchange(Exchange):
         """
         way = inheritance.first["common"]["way"].get("low rank")
         known = self.auto_way and self.auto_way.way
-        if way is not None and inheritance.same_sites and Route(way) != known:
+        can = way != Route.TWO_WAY.value or self._owns
+        if way is not None and can and inheritance.same_sites and Route(way) != known:
             self.auto_way = AutoWay(way=Route(way))
         sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
         start = inheritance.first if sketches else inheritance.like

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from outergrad.capture.changes import ModelWatch
 from outergrad.comm.agree import broadcast_all
 from outergrad.core.protocols import Rules
+from outergrad.core.transport import Capability
 from outergrad.methods import Dense, LocalSteps
+from outergrad.session.capable import refuse_lacking
 from outergrad.session.description import shared_tensors
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
@@ -58,6 +60,7 @@ class MeshTopology(Topology):
             self._inside = inspect(model, Dense(), {})
             inspection = inspect(model, method.method, {}, replays=False)
         else:
+            refuse_lacking("mesh=", {Capability.ALL_TO_ALL}, self._levels.local)
             inspection = inspect(model, method, rules, replays=False)
             self.buffers = Topology.buffers
         refuse(of_inspection(inspection, **self._kind))
