@@ -28,6 +28,10 @@ class Mirrored:
         return self._result
 
 
+class Mirror:
+    """What sessions on one mirror have in common."""
+
+
 class MirrorComm(Comm):
     """The collectives of site 0 among sites with the same rows and the same gradients.
 
@@ -43,7 +47,7 @@ class MirrorComm(Comm):
     def __init__(self, sites: int, tracer: Tracer, cost: CostModel | None = None) -> None:
         self.rank, self.world_size = 0, sites
         self.sent_bytes = self.received_bytes = 0
-        self.device, self.patience_s = torch.device("cpu"), math.inf
+        self.device, self.key, self.patience_s = torch.device("cpu"), Mirror(), math.inf
         self.cost, self._tracer = cost or RingCost(sites), tracer
 
     def all_reduce(self, t: Tensor) -> Mirrored:

@@ -84,7 +84,7 @@ class TorchComm(Comm):
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
     ) -> None:
-        self.group = group
+        self.group = self.key = group
         self.rank, self.world_size = rank, sites = group.rank(), group.size()
         self._others = [(rank + k) % sites for k in range(1, sites)]
         self._only_other = self._others if sites == 2 else ()
@@ -98,11 +98,6 @@ class TorchComm(Comm):
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
-
-    @property
-    def key(self) -> dist.ProcessGroup:
-        """The process group."""
-        return self.group
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.

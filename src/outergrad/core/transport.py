@@ -68,18 +68,13 @@ class Comm(Protocol):
     """Those of its methods that do something; a session refuses a method that needs others."""
     device: torch.device
     """Of what is given to the collectives."""
+    key: Hashable
+    """The same for all sessions of this process that use the same connections, and so take turns.
+    It is referred to weakly: an object, no number or tuple."""
     patience_s: float
     """How long a message may take."""
     host: int | None = None
     """The site with which the place ends where sites leave texts (`give_up`, `notes`), if any."""
-
-    @property
-    def key(self) -> Hashable:
-        """The same for all sessions of this process on one transport: they take turns on it.
-
-        It is referred to weakly: an object, no number or tuple.
-        """
-        return self
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""
