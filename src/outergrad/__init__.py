@@ -7,6 +7,7 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 from outergrad import events, report, wire
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
+from outergrad.comm.torch import TorchDistributed
 from outergrad.core.errors import BadStepsError, DriftError, SiteLostError, StepDiscardedError
 from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors, Part, Slot
@@ -56,6 +57,7 @@ __all__ = [
     "Sparse",
     "StepDiscardedError",
     "TensorBoard",
+    "TorchDistributed",
     "WandB",
     "__version__",
     "distribute",

@@ -1,9 +1,10 @@
-"""The example of docs/extending.md works as it stands there."""
+"""The examples of docs/extending.md work as they stand there."""
 
 from __future__ import annotations
 
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -49,3 +50,22 @@ def test_the_documented_rule_is_exact(loss_of):
         (loss_of(pooled, x.double()) / 2).backward()
     for found in run_on_lasting_groups(2, body):
         assert relative_error(found, pooled[0].table.grad) < 1e-6
+
+
+def test_the_documented_transport_shares_gradients():
+    section = PAGE.read_text().split("## A transport")[1].split("\n## ")[0]
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), names)
+    hub = names["Hub"](3)
+    with ThreadPoolExecutor(3) as threads:
+        first, *others = threads.map(lambda rank: names["site"](hub, rank), range(3))
+    assert first.norm() > 0
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_the_documented_transport_is_the_one_that_is_tested():
+    section = PAGE.read_text().split("## A transport")[1]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+    tested = (REPOSITORY / "tests/contract/examples/queue_transport.py").read_text()
+    assert tested.replace("  # noqa: E731", "").endswith(code)

@@ -25,11 +25,11 @@ from torch.optim import Adam
 from trials import METHODS, Trial, batch, build
 
 import outergrad as og
-import outergrad.session.topology
+import outergrad.comm.torch
 from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.messages.vote import WORDS
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""
@@ -230,7 +230,7 @@ def run(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     fault = trial.fault
     HarnessComm.injector = injector = Injector(trial, rank, address, tell)
-    outergrad.session.topology.TorchComm = HarnessComm
+    outergrad.comm.torch.TorchComm = HarnessComm
     store = _store(trial, rank, folder, address, listening)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.sites)
     odd = fault.kind == "settings" and injector.mine
@@ -347,7 +347,7 @@ class Site:
                 self._tell("applied", step=applied + 1, **self._state())
                 self._injector.evaluate(applied)
                 applied += 1
-        if on_group(dist.group.WORLD).lost:  # in the last step, which counts all the same
+        if on_transport(dist.group.WORLD).lost:  # in the last step, which counts all the same
             self._tell("noted")
         self._tell("done")
 

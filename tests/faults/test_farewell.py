@@ -16,7 +16,7 @@ import outergrad as og
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import Standing
 from outergrad.session import farewell as _farewell
-from outergrad.step.groups import Sessions, on_group
+from outergrad.step.groups import Sessions, on_transport
 from ranks import run_ranks
 
 # Forked, so that PyTorch is imported once; each process goes through Python's own end.
@@ -145,9 +145,9 @@ def test_an_error_is_told_once_and_then_as_ever(hook):
     store = dist.HashStore()
 
     class Comm:
-        world_size, rank, group = 2, 1, nn.Linear(1, 1)
+        world_size, rank, host, key = 2, 1, 0, nn.Linear(1, 1)
 
-        def words(self, session):
+        def notes(self, session):
             return LastWords(store, 1, 2, session)
 
     comm, error = Comm(), ValueError("mine")
@@ -157,7 +157,7 @@ def test_an_error_is_told_once_and_then_as_ever(hook):
     left = Standing.of(store.get("outergrad/last_words/1/exit").decode())
     assert (left.why, left.ended) == ("ValueError: mine", "process")
     store.delete_key("outergrad/last_words/1/exit")
-    on_group(comm.group).lost = og.SiteLostError("", (0,), 0, "")
+    on_transport(comm.key).lost = og.SiteLostError("", (0,), 0, "")
     sys.excepthook(ValueError, error, None)
     assert not store.check(["outergrad/last_words/1/exit"])
     assert len(hook) == 2

@@ -46,7 +46,7 @@ def faulty(monkeypatch):
     class Comm(FaultyComm):
         pass
 
-    monkeypatch.setattr("outergrad.session.topology.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
     return Comm
 
 

@@ -28,7 +28,9 @@ MODEL = mlp(6, 8, 5)
 
 
 class StoreComm:
-    """A transport of which only the store is left."""
+    """A transport of which only the store is left, if that is."""
+
+    host = 0
 
     def __init__(self, store, rank, sites=3, patience_s=0.1):
         self.rank, self.world_size, self.patience_s, self._store = rank, sites, patience_s, store
@@ -182,7 +184,7 @@ def faulty(monkeypatch):
     class Comm(FaultyComm):
         pass
 
-    monkeypatch.setattr("outergrad.session.topology.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
 
 
 METHODS = {"dad": og.DAD(), "local steps": og.LocalSteps(1, method=og.Dense())}

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from outergrad.launch.simulate import gloo_group
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 from ranks import TIMEOUT, _in_threads, raise_first
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def run_mesh(sites: int, ranks: int, body: Callable[[ThreadMesh], T]) -> list[T]
     meshes = lasting_meshes(sites, ranks)
     results = _in_threads([lambda mesh=mesh: mesh for mesh in meshes], body_of(body))
     for mesh in meshes:
-        on_group(mesh.groups["site"]).attached.clear()
+        on_transport(mesh.groups["site"]).attached.clear()
     if any(isinstance(result, BaseException) for result in results):
         lasting_meshes.cache_clear()
     return raise_first(results)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from outergrad.launch.simulate import first_calls, gloo_group
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 
 first_calls()
 
@@ -58,7 +58,7 @@ def run_on_lasting_groups(sites: int, body: Callable[[int, dist.ProcessGroup], T
     groups = [lambda group=group: group for group in lasting_groups(sites)]
     results = _in_threads(groups, body)
     for group in lasting_groups(sites):
-        on_group(group).attached.clear()  # a session that a test left there is not the next one's
+        on_transport(group).attached.clear()  # of sessions that a test left there
     if any(isinstance(result, BaseException) for result in results):
         lasting_groups.cache_clear()  # one site may have stopped in the middle of an exchange
     return raise_first(results)

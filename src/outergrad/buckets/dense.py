@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
-from outergrad.comm.cost import ring_bytes
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import checksum
@@ -30,11 +29,10 @@ class DenseBucket(Bucket):
     def start(self, context: StepContext) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         buffer, views = self._scratch()
-        sites = context.comm.world_size
         for name, view in views.items():
             context.fill(name, self._params[name], view)
-            nbytes = ring_bytes(view.nbytes, sites)
-            context.add(name, "dense", sent=nbytes, received=nbytes)
+            traffic = context.comm.cost.all_reduce(view.nbytes)
+            context.add(name, "dense", **traffic._asdict())
         if context.skips_bad and not is_finite(buffer[:-2]):
             for name, view in views.items():
                 context.check(name, [view])

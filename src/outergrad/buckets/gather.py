@@ -41,9 +41,9 @@ class FactorBucket(RowBucket):
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if context.state == State.GOOD:
-            self.pack(context, own, message, self.travels, comm.world_size - 1)
+            self.pack(context, own, message, self.travels, comm.cost.copies)
             if self.blocks:
-                self.pack_blocks(context, own, message, comm.world_size - 1)
+                self.pack_blocks(context, own, message, comm.cost.copies)
             book_received(context, layouts, self.travels, self.blocks)
         preamble = self.preamble(context)
         preamble.write(message)

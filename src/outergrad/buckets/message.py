@@ -103,7 +103,7 @@ class RowBucket(Carried):
             layout: where things stand.
             message: zeros.
             travels: what the rows are called in statistics.
-            receivers: how many other sites the message is sent to.
+            receivers: how many times the message is sent.
         """
         for name, view in layout.by_name(layout.flats(message)).items():
             context.fill(name, layout.extras[name], view)

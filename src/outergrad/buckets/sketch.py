@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext
-from outergrad.comm.cost import ring_bytes
 from outergrad.core.coding import sum_dtype
 from outergrad.core.protocols import Exchange
 from outergrad.core.transport import Comm, Work
@@ -99,8 +98,8 @@ class _SketchPending(Pending):
         for name, view in extras.items():
             p = bucket.extras[name]
             context.fill(name, p, view.view(p.shape))
-            nbytes = ring_bytes(view.nbytes, context.comm.world_size)
-            context.add(name, "dense", sent=nbytes, received=nbytes)
+            traffic = context.comm.cost.all_reduce(view.nbytes)
+            context.add(name, "dense", **traffic._asdict())
             context.check(name, [view])
         states = [context.state == State.SURPRISED, context.state.is_void]
         flags.copy_(
@@ -181,9 +180,8 @@ class _SketchPending(Pending):
         began = time.perf_counter()
         part = work(slot).to(self._bucket.wire)
         seconds = time.perf_counter() - began
-        nbytes = ring_bytes(part.nbytes, self._context.comm.world_size)
-        columns = self._bucket.sketches.columns(slot)
-        booked = {"sent": nbytes, "received": nbytes, "rows": columns}
+        traffic = self._context.comm.cost.all_reduce(part.nbytes)
+        booked = {**traffic._asdict(), "rows": self._bucket.sketches.columns(slot)}
         travels = self._bucket.exchange.why.value
         self._context.add(slot.weight, travels, **booked, compress_s=seconds)
         return part

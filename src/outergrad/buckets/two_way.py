@@ -133,7 +133,7 @@ class _TwoWayPending(Pending):
         self._second = self._context.comm.all_gather(merged, sizes)
 
     def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
-        layout, others = self._merged[self._rank], self._context.comm.world_size - 1
+        layout, others = self._merged[self._rank], self._context.comm.cost.copies
         sums = sums_of_extras(self._theirs, messages)
         for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])

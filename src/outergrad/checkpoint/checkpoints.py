@@ -23,7 +23,7 @@ from outergrad.checkpoint.random_state import set_random_state
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
-from outergrad.comm.torch import TorchComm
+from outergrad.comm.torch import TorchDistributed
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.session.session import Session
@@ -139,7 +139,7 @@ class Checkpoints:
             OSError: this site cannot look into its folder; the others raise a ValueError.
             RuntimeError: this site lost the others.
         """
-        end_unfinished(self._comm.group)
+        end_unfinished(self._comm.key)
         allowed = Allowed(allow_lost=bool(allow_lost), allow_foreign=bool(allow_foreign))
         with _told_of_lost_sites(self._comm, "restoring"):
             return self._restore(allowed)
@@ -189,10 +189,9 @@ def _comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
     """
     if session is not None:
         return session._comm
-    given = dist.group.WORLD if group is None else group
-    if given is None:
+    if group is None and not dist.is_initialized():
         raise RuntimeError("Checkpoints: no process group: pass session= or group=")
-    return TorchComm(given, torch.device("cpu"))
+    return TorchDistributed().open(torch.device("cpu"), group=group)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.course import Course
-from outergrad.comm.torch import TorchComm
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
@@ -49,27 +48,31 @@ def agree(
             and the rank that has it; or another site could not describe itself.
         ExchangeError: what a site sent is no description.
     """
-    mine = [f"error: {error}"] if error else list(lines)
-    print_ = fingerprint(mine)
-    words = torch.tensor([print_, len("\n".join(mine).encode())], dtype=torch.int64)
+    mine = [str(error) or type(error).__name__] if error else list(lines)
+    print_, size = fingerprint(mine), len("\n".join(mine).encode())
+    words = torch.tensor([print_, -size if error else size], dtype=torch.int64)
     theirs = [t.tolist() for t in comm.all_gather(words, [2] * comm.world_size).wait()]
     if error is None and all(t == theirs[0] for t in theirs):
         return print_
     texts = _exchange_texts(comm, mine, theirs, who)
     if error is not None:
         raise error
-    raise ValueError(_first_difference(texts, remedy, who))
+    raise ValueError(_first_refusal(texts, theirs, who) or _first_difference(texts, remedy, who))
 
 
 def _exchange_texts(
     comm: Comm, mine: Sequence[str], announced: Sequence[Sequence[int]], who: str
 ) -> list[list[str]]:
-    """Of all sites, each as long as it was announced and with that fingerprint."""
+    """Of all sites, each as long as it was announced and with that fingerprint.
+
+    A length below 0 announces the error of a site that could not describe itself.
+    """
     text = "\n".join(mine).encode()
-    for rank, (_, size) in enumerate(announced):
+    sizes = [abs(size) for _, size in announced]
+    for rank, size in enumerate(sizes):
         if not 0 < size <= max(_MOST_TEXT, 4 * len(text)):
             raise ExchangeError(f"{who} {rank} announced a description of {size} bytes")
-    parts = comm.all_gather(as_tensor(text), [size for _, size in announced]).wait()
+    parts = comm.all_gather(as_tensor(text), sizes).wait()
     pairs = enumerate(zip(parts, announced, strict=True))
     return [_lines(part, print_, f"{who} {rank}") for rank, (part, (print_, _)) in pairs]
 
@@ -81,11 +84,18 @@ def _lines(part: Tensor, print_: int, whose: str) -> list[str]:
     return lines
 
 
+def _first_refusal(
+    texts: Sequence[Sequence[str]], announced: Sequence[Sequence[int]], who: str
+) -> str | None:
+    """What the first site says that could not describe itself, if there is one."""
+    for rank, (text, (_, size)) in enumerate(zip(texts, announced, strict=True)):
+        if size < 0:
+            return f"{who} {rank} could not take part: {text[0]}"
+    return None
+
+
 def _first_difference(texts: Sequence[Sequence[str]], remedy: str, who: str) -> str:
     """Where the first site that is unlike most of them departs from those."""
-    for rank, text in enumerate(texts):
-        if text[0].startswith("error: "):
-            return f"{who} {rank} could not take part: {text[0].removeprefix('error: ')}"
     usual = Counter(tuple(text) for text in texts).most_common(1)[0][0]
     normal = next(rank for rank, text in enumerate(texts) if tuple(text) == usual)
     odd = next(rank for rank, text in enumerate(texts) if tuple(text) != usual)
@@ -117,7 +127,7 @@ def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", sourc
 
 
 @torch.no_grad()
-def broadcast_all(comm: TorchComm, tensors: Sequence[Tensor]) -> None:
+def broadcast_all(comm: Comm, tensors: Sequence[Tensor]) -> None:
     """Makes tensors of any dtype equal to rank 0's, many in one message.
 
     How long that takes tells the transport the rate of its link.
@@ -130,7 +140,7 @@ def broadcast_all(comm: TorchComm, tensors: Sequence[Tensor]) -> None:
     course.settle()
 
 
-def _broadcast_chunk(comm: TorchComm, tensors: Sequence[Tensor], course: Course) -> None:
+def _broadcast_chunk(comm: Comm, tensors: Sequence[Tensor], course: Course) -> None:
     flat = torch.cat([raw(t).to(comm.device) for t in tensors])
     course.broadcast(flat)
     if comm.rank == 0:

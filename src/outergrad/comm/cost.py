@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
+from outergrad.core.cost import CostModel, Traffic
+from outergrad.core.protocols import Exchange
 from outergrad.core.types import Link, Route
 
 
@@ -20,25 +23,96 @@ class Pattern(Enum):
         return sites - 1 if self == Pattern.PAIRS else 2 * (sites - 1)
 
 
-def ring_bytes(nbytes: int, sites: int) -> int:
-    """Bytes that one site sends in a ring all-reduce."""
-    return Pattern.RING.messages(sites) * nbytes // sites
+@dataclass(frozen=True)
+class RingCost:
+    """Sums go round a ring, everything else from every site straight to every other.
+
+    Attributes:
+        sites: S.
+    """
+
+    sites: int
+
+    @property
+    def copies(self) -> int:
+        """One for each other site."""
+        return self.sites - 1
+
+    def all_reduce(self, nbytes: int) -> Traffic:
+        """2 (S - 1) / S of the tensor, both ways."""
+        part = Pattern.RING.messages(self.sites) * nbytes // self.sites
+        return Traffic(part, part)
+
+    def all_gather(self, own: int, others: int) -> Traffic:
+        """This site's to each other one."""
+        return Traffic(self.copies * own, others)
+
+    def all_to_all(self, own: int, others: int) -> Traffic:
+        """Straight to each."""
+        return Traffic(own, others)
+
+    def share(self, nbytes: float, way: Route) -> float:
+        """Sums and two ways send 2 (S - 1) / S, gathered bytes S - 1."""
+        return nbytes if way == Route.GATHER else 2 * nbytes / self.sites
+
+    def delays(self, way: Route) -> int:
+        """Two all-reduces wait for each message of two rings."""
+        rings = 2 * Pattern.RING.messages(self.sites)
+        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: rings}[way]
 
 
-def ring_share(nbytes: float, sites: int) -> float:
-    """The same per other site: as an all-gather sends all of what it gathers to each."""
-    return 2 * nbytes / sites
+@dataclass(frozen=True)
+class StarCost:
+    """Every payload goes to a hub, which is no site, and from there to whom it is for.
+
+    A site sends its own once, and receives those of the S - 1 others, or their sum.
+
+    Attributes:
+        sites: S.
+    """
+
+    sites: int
+    copies: int = 1
+
+    def all_reduce(self, nbytes: int) -> Traffic:
+        """The tensor to the hub, and the sum back; a single site needs none."""
+        part = nbytes if self.sites > 1 else 0
+        return Traffic(part, part)
+
+    def all_gather(self, own: int, others: int) -> Traffic:
+        """This site's once; a single site's to nobody."""
+        return Traffic(own if self.sites > 1 else 0, others)
+
+    def all_to_all(self, own: int, others: int) -> Traffic:
+        """Through the hub, to each."""
+        return Traffic(own, others)
+
+    def share(self, nbytes: float, way: Route) -> float:
+        """By what a site receives: S - 1 times what is gathered, but a sum once.
+
+        In two ways it gets 1 / S of every other site's, then the merged ones of all other sites.
+        """
+        if way == Route.GATHER:
+            return nbytes
+        return 2 * nbytes / self.sites if way == Route.TWO_WAY else nbytes / max(self.sites - 1, 1)
+
+    def delays(self, way: Route) -> int:
+        """As many as there are rounds: to the hub and back takes an all-gather as long."""
+        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2}[way]
 
 
-def seconds(way: Route, sent_bytes: float, sites: int, link: Link) -> float:
+def cost_of(exchange: Exchange, sites: int) -> CostModel:
+    """What a method goes by: until it is attached, what torch.distributed costs."""
+    return exchange.cost or RingCost(sites)
+
+
+def seconds(cost: CostModel, way: Route, busy_bytes: float, link: Link) -> float:
     """Of the low-rank messages of a step.
 
     Args:
-        way: how they travel: two all-reduces wait for each message of two rings.
-        sent_bytes: what the busiest site sends to all others together.
-        sites: S.
+        cost: of the transport.
+        way: how they travel.
+        busy_bytes: what the busiest site sends to all others together, or receives of them.
         link: what the slowest site has.
     """
-    rings = 2 * Pattern.RING.messages(sites)
-    delays = {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: rings}[way]
-    return delays * link.delay_s + sent_bytes / link.bytes_per_s
+    return cost.delays(way) * link.delay_s + busy_bytes / link.bytes_per_s

@@ -11,8 +11,8 @@ import time
 from torch import Tensor
 
 from outergrad.comm.pace import LEAST_BYTES
-from outergrad.comm.torch import TorchComm
 from outergrad.comm.words import words_of_all
+from outergrad.core.transport import Comm
 
 _GROWTH = 4
 _MOST_BYTES = 1 << 26
@@ -29,7 +29,7 @@ class Course:
         comm: the transport.
     """
 
-    def __init__(self, comm: TorchComm) -> None:
+    def __init__(self, comm: Comm) -> None:
         self._comm, self._next_bytes = comm, LEAST_BYTES
         self._bytes, self._took_s, self._timeout_s = 0, 0.0, comm.patience_s
 
@@ -55,5 +55,4 @@ class Course:
     def settle(self) -> None:
         """Tells the transport what it has found, if there was enough to send."""
         if self._bytes >= LEAST_BYTES:
-            others = self._comm.world_size - 1
-            self._comm.pace.settle(self._bytes / self._took_s, self._timeout_s, others)
+            self._comm.settle_pace(self._bytes / self._took_s, self._timeout_s)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad.comm.cost import Pattern, ring_bytes
+from outergrad.comm.cost import Pattern, RingCost
 from outergrad.comm.trace import Tracer
-from outergrad.core.transport import Enough
+from outergrad.core.cost import CostModel, Traffic
+from outergrad.core.transport import Comm, Enough
 from outergrad.messages.wire import as_from
 
 
@@ -27,11 +28,11 @@ class Mirrored:
         return self._result
 
 
-class Group:
-    """What stands for a process group: sessions on one know of each other."""
+class Mirror:
+    """What sessions on one mirror have in common."""
 
 
-class MirrorComm:
+class MirrorComm(Comm):
     """The collectives of site 0 among sites with the same rows and the same gradients.
 
     Bytes are counted as by `TorchComm`. What copies and sums cost here, where they stand for the
@@ -40,32 +41,30 @@ class MirrorComm:
     Args:
         sites: How many there are, this one too.
         tracer: Is told what is started and awaited.
+        cost: What collectives cost; those of `TorchComm` if None.
     """
 
-    def __init__(self, sites: int, tracer: Tracer) -> None:
+    def __init__(self, sites: int, tracer: Tracer, cost: CostModel | None = None) -> None:
         self.rank, self.world_size = 0, sites
         self.sent_bytes = self.received_bytes = 0
-        self.device, self.group, self.patience_s = torch.device("cpu"), Group(), math.inf
-        self._tracer = tracer
+        self.device, self.key, self.patience_s = torch.device("cpu"), Mirror(), math.inf
+        self.cost, self._tracer = cost or RingCost(sites), tracer
 
     def all_reduce(self, t: Tensor) -> Mirrored:
         """As many times t as there are sites, in place."""
         with self._tracer.away():
-            nbytes = ring_bytes(t.nbytes, self.world_size)
-            return self._exchanged(t.mul_(self.world_size), Pattern.RING, nbytes, nbytes, nbytes)
+            traffic = self.cost.all_reduce(t.nbytes)
+            summed = t.mul_(self.world_size)
+            return self._exchanged(summed, Pattern.RING, traffic, traffic.sent)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
         """Of every site what this one sends, under its own name."""
         with self._tracer.away():
             parts = self._as_from_all(t, sizes)
-            others, nbytes = self.world_size - 1, sum(part.nbytes for part in parts)
-            mean_bytes = others * nbytes / self.world_size
-            return self._exchanged(
-                parts, Pattern.PAIRS, others * t.nbytes, nbytes - t.nbytes, mean_bytes
-            )
-
-    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
-        """Nothing: what comes is there at once."""
+            nbytes = sum(part.nbytes for part in parts)
+            traffic = self.cost.all_gather(t.nbytes, nbytes - t.nbytes)
+            mean_bytes = self.cost.copies * nbytes / self.world_size
+            return self._exchanged(parts, Pattern.PAIRS, traffic, mean_bytes)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
         """Of every site what this one has for itself, under its own name."""
@@ -74,19 +73,18 @@ class MirrorComm:
             others = self.world_size - 1
             mean_bytes = others * nbytes / self.world_size
             found = self._as_from_all(own, sizes)
-            return self._exchanged(
-                found, Pattern.PAIRS, nbytes - own.nbytes, others * own.nbytes, mean_bytes
-            )
+            traffic = self.cost.all_to_all(nbytes - own.nbytes, others * own.nbytes)
+            return self._exchanged(found, Pattern.PAIRS, traffic, mean_bytes)
 
     def _as_from_all(self, t: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         return [t, *(as_from(rank, t, sizes[rank]) for rank in range(1, self.world_size))]
 
     def _exchanged(
-        self, result: Any, pattern: Pattern, sent_bytes: int, received_bytes: int, mean_bytes: float
+        self, result: Any, pattern: Pattern, traffic: Traffic, mean_bytes: float
     ) -> Mirrored:
-        self.sent_bytes += sent_bytes
-        self.received_bytes += received_bytes
-        index = self._tracer.started(pattern, mean_bytes, max(sent_bytes, received_bytes))
+        self.sent_bytes += traffic.sent
+        self.received_bytes += traffic.received
+        index = self._tracer.started(pattern, mean_bytes, traffic.busier)
         return Mirrored(result, self._tracer, index)
 
     def broadcast(self, t: Tensor) -> None:
@@ -98,6 +96,5 @@ class MirrorComm:
         """Nobody is lost here."""
         return [text] * self.world_size
 
-    def control(self, values: Sequence[int]) -> Tensor:
-        """An int64 tensor."""
-        return torch.tensor(values, dtype=torch.int64)
+    def close(self) -> None:
+        """Nothing: there are no connections."""

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.cost import ring_bytes
+from outergrad.comm.cost import RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
-from outergrad.core.errors import ExchangeError
-from outergrad.core.transport import Enough
+from outergrad.core.cost import CostModel
+from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.transport import Comm, Enough, Transport
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
@@ -26,11 +27,47 @@ _Receiving = tuple[list[Tensor], _Receives]
 """What will be received, and the transfers that wait for it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
+_USUAL_HOST = 0
+"""Of the store: torchrun and `env://` have the first site hold it."""
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
 
 
-class TorchComm:
+class TorchDistributed(Transport):
+    """The process groups of torch.distributed: the transport that is used unless another is given.
+
+    `timeout` is for a message; None for that of the group.
+    """
+
+    settings = frozenset({"group", "timeout"})
+
+    def open(
+        self,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchComm:
+        """Collectives over a process group, the default one if None.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        return TorchComm(_default() if group is None else group, device, timeout)
+
+
+def _default() -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group('gloo') first, in a "
+            "program started by torchrun, or pass group="
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default
+
+
+class TorchComm(Comm):
     """Collectives over a process group, for tensors of one device.
 
     A gloo group moves CUDA tensors through host memory; so do headers, so that reading them does
@@ -42,14 +79,17 @@ class TorchComm:
         timeout: without anything arriving, once this site waits; None for the group's own.
     """
 
+    host = _USUAL_HOST
+
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
     ) -> None:
-        self.group = group
+        self.group = self.key = group
         self.rank, self.world_size = rank, sites = group.rank(), group.size()
         self._others = [(rank + k) % sites for k in range(1, sites)]
         self._only_other = self._others if sites == 2 else ()
         self.sent_bytes = self.received_bytes = 0
+        self.cost: CostModel = RingCost(sites)
         self.device = device
         self._kept: Tensor | None = None
         self._expected: defaultdict[int, deque[_Receiving]] = defaultdict(deque)
@@ -66,7 +106,7 @@ class TorchComm:
         """
         if self.world_size == 1:
             return Ready(t)
-        nbytes = ring_bytes(t.nbytes, self.world_size)
+        nbytes = self.cost.all_reduce(t.nbytes).sent
         self.sent_bytes += nbytes
         self.received_bytes += nbytes
         self.pace.sends(nbytes)
@@ -118,6 +158,10 @@ class TorchComm:
             return Ready([parts[0]])
         return self._exchanged([self._staged(t) for t in parts], sizes, parts[0].device)
 
+    def settle_pace(self, bytes_per_s: float, timeout_s: float) -> None:
+        """From now on messages are received in parts, each with a timeout of its own."""
+        self.pace.settle(bytes_per_s, timeout_s, len(self._others))
+
     def _staged(self, t: Tensor) -> Tensor:
         """Where the group can send it from."""
         return t if t.device in (self._wire, self._host) else t.to(self._wire)
@@ -133,7 +177,8 @@ class TorchComm:
         if self._expected[lane]:
             parts, receives = self._expected[lane].popleft()
             if [len(part) for part in parts] != list(sizes):
-                raise ExchangeError("what was expected is not what comes; please report it")
+                told = "what was expected is not what comes; please report it"
+                raise ExchangeError(told, kind=Failure.LOCAL)
             sends = self._sends(outgoing, _TAG + lane)
         else:
             parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
@@ -186,7 +231,7 @@ class TorchComm:
         self.close()
         return words.gather(enough, patience_s, final)
 
-    def words(self, session: int) -> LastWords:
+    def notes(self, session: int) -> LastWords:
         """Where a site that leaves in order leaves word of it, without much waiting."""
         return self._last_words(session, _BRIEFLY_S)
 

@@ -10,10 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from outergrad.comm.pace import Pace
-from outergrad.core.errors import ExchangeError
+from outergrad.core.errors import ExchangeError, Failure
 
-LATE = "no answer in time"
-CLOSED = "the connection was closed"
 _ENDS = ("closed by peer", "reset by peer", "pair closure", "roken pipe")
 
 
@@ -23,14 +21,16 @@ def transport(sites: Sequence[int] = ()) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ExchangeError(_told(str(error)), sites) from error
+        kind = _kind(str(error))
+        told = str(error) if kind == Failure.TRANSPORT else kind.value
+        raise ExchangeError(told, sites, kind=kind) from error
 
 
-def _told(error: str) -> str:
-    """In few words, what gloo says in many."""
+def _kind(error: str) -> Failure:
+    """What gloo says in many words: the one place that looks into them."""
     if "imed out" in error:
-        return LATE
-    return CLOSED if any(words in error for words in _ENDS) else error
+        return Failure.TIMEOUT
+    return Failure.CLOSED if any(words in error for words in _ENDS) else Failure.TRANSPORT
 
 
 class Ready:

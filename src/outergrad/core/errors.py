@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 
 class SiteLostError(RuntimeError):
@@ -80,17 +81,33 @@ class DriftError(RuntimeError):
         self.sites, self.step, self.parameter = tuple(sites), step, parameter
 
 
+class Failure(Enum):
+    """Why an exchange failed, in words that users are told."""
+
+    TIMEOUT = "no answer in time"
+    CLOSED = "the connection was closed"
+    TRANSPORT = "the transport failed"
+    """For another reason, which it tells."""
+    DAMAGED = "a message cannot be right"
+    """What a site sent cannot belong to this step."""
+    LOCAL = "this site cannot go on"
+    """Itself: whatever the others have sent."""
+
+
 class ExchangeError(RuntimeError):
     """The other sites are out of reach, or sent what cannot belong to this step.
 
     Attributes:
         sites: those out of reach, as far as this site can tell by itself.
+        kind: why; what is done about it goes by this, never by the message.
         waited_s: how long it had waited for them.
     """
 
-    def __init__(self, message: str, sites: Sequence[int] = ()) -> None:
+    def __init__(
+        self, message: str, sites: Sequence[int] = (), *, kind: Failure = Failure.DAMAGED
+    ) -> None:
         super().__init__(message)
-        self.sites, self.waited_s = tuple(sites), 0.0
+        self.sites, self.kind, self.waited_s = tuple(sites), kind, 0.0
 
 
 class RefusedError(RuntimeError):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Replays
+from outergrad.core.cost import CostModel
 from outergrad.core.payload import FACTOR_ROWS, Arrived, Form, Payload
 from outergrad.core.reasons import AutoWay, Why
+from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Call,
     Factors,
@@ -104,11 +106,24 @@ class Exchange(Protocol):
     """What the owner of a slot does on `Route.TWO_WAY`."""
     exact: bool = True
     """Whether the rows that it sends have the product of the gradient, but for their codecs."""
+    cost: CostModel | None = None
+    """What collectives cost on its transport; None until it is attached."""
+    needs: Set[Capability] = frozenset()
+    """What it cannot do without, besides what all methods need."""
     auto_way: AutoWay | None = None
     """How low rank travels, where that was chosen by the link between the sites."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""
+
+    def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
+        """Takes note of the transport before anything is asked of a step.
+
+        Args:
+            cost: of its collectives.
+            capabilities: what it can do; `needs` is among it.
+        """
+        self.cost = cost
 
     def wants_link(self, sites: int) -> bool:
         """Whether the way of low rank depends on the link."""

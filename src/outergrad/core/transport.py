@@ -1,15 +1,27 @@
-"""The protocol between outergrad and a transport: collectives among the sites."""
+"""The protocols between outergrad and a transport: how it is opened, and its collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from outergrad.core.cost import CostModel
+
 Enough = Callable[[Sequence[str | None]], bool]
 """Whether what sites have left is enough to go by; None of those that have left nothing yet."""
+
+
+class Capability(Enum):
+    """What methods ask of a transport besides what every one can do."""
+
+    ALL_REDUCE = "all_reduce"
+    """Sums: of gradients that travel dense, so that every method may need them, and of sketches."""
+    ALL_TO_ALL = "all_to_all"
+    """Something else for every site: for `reduce="two_way"`, and among the ranks of a mesh."""
 
 
 class Work(Protocol):
@@ -20,21 +32,52 @@ class Work(Protocol):
         ...
 
 
+class Notes(Protocol):
+    """A place where a site that leaves in order leaves a text for the others.
+
+    It may be used after the connections are closed, and when Python is about to end, and must not
+    refer to the `Comm`: that this is forgotten tells of the end of a session, too.
+    """
+
+    def leave_at_end(self, text: str, *, of_process: bool) -> None:
+        """This site's, when it ends the session, or its whole process."""
+        ...
+
+    def stay(self, sites: Sequence[int]) -> None:
+        """Waits, not for long, until these sites have read what was left."""
+        ...
+
+
 class Comm(Protocol):
-    """The few collectives that outergrad needs; every site calls them in the same order."""
+    """The few collectives that outergrad needs; every site calls them in the same order.
+
+    What stands here with a value, or needs none, is right for a transport that has nothing of the
+    kind: a class that derives from this one writes the rest. Where a collective fails because of
+    the other sites, it or its `wait` raises an `ExchangeError`.
+    """
 
     rank: int
     world_size: int
     sent_bytes: int
+    """Payload that this site has sent since it was opened, by the collectives but `broadcast`."""
     received_bytes: int
+    """The same of what it has received."""
+    cost: CostModel
+    """What the collectives cost: `sent_bytes` and `received_bytes` go by it, and so do methods."""
+    capabilities: Set[Capability] = frozenset(Capability)
+    """Those of its methods that do something; a session refuses a method that needs others."""
     device: torch.device
-    group: Any
-    """What the sites share: sessions on one group must take turns in the same order."""
+    """Of what is given to the collectives."""
+    key: Hashable
+    """The same for all sessions of this process that use the same connections, and so take turns.
+    It is referred to weakly: an object, no number or tuple."""
     patience_s: float
     """How long a message may take."""
+    host: int | None = None
+    """The site with which the place ends where sites leave texts (`give_up`, `notes`), if any."""
 
     def all_reduce(self, t: Tensor) -> Work:
-        """Sums t over the sites in place; `wait` returns it."""
+        """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""
         ...
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Work:
@@ -57,7 +100,6 @@ class Comm(Protocol):
             dtype: of what will come.
             lane: as there.
         """
-        ...
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
         """Sends every site a 1-D tensor of its own; `wait` returns what each had for this one.
@@ -74,14 +116,62 @@ class Comm(Protocol):
 
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor for a collective that should not disturb the device."""
-        ...
+        return torch.tensor(values, dtype=torch.int64)
+
+    def settle_pace(self, bytes_per_s: float, timeout_s: float) -> None:
+        """Takes note of what was measured, the same on all sites; it may do nothing.
+
+        Args:
+            bytes_per_s: that the slowest site can send.
+            timeout_s: the shortest `patience_s`.
+        """
+
+    def notes(self, session: int) -> Notes | None:
+        """Where a site that leaves in order tells the others; None where there is no such place.
+
+        Args:
+            session: fingerprint of the one that it is about.
+        """
+        return None
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
     ) -> list[str | None] | None:
         """Leaves a text for the other sites and closes the connections, for good.
 
-        Returns what every site has left, or None if the place is gone where they leave it; see
-        `LastWords` for the other arguments.
+        Args:
+            text: this site's.
+            final: what it leaves in place of this when its patience ends.
+            enough: whether the texts that are there are enough to go by.
+            patience_s: how long to wait for that.
+            session: fingerprint of the one that failed.
+
+        Returns:
+            What every site has left, None for those that have left nothing; or None if the place
+            is gone where they leave it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Closes the connections: the other sites hear at once that this one is gone."""
+        ...
+
+
+class Transport(Protocol):
+    """How sites reach each other: what a user passes to `distribute`."""
+
+    settings: Set[str] = frozenset()
+    """Which of the arguments `group` and `timeout` of `distribute` it goes by."""
+
+    def open(self, device: torch.device, *_: Any, **settings: Any) -> Comm:
+        """Opens it for one session, or whoever else has something to send.
+
+        Args:
+            device: of the tensors that will be sent.
+            **settings: those of its `settings` that were given.
+
+        Raises:
+            ValueError: a setting cannot be.
+            RuntimeError: there are no sites to reach.
         """
         ...

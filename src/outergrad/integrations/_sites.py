@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad.comm.agree import agree
-from outergrad.comm.torch import TorchComm
+from outergrad.comm.torch import TorchDistributed
 from outergrad.core.types import StateDict, Stateful
 from outergrad.session.session import Session
 
@@ -98,7 +98,5 @@ def agree_on(
     model: nn.Module, lines: Sequence[str], remedy: str, error: Exception | None = None
 ) -> None:
     """Raises the same ValueError on all sites of the default group if they differ."""
-    group = dist.group.WORLD
-    assert group is not None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    agree(TorchComm(group, device), lines, error, remedy)
+    agree(TorchDistributed().open(device), lines, error, remedy)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from outergrad.comm.cost import ring_share
 from outergrad.core.coding import Codecs, Wire, nbytes, stacked
-from outergrad.core.types import Factors, Slot, Unit, overlapping
+from outergrad.core.cost import CostModel
+from outergrad.core.types import Factors, Route, Slot, Unit, overlapping
 
 FLOAT_BYTES = 4
 """Of a number that is not encoded: ways are compared as if all were float32."""
@@ -29,9 +29,9 @@ def bias_bytes(slots: Iterable[Slot]) -> int:
     return FLOAT_BYTES * numel
 
 
-def dense_bytes(unit: Unit, sites: int) -> float:
-    """Bytes that a site sends of a unit in a ring all-reduce, per other site."""
-    return ring_share(FLOAT_BYTES * unit.dense_numel, sites)
+def dense_bytes(unit: Unit, cost: CostModel) -> float:
+    """Bytes that, gathered from every site, cost as much as an all-reduce of a unit."""
+    return cost.share(FLOAT_BYTES * unit.dense_numel, Route.DENSE)
 
 
 def used_slots(unit: Unit, rows_K: Sequence[int]) -> list[tuple[Slot, int]]:

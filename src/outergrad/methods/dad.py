@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from outergrad.comm.cost import cost_of
 from outergrad.core.blocks import UNSENDABLE, Replays
 from outergrad.core.coding import Wire, stacked
 from outergrad.core.protocols import Exchange
@@ -80,7 +81,7 @@ class DADExchange(Exchange):
             return 0.0
         per_row = sum(row_bytes(slot, self.wire) for slot in unit.slots)
         biases = bias_bytes(slot for slot in unit.slots if self.sends_bias(slot))
-        return (dense_bytes(unit, sites) - biases) / per_row
+        return (dense_bytes(unit, cost_of(self, sites)) - biases) / per_row
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
         """Factors where they pay and are there."""
@@ -89,9 +90,10 @@ class DADExchange(Exchange):
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         """Whether no site sends more than its share of the dense all-reduce would be.
 
-        All-gathered factors cost a site (S - 1) times their size, the ring all-reduce
-        2 (S - 1) / S times the gradient. Slots of one weight that are used together (tied
-        weights) travel dense under reveal="gradient": apart they would show more than their sum.
+        By the cost model: all-gathered factors cost a site (S - 1) times their size, an
+        all-reduce in a ring 2 (S - 1) / S times the gradient. Slots of one weight that are used
+        together (tied weights) travel dense under reveal="gradient": apart they would show more
+        than their sum.
         """
         if self._canonical and tied_in_use(unit, rows_SK):
             return False
@@ -100,14 +102,14 @@ class DADExchange(Exchange):
         if len(rows_SK) == 1:
             return False
         largest = max(self._sent_bytes(unit, rows_K) for rows_K in rows_SK)
-        return largest < dense_bytes(unit, len(rows_SK))
+        return largest < dense_bytes(unit, cost_of(self, len(rows_SK)))
 
     def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
         """Whether no site sends more than its share of the dense all-reduce would be."""
         if self.forced:
             return max(nbytes_S) < UNSENDABLE
         sites = len(nbytes_S)
-        return sites > 1 and max(nbytes_S) < dense_bytes(unit, sites)
+        return sites > 1 and max(nbytes_S) < dense_bytes(unit, cost_of(self, sites))
 
     def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
         """N raw rows, or the largest rank that N rows can have."""

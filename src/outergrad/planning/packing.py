@@ -14,6 +14,7 @@ from outergrad.buckets.dense import DenseBucket
 from outergrad.buckets.gather import FactorBucket
 from outergrad.buckets.sketch import SketchBucket
 from outergrad.buckets.two_way import TwoWayBucket
+from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Exchanges, Model
 from outergrad.core.owners import owners
 from outergrad.core.protocols import Exchange
@@ -38,8 +39,8 @@ def loads(model: Model, choice: Choice) -> list[tuple[Load, Route]]:
 class Packer:
     """Fills messages; every site does it alike."""
 
-    def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
-        self._model, self._exchanges, self._sites = model, exchanges, sites
+    def __init__(self, model: Model, exchanges: Exchanges, cost: CostModel) -> None:
+        self._model, self._exchanges, self._cost = model, exchanges, cost
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._owners: dict[Slot | str, int] = {}
         self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
@@ -111,7 +112,7 @@ class Packer:
             assert merger is not None
             rows = merger.merged_rows(slot, [slot.outputs])
             sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
-        return owners(sizes, self._sites)
+        return owners(sizes, self._cost.sites)
 
     def sketched_in(self, load: Load) -> torch.dtype:
         """What the sketches of a unit are computed in."""
@@ -120,24 +121,25 @@ class Packer:
     def _may_ride(self, dense: Sequence[str], units: Sequence[tuple[Load, Route, int]]) -> bool:
         """Whether the dense gradients are so small that they go along with the last unit.
 
-        An all-gather sends S / 2 times what an all-reduce would: nothing more at two sites, and
-        never more in sum than if the whole model travelled dense. Two ways send as much.
+        An all-gather sends S / 2 times what a ring would: nothing more at two sites, and never
+        more in sum than if the whole model travelled dense. Two ways send as much.
         """
         if not units:
             return False
-        params, sites = self._model.params, self._sites
+        params, cost = self._model.params, self._cost
         factor_bytes, (last, route, _) = sum(size for _, _, size in units), units[-1]
         if route == Route.REDUCE and self._computed_in(dense) != self._computed_in(
             last.unit.params
         ):
             return False
         nbytes = sum(params[name].nbytes for name in dense)
-        extra = nbytes * (sites - 1) * (sites - 2) // sites
+        gathered = nbytes - cost.share(nbytes, Route.DENSE)
+        extra = round((cost.sites - 1) * gathered, 6)  # of a float, to compare whole bytes
         total = sum(p.nbytes for p in params.values())
-        fits = (nbytes + factor_bytes) * sites <= 2 * total
+        fits = nbytes + factor_bytes <= cost.share(total, Route.DENSE)
         if route == Route.TWO_WAY:
             return nbytes <= _RIDERS_BYTES
-        small = nbytes <= _RIDERS_BYTES and extra <= _RIDERS_EXTRA_BYTES
+        small = nbytes <= _RIDERS_BYTES and extra < _RIDERS_EXTRA_BYTES + 1
         return bool(factor_bytes) and small and fits
 
     def _computed_in(self, names: Sequence[str]) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
+from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Exchanges, Model
 from outergrad.core.reasons import Reason, Why
 from outergrad.core.types import Route, Slot, Unit, overlapping
@@ -34,11 +35,11 @@ class Planner:
     Args:
         model: what is shared.
         exchanges: of its units.
-        sites: how many there are.
+        cost: of the transport.
     """
 
-    def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
-        self._model, self._exchanges, self._sites = model, exchanges, sites
+    def __init__(self, model: Model, exchanges: Exchanges, cost: CostModel) -> None:
+        self._model, self._exchanges, self._cost = model, exchanges, cost
         self._units = frozenset(model.units)
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._block_index = {block: k for k, block in enumerate(model.blocks)}
@@ -49,18 +50,18 @@ class Planner:
         self._phases = exchanges.phases
         self.used: Collection[str] = ()
         """Parameters that have a gradient on some site in this step."""
-        self.packer = Packer(model, exchanges, sites)
+        self.packer = Packer(model, exchanges, cost)
         self.header_cache = HeaderCache(self.facts, self._ways)
 
     def of(self, model: Model) -> Planner:
         """The planner of a part of the model, which learns what this one does of mixed units."""
-        part = Planner(model, self._exchanges, self._sites)
+        part = Planner(model, self._exchanges, self._cost)
         part._has_autograd_grad = self._has_autograd_grad
         return part
 
     def first_tap_next(self) -> tuple[bool, ...]:
         """What to tap before any rows are known: whatever could pay with a single row."""
-        sites, exchanges = self._sites, self._exchanges
+        sites, exchanges = self._cost.sites, self._exchanges
         return tuple(
             (bool(unit.slots) and exchanges[unit].break_even(unit, sites) > 1)
             or (unit.block is not None and exchanges[unit].replays_block(unit, [1] * sites))
@@ -118,7 +119,7 @@ class Planner:
 
     def begin(self, step: int) -> None:
         """A step begins: methods may have changed."""
-        if self._exchanges.begin(step, self._sites):
+        if self._exchanges.begin(step, self._cost.sites):
             self._last = None
         if self._phases != self._exchanges.phases:
             self._phases = self._exchanges.phases
@@ -187,7 +188,7 @@ class Planner:
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
         """Whether a unit would be tapped if every site had so many rows per slot (K)."""
-        return self._taps(unit, [rows_K] * self._sites)
+        return self._taps(unit, [rows_K] * self._cost.sites)
 
     def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         if not unit.slots or unit in self._has_autograd_grad:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from outergrad.comm.cost import cost_of
 from outergrad.core.protocols import Exchange
 from outergrad.core.reasons import AutoWay, Reason, Why
 from outergrad.core.types import Route, Slot, Unit
@@ -150,7 +151,7 @@ def _unit_entry(
 def _block_entry(
     unit: Unit, exchange: Exchange, sites: int, chosen: Reason | None, rows: int
 ) -> _Entry:
-    most = 8 * unit.dense_numel // sites
+    most = int(cost_of(exchange, sites).share(4 * unit.dense_numel, Route.DENSE))
     pays = "always=True" if exchange.forced else f"pays below {most} bytes per step and site"
     cost = f"every site computes forward and backward of all {sites} sites' rows; {pays}"
     if chosen is None:

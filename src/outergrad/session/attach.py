@@ -13,23 +13,25 @@ from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
+from outergrad.comm.torch import TorchDistributed
 from outergrad.core.protocols import Method, Rules
-from outergrad.core.transport import Comm
+from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.methods import DAD, LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
+from outergrad.session.capable import refuse_incapable
 from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.mesh.levels import Mesh
+from outergrad.session.mesh.levels import Mesh, levels_of
 from outergrad.session.mesh.topology import MeshTopology
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
-from outergrad.session.topology import Topology
+from outergrad.session.topology import Topology, opened
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
@@ -41,6 +43,7 @@ def distribute(
     *,
     group: dist.ProcessGroup | None = None,
     mesh: Mesh | None = None,
+    transport: Transport | None = None,
     recorder: Recorders = None,
     rules: Rules = RULES,
     timeout: float | timedelta | None = None,
@@ -66,6 +69,8 @@ def distribute(
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
             sites send each other as much as if each had one rank (docs/two-levels.md).
+        transport: how the sites reach each other, where it is not by torch.distributed: an object
+            with the methods of `outergrad.core.transport.Transport` (docs/extending.md).
         recorder: is told of steps: `og.JSONL(path)`, `og.TensorBoard(dir)`, `og.WandB(run)`, any
             object with a method `record(event)` that takes `og.events`, or a list of them.
         rules: what is known about layer types; extend by `{**og.RULES, MyLayer: MyRule()}`.
@@ -96,19 +101,21 @@ def distribute(
         `make_equal()`, `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
-        ValueError: the model or the method cannot be used, or the sites differ: the same message
-            on every site, naming the first difference and the rank that has it.
-        RuntimeError: there is no process group.
+        ValueError: the model or the method cannot be used, or the transport cannot do what the
+            method needs, or the sites differ: the same message on every site, naming the first
+            difference and the rank that has it.
+        RuntimeError: there is no process group, or none of what another transport needs.
         SiteLostError: another site does not come, or went.
     """
     model, method = _uncompiled(model), DAD() if method is None else method
-    topology = _topology(group, mesh, _device(model), time_span(timeout))
+    topology = _topology(transport, group, mesh, _device(model), time_span(timeout))
     comm = topology.site
-    refuse_lost(comm.group)
+    refuse_lost(comm.key)
     error, inspection, recorders = None, None, ()
     try:
         recorders = recorders_of(recorder)
         inspection = topology.look_at(model, method, rules)
+        refuse_incapable(repr(method), inspection.exchanges, comm)
         topology.refuse_settings(
             weighting=weighting,
             max_bad_steps=max_bad_steps,
@@ -118,16 +125,16 @@ def distribute(
         check_settings(inspection.every, weighting, buffers, verify_every, on_drift)
     except (ValueError, TypeError) as raised:
         error = raised
-    end_unfinished(comm.group)
+    end_unfinished(comm.key)
     lines = [] if inspection is None else describe(model, method, inspection)
-    lines += [f"session {count_session(comm.group)} of the group", f"weighting: {weighting}"]
+    lines += [f"session {count_session(comm.key)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]
     with lost_sites_told(comm, "og.distribute on all sites"):
         agreed = topology.agree(lines, error)
         assert inspection is not None
         tensors = topology.make_equal(model, inspection)
-        _settle_reduce(inspection, comm.world_size, lambda: measured_link(comm))
+        _settle(inspection, comm, lambda: measured_link(comm))
         all_came(comm, combined(checksums(tensors)))
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
@@ -148,17 +155,24 @@ def distribute(
 
 
 def _topology(
+    transport: Transport | None,
     group: dist.ProcessGroup | None,
     mesh: Mesh | None,
     device: torch.device,
     timeout: timedelta | None,
 ) -> Topology:
     """Decides, once, how the ranks stand to each other."""
+    way = TorchDistributed() if transport is None else transport
     if mesh is None:
-        return Topology(group, device, timeout)
+        return Topology(opened(way, device, group, timeout))
     if group is not None:
         raise ValueError("mesh= and group= both say who takes part: pass one of them")
-    return MeshTopology(mesh, device, timeout)
+    if "group" not in way.settings:
+        raise ValueError(
+            f"mesh= with transport={type(way).__name__}: a mesh is made of process groups, by "
+            f"which that does not go; leave one of them out"
+        )
+    return MeshTopology(mesh, levels_of(mesh, lambda ranks: opened(way, device, ranks, timeout)))
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
@@ -173,8 +187,11 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _settle_reduce(inspection: Inspection, sites: int, measured: Callable[[], Link]) -> None:
-    """Measures the link, once, where a method goes by it."""
+def _settle(inspection: Inspection, comm: Comm, measured: Callable[[], Link]) -> None:
+    """Tells the methods of the transport; measures its link, once, where one goes by it."""
+    for exchange, _ in inspection.exchanges.items():
+        exchange.settle(comm.cost, comm.capabilities)
+    sites = comm.world_size
     asking = [(e, units) for e, units in inspection.exchanges.items() if e.wants_link(sites)]
     link = measured() if asking else None
     for exchange, units in asking:
@@ -204,7 +221,8 @@ def attach(
         ValueError: the model or the method cannot be used.
     """
     inspection = inspect(model, method, rules)
-    _settle_reduce(inspection, comm.world_size, lambda: link)
+    refuse_incapable(repr(method), inspection.exchanges, comm)
+    _settle(inspection, comm, lambda: link)
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
     agreed = fingerprint(describe(model, method, inspection))

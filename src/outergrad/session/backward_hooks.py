@@ -17,7 +17,7 @@ from outergrad.replay.block_use import Use
 from outergrad.session.inspect import Inspection
 from outergrad.session.settings import Settings
 from outergrad.session.stepping import Step, Stepping
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointParts, Point
 
 
@@ -31,7 +31,7 @@ class BackwardHooks(Stepping):
         params, parts = inspection.model.params, inspection.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in params.items()}
-        on_group(comm.group).attached.add(self)
+        on_transport(comm.key).attached.add(self)
         self._note_end(counted=False)
 
     def tap(self, inspection: Inspection) -> None:

@@ -12,11 +12,9 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import Standing
-from outergrad.comm.torch import TorchComm
-from outergrad.step.groups import Sessions, on_group
-from outergrad.step.lost import USUAL_HOST
+from outergrad.core.transport import Comm, Notes
+from outergrad.step.groups import Sessions, on_transport
 
 _farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()
 """Of the transport of each session of this process, and what is done when nobody has it any more,
@@ -25,11 +23,12 @@ _before: list[Any] = []
 """The `sys.excepthook` that was there, while ours is."""
 
 
-def say_farewell(comm: TorchComm, session: int) -> None:
+def say_farewell(comm: Comm, session: int) -> None:
     """Lets the other sites hear of it when a session ends, and how."""
-    if comm.world_size == 1:
+    notes = None if comm.world_size == 1 else comm.notes(session)
+    if notes is None:
         return
-    farewell = Farewell(on_group(comm.group), comm.words(session), session)
+    farewell = Farewell(on_transport(comm.key), notes, session)
     _farewells[comm] = farewell, finalize(comm, farewell.end_session)
     if not _before:
         _before.append(sys.excepthook)
@@ -51,31 +50,31 @@ class Farewell:
     A forked process, as of a data loader, has the same connection to the store, and keeps silent.
 
     Args:
-        group: the sessions of its process group.
-        words: where to leave something.
+        group: the sessions on its transport.
+        notes: where to leave something.
         session: its fingerprint.
     """
 
-    def __init__(self, group: Sessions, words: LastWords, session: int) -> None:
-        self._group, self._words, self._session = group, words, session
+    def __init__(self, group: Sessions, notes: Notes, session: int) -> None:
+        self._group, self._notes, self._session = group, notes, session
         self._process = os.getpid()
 
     def end_session(self) -> None:
         """Tells how many steps it has made."""
         self._leave("session")
 
-    def end_process(self, why: str, comm: TorchComm) -> None:
+    def end_process(self, why: str, comm: Comm) -> None:
         """Tells what error ends the program; waits for others to read it where it is first."""
-        if self._leave("process", why) and comm.rank == USUAL_HOST:
+        if self._leave("process", why) and comm.rank == comm.host:
             comm.close()
-            self._words.stay(range(1, comm.world_size))
+            self._notes.stay(range(1, comm.world_size))
 
     def _leave(self, ended: str, why: str = "") -> bool:
         """Whether there was something to say."""
         if self._process != os.getpid() or self._group.lost is not None:
             return False
         standing = Standing(0, self._session, ends=self._group.ends, why=why, ended=ended)
-        self._words.leave_at_end(standing.text(), of_process=ended == "process")
+        self._notes.leave_at_end(standing.text(), of_process=ended == "process")
         return True
 
 

@@ -14,7 +14,7 @@ from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
 from outergrad.step import param_grad
 from outergrad.step.commit import Decision
-from outergrad.step.groups import end_unfinished, note_lost, on_group, refuse_lost
+from outergrad.step.groups import end_unfinished, note_lost, on_transport, refuse_lost
 from outergrad.step.lost import Findings, find_out, standing_of
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.step import SharedStep
@@ -61,7 +61,7 @@ class GivingUp:
     def _note_end(self, *, counted: bool) -> None:
         """How far this session is, for sites that lose each other."""
         end = LastStep(self._stats.step, counted)
-        on_group(self._comm.group).note_end(self._number, end)
+        on_transport(self._comm.key).note_end(self._number, end)
 
     def _give_up(self, error: ExchangeError) -> bool:
         found = self._find_out(error)
@@ -74,7 +74,7 @@ class GivingUp:
 
     def _find_out(self, error: ExchangeError) -> Findings:
         voted = isinstance(self._step, SharedStep) and self._step.voted
-        ends = on_group(self._comm.group).ends
+        ends = on_transport(self._comm.key).ends
         standing = standing_of(error, self._stats.step, self._number, ends)
         return find_out(self._comm, replace(standing, voted=voted))
 
@@ -84,13 +84,13 @@ class GivingUp:
         Raises:
             SiteLostError: the group must not be used any more.
         """
-        end_unfinished(self._comm.group)
+        end_unfinished(self._comm.key)
         self._refuse_lost()
 
     def _refuse_lost(self) -> None:
-        refuse_lost(self._comm.group)
+        refuse_lost(self._comm.key)
 
     def _lost_error(self) -> SiteLostError:
-        lost = on_group(self._comm.group).lost
+        lost = on_transport(self._comm.key).lost
         assert lost is not None
         return lost.again()

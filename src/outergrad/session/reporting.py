@@ -12,7 +12,7 @@ import torch
 
 from outergrad._version import __version__
 from outergrad.buckets.bucket import StepContext
-from outergrad.comm.cost import ring_bytes
+from outergrad.comm.cost import RingCost
 from outergrad.core.model import Exchanges, Model
 from outergrad.core.protocols import Recorder
 from outergrad.core.types import Slot
@@ -148,7 +148,7 @@ class Reporter:
             self._tell(client, self._run(step))
 
     def _run(self, step: int) -> Run:
-        params = self._model.params
+        params, ring = self._model.params, RingCost(self._sites)
         return Run(
             rank=self._rank,
             sites=self._sites,
@@ -156,7 +156,7 @@ class Reporter:
             step=step,
             time=time.time(),
             shapes={name: tuple(p.shape) for name, p in params.items()},
-            dense_bytes=sum(ring_bytes(p.nbytes, self._sites) for p in params.values()),
+            dense_bytes=sum(ring.all_reduce(p.nbytes).sent for p in params.values()),
             outergrad=__version__,
             torch=torch.__version__,
         )

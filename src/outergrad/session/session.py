@@ -12,7 +12,7 @@ from outergrad.record.stats import Stats
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
 from outergrad.session.verified import Verified
-from outergrad.step.groups import end_unfinished, lost_sites_told, on_group
+from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
 
 
 class Session(Verified):
@@ -135,8 +135,8 @@ class Session(Verified):
             return
         self._attached = False
         super().detach()
-        on_group(self._comm.group).attached.discard(self)
-        end_unfinished(self._comm.group)
+        on_transport(self._comm.key).attached.discard(self)
+        end_unfinished(self._comm.key)
         self._forget_model()
         end_session(self._comm)
         self._weighting.remove()

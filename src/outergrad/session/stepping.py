@@ -25,7 +25,7 @@ from outergrad.session.state import Owner
 from outergrad.step.accumulator import Accumulator
 from outergrad.step.cadence import Cadence, DueParts, Share
 from outergrad.step.captured import Captured
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, described
 from outergrad.step.mishaps import Mishaps
@@ -62,7 +62,7 @@ class Stepping(GivingUp):
         told = (method, model, exchanges, inspection.every)
         self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
-        self._planner = Planner(model, exchanges, comm.world_size)
+        self._planner = Planner(model, exchanges, comm.cost)
         self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
         self._unit_of: dict[Slot | Block, Unit] = {
             part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
@@ -159,7 +159,7 @@ class Stepping(GivingUp):
             skips_bad=self._mishaps.skips_bad,
         )
         step = self._step_of_spec(replace(own, **about))
-        on_group(self._comm.group).running.append(self)
+        on_transport(self._comm.key).running.append(self)
         return step
 
     def _step_of_spec(self, spec: StepSpec) -> SharedStep:
@@ -198,7 +198,7 @@ class Stepping(GivingUp):
         self._step, due_parts, self._due_parts = None, self._due_parts, None
         shared = isinstance(step, SharedStep)
         if shared:
-            on_group(self._comm.group).running.remove(self)
+            on_transport(self._comm.key).running.remove(self)
         for layer in self._layers:
             layer.forget_awaited()
         if shared or not self._several:  # else they add up

@@ -7,12 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from outergrad.comm.agree import agree, broadcast_all
-from outergrad.comm.torch import TorchComm
 from outergrad.core.protocols import Rules
+from outergrad.core.transport import Comm, Transport
 from outergrad.methods import LocalSteps
 from outergrad.session.description import shared_tensors
 from outergrad.session.inspect import Inspection, inspect
@@ -26,21 +25,17 @@ class Topology:
     """Sites of one rank each.
 
     Args:
-        group: the sites; the default group if None.
-        device: of the model.
-        timeout: as for `distribute`.
+        site: to the other sites.
 
     Attributes:
-        site: to the other sites.
+        site: the same.
         buffers: what becomes of buffers, unless the user says.
     """
 
     buffers: Kind = "broadcast"
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None
-    ) -> None:
-        self.site = TorchComm(_group(group), device, timeout)
+    def __init__(self, site: Comm) -> None:
+        self.site = site
 
     def look_at(self, model: nn.Module, method: Any, rules: Rules) -> Inspection:
         """What is shared; a change of the weights has no factors, so that no rule is of use.
@@ -74,14 +69,19 @@ class Topology:
         return Session(inspection, self.site, agreed, settings)
 
 
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is not None:
-        return group
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group('gloo') first, in a "
-            "program started by torchrun, or pass group="
+def opened(
+    transport: Transport, device: torch.device, group: Any, timeout: timedelta | None
+) -> Comm:
+    """Opens a transport, with what the user has said and it goes by.
+
+    Raises:
+        ValueError: it does not go by something that the user has said.
+        RuntimeError: there are no sites to reach.
+    """
+    given = {n: v for n, v in {"group": group, "timeout": timeout}.items() if v is not None}
+    for name in given.keys() - transport.settings:
+        raise ValueError(
+            f"{name}= and transport={type(transport).__name__}: that does not go by it; leave it "
+            f"out, and say it to the transport itself"
         )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
+    return transport.open(device, **given)

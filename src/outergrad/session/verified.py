@@ -17,7 +17,7 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.settings import Settings
 from outergrad.session.watching import Watching
-from outergrad.step.groups import lost_sites_told, on_group
+from outergrad.step.groups import lost_sites_told, on_transport
 from outergrad.step.step import SharedStep
 
 _REMEDY = {
@@ -94,7 +94,7 @@ class Verified(Watching):
         self._shared = set(step.context.used) if applied else set()
         if self._verify_every is None or not applied:
             return
-        if on_group(self._comm.group).lost is not None:
+        if on_transport(self._comm.key).lost is not None:
             return
         self._unverified += 1
         if self._unverified >= self._verify_every:

@@ -18,7 +18,7 @@ from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.session.join import Joining
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 from outergrad.step.step import SharedStep
 from outergrad.step.unsynced import UnsyncedStep
 
@@ -99,7 +99,7 @@ class Watching(Joining):
 
     def _can_tell(self) -> bool:
         """Whether a step can be given up that this site has not begun."""
-        lost = on_group(self._comm.group).lost is not None
+        lost = on_transport(self._comm.key).lost is not None
         begun = self._step is not None and self._step.task == current_task()  # fails by itself
         usual = self._several and self._joint is None and self._cadence.always
         return usual and not lost and not begun

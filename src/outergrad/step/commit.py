@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outergrad.core.errors import ExchangeError, RefusedError, StepDiscardedError
+from outergrad.core.errors import ExchangeError, Failure, RefusedError, StepDiscardedError
 from outergrad.core.transport import Comm, Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
@@ -186,7 +186,8 @@ class Ballot:
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
         if time.monotonic() - began > self._comm.patience_s:
             # It was stopped between: the others' votes may be here, and they gone without its own.
-            raise ExchangeError("this site stood still for longer than the others wait")
+            told = "this site stood still for longer than the others wait"
+            raise ExchangeError(told, kind=Failure.LOCAL)
 
     @property
     def is_good(self) -> bool:

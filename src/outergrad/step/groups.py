@@ -1,8 +1,8 @@
-"""What the sessions of one process group must know of each other."""
+"""What the sessions on one transport must know of each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,14 +27,14 @@ class Endable(Protocol):
 
 @dataclass
 class Sessions:
-    """The sessions on one process group.
+    """The sessions on one transport.
 
     Attributes:
         count: how many there have been.
         attached: those that have not been detached. Only a session that is alone may leave headers
             out: they are what tells sessions apart whose order differs between sites.
         running: those in a shared step, in the order in which these began.
-        lost: why the group must not be used any more, if a site was lost.
+        lost: why the transport must not be used any more, if a site was lost.
         ends: how the last step of each of the latest sessions ended: sites that give up tell it
             each other.
     """
@@ -52,32 +52,32 @@ class Sessions:
         self.ends[session] = end
 
 
-_GROUPS: WeakKeyDictionary[Any, Sessions] = WeakKeyDictionary()
-"""A registry of the process, because process groups are its own, too."""
+_SESSIONS: WeakKeyDictionary[Hashable, Sessions] = WeakKeyDictionary()
+"""A registry of the process, because transports, as process groups, are its own, too."""
 
 
-def on_group(group: Any) -> Sessions:
-    """The sessions on a process group."""
-    return _GROUPS.setdefault(group, Sessions())
+def on_transport(key: Hashable) -> Sessions:
+    """The sessions on the transport with this key: for torch.distributed, its process group."""
+    return _SESSIONS.setdefault(key, Sessions())
 
 
-def end_unfinished(group: Any) -> None:
-    """Ends the steps of all sessions of a group whose backward raised, in their order."""
+def end_unfinished(key: Hashable) -> None:
+    """Ends the steps of all sessions of a transport whose backward raised, in their order."""
     task = current_task()
-    for session in list(on_group(group).running):
+    for session in list(on_transport(key).running):
         session.end_unfinished(unless=task)
 
 
-def count_session(group: Any) -> int:
-    """Registers a session and returns its number on the group."""
-    sessions = on_group(group)
+def count_session(key: Hashable) -> int:
+    """Registers a session and returns its number on the transport."""
+    sessions = on_transport(key)
     sessions.count += 1
     return sessions.count
 
 
 @contextmanager
 def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
-    """Gives up a group whose transport fails, outside of steps.
+    """Gives up a transport that fails, outside of steps.
 
     Raises:
         SiteLostError: it failed.
@@ -85,24 +85,24 @@ def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
     try:
         yield
     except ExchangeError as error:
-        found = find_out(comm, standing_of(error, step, ends=on_group(comm.group).ends))
+        found = find_out(comm, standing_of(error, step, ends=on_transport(comm.key).ends))
         raise note_lost(comm, step, place, error, found).again() from error
 
 
 def note_lost(
     comm: Comm, step: int, place: str, error: Exception, found: Findings
 ) -> SiteLostError:
-    """Lets nobody use the group any more; returns what all who try are told."""
-    lost = on_group(comm.group).lost = lost_error(comm.rank, step, place, error, found)
+    """Lets nobody use the transport any more; returns what all who try are told."""
+    lost = on_transport(comm.key).lost = lost_error(comm.rank, step, place, error, found)
     return lost
 
 
-def refuse_lost(group: Any) -> None:
-    """Checks that a group can be used.
+def refuse_lost(key: Hashable) -> None:
+    """Checks that a transport can be used.
 
     Raises:
         SiteLostError: a session on it lost another site.
     """
-    lost = on_group(group).lost
+    lost = on_transport(key).lost
     if lost is not None:
         raise lost.again()

@@ -16,7 +16,7 @@ from outergrad.core.types import Slot
 from outergrad.messages.header import MOST_ROWS, BlockUse, Header, Join, SlotUse
 from outergrad.replay.block_message import Blocks
 from outergrad.step.carried_over import CarriedOver
-from outergrad.step.groups import on_group
+from outergrad.step.groups import on_transport
 
 
 class Loop(NamedTuple):
@@ -85,7 +85,7 @@ class HeaderBuilder:
         has_gradient = tuple(name in about.used or name in waiting for name in params)
         formed = waiting - about.carried_over.params
         uses = tuple(self._use(slot, formed, about.carried_over) for slot in self._model.slots)
-        alone = len(on_group(self._comm.group).attached) == 1 and joint is None
+        alone = len(on_transport(self._comm.key).attached) == 1 and joint is None
         alone = alone and loop.join == Join.NONE
         blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
         own = (self._fingerprint, about.step, self._comm.rank)

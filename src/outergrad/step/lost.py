@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outergrad.comm.standing import LastStep, Standing
-from outergrad.comm.work import CLOSED, LATE
-from outergrad.core.errors import ExchangeError, SiteLostError
+from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Comm
 
 _SOON_S = 2.0
 _FAREWELL_S = 0.25
 """How long a site whose connection was closed has to say why: Python ends after it closed."""
-USUAL_HOST = 0
-"""Of the store: torchrun and `env://` have the first site hold it."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +125,13 @@ def _steps(one: Standing) -> str:
 
 
 def _alone(comm: Comm, standing: Standing) -> Findings:
-    """What there is to find without the store: it is usually gone with site 0, which holds it.
+    """What there is to find without the store: it is usually gone with the site that holds it.
 
     Whose connection was closed tells nothing then: that of a site that gave up is closed, too.
     """
     suspects = tuple(sorted({*standing.gone, *standing.silent}))
     return Findings(
-        lost=suspects if comm.rank == USUAL_HOST else (USUAL_HOST,),
+        lost=suspects if comm.host in (None, comm.rank) else (comm.host,),
         certain=not standing.voted,
         may_differ=tuple(site for site in range(comm.world_size) if site != comm.rank),
         doubt="the store of the group is gone",
@@ -145,8 +142,7 @@ def standing_of(
     error: ExchangeError, step: int, session: int = 0, ends: Mapping[int, LastStep] | None = None
 ) -> Standing:
     """How far this site has come when its transport failed, before any vote."""
-    text = str(error)
-    closed, late = CLOSED in text, LATE in text
+    closed, late = error.kind == Failure.CLOSED, error.kind == Failure.TIMEOUT
     return Standing(
         step,
         session,
@@ -154,7 +150,7 @@ def standing_of(
         gone=error.sites if closed else (),
         waited_s=error.waited_s,
         ends=dict(ends or {}),
-        why="" if closed or late or error.sites else text,
+        why="" if closed or late or error.sites else str(error),
         timed_out=late,
     )
 

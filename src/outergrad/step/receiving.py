@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
-from outergrad.core.errors import ExchangeError, RefusedError
+from outergrad.core.errors import ExchangeError, Failure, RefusedError
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
@@ -63,7 +63,7 @@ class Receiver:
                 except ExchangeError:
                     raise
                 except Exception as error:  # the others wait for what can no more be made
-                    raise ExchangeError(str(error)) from error
+                    raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 
     def receive(self, sent: Sent, ballot: Ballot) -> tuple[Bucket, Result] | None:
         """Takes in all messages; writes what they bring, if all is good, but for the last one.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outergrad.comm.cost import ring_share
+from outergrad.comm.cost import cost_of
 from outergrad.core.coding import nbytes, received
 from outergrad.core.payload import Payload
 from outergrad.core.protocols import Exchange
@@ -84,9 +84,9 @@ class SparseExchange(Exchange):
             return False
         vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
         sent = sum(self.payload_bytes(m, self.count(m)) for m in unit.matrices)
-        sums = self.sketches is not None
-        scale = ring_share(1, sites) if sums else 1.0
-        return self.forced or (sent + FLOAT_BYTES * vectors) * scale < dense_bytes(unit, sites)
+        way, cost = Route.GATHER if self.sketches is None else Route.REDUCE, cost_of(self, sites)
+        shared = cost.share(sent + FLOAT_BYTES * vectors, way)
+        return self.forced or shared < dense_bytes(unit, cost)
 
     def count(self, slot: Slot) -> int:
         """K, how many entries of a slot are sent in this step."""

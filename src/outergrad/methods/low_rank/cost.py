@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from outergrad.comm.cost import ring_share
 from outergrad.core.coding import Codecs, without_drops
+from outergrad.core.cost import CostModel
 from outergrad.core.types import Route, Slot, Unit
 from outergrad.methods.common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
 from outergrad.methods.low_rank.settings import LowRankSettings
@@ -39,8 +39,8 @@ class Sizes:
         """Bytes of triplets at full rank: a layer whose rank adapts does not change its way."""
         return min(self._settings.rank, matrix.outputs, matrix.inputs) * self.row(matrix)
 
-    def low_rank(self, unit: Unit, sites: int, *, gathers: bool) -> float:
-        """Bytes of triplets or sketches, and of vectors.
+    def low_rank(self, unit: Unit, cost: CostModel, way: Route) -> float:
+        """Bytes of triplets or sketches, and of vectors, as if they were gathered.
 
         All-gathered factors cost a site (S - 1) times their size, a ring all-reduce and two ways
         through the owners 2 (S - 1) / S times it.
@@ -49,7 +49,7 @@ class Sizes:
             return math.inf
         triplets = sum(map(self.triplets, unit.matrices))
         numel = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
-        return (triplets + FLOAT_BYTES * numel) * (1.0 if gathers else ring_share(1, sites))
+        return (triplets + FLOAT_BYTES * numel) * cost.share(1, way)
 
     def exact(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> float:
         """Bytes of factors that hold all of the gradient, on the site that has most."""

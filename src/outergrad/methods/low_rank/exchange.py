@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from outergrad.comm import cost
+from outergrad.comm.cost import cost_of
+from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
+from outergrad.core.cost import CostModel
 from outergrad.core.owners import heaviest_share
 from outergrad.core.protocols import Exchange
 from outergrad.core.reasons import AutoWay
+from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Factors,
     Gradient,
@@ -57,12 +60,21 @@ class LowRankExchange(Exchange):
         self._settings = settings
         self.bucket_bytes = settings.bucket_bytes
         self.wire, self._sums = settings.codecs, not drops(settings.codecs)
+        self._owns = True
         self._sizes, self._memories = Sizes(settings), Memories()
         self._gathered = Gathered(settings, self._memories)
         self._sketches = GlobalSketches(settings, self._memories)
         self.sketches, self.merger = self._sketches, Merging(settings, self._memories)
 
+        if settings.reduce == "two_way":
+            self.needs = frozenset({Capability.ALL_TO_ALL})
+
     # -- which way low rank travels, for good -----------------------------------------------------
+
+    def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
+        """Owners need messages of their own from every site."""
+        super().settle(cost, capabilities)
+        self._owns = Capability.ALL_TO_ALL in capabilities
 
     def wants_link(self, sites: int) -> bool:
         """Between two sites gathering is never worse."""
@@ -70,18 +82,21 @@ class LowRankExchange(Exchange):
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Takes the way that is fastest for the whole model."""
-        ways = [way for way in WAYS if way != Route.REDUCE or self._sums]
+        can = {Route.GATHER: True, Route.TWO_WAY: self._owns, Route.REDUCE: self._sums}
+        ways = [way for way in WAYS if can[way]]
+        model = cost_of(self, sites)
         sent_bytes = {way: self._sent_bytes(units, sites, way) for way in ways}
-        seconds = {way: cost.seconds(way, n, sites, link) for way, n in sent_bytes.items()}
+        seconds = {way: seconds_of(model, way, n, link) for way, n in sent_bytes.items()}
         way = best_way(seconds)
         others = tuple((other, s) for other, s in seconds.items() if other != way)
         self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)
 
     def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
         """What the busiest site sends in a step, also for units that travel dense."""
+        cost = cost_of(self, sites)
         nbytes, merged = 0.0, dict[Slot, float]()
         for unit in units:
-            low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, sites)
+            low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, cost)
             pays = low_rank * self._settings.min_ratio < dense
             nbytes += (sites - 1) * (low_rank if pays else dense)
             merged.update({m: self._sizes.triplets(m) for m in unit.matrices if pays})
@@ -97,7 +112,7 @@ class LowRankExchange(Exchange):
         sites = len(rows_SK)
         if sites == 1:
             return Route.DENSE
-        dense = dense_bytes(unit, sites)
+        dense = dense_bytes(unit, cost_of(self, sites))
         low_rank = self._low_rank_bytes(unit, sites)
         if tapped and self._sizes.exact(unit, rows_SK) <= min(low_rank, dense):
             return Route.GATHER
@@ -124,7 +139,7 @@ class LowRankExchange(Exchange):
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per slot from which on dense is fewer bytes: none, where low rank pays."""
-        dense = dense_bytes(unit, sites)
+        dense = dense_bytes(unit, cost_of(self, sites))
         if sites == 1:
             return 0.0
         if self._low_rank_bytes(unit, sites) * self._settings.min_ratio < dense:
@@ -143,8 +158,8 @@ class LowRankExchange(Exchange):
         return Route.REDUCE if self._sums else Route.TWO_WAY
 
     def _low_rank_bytes(self, unit: Unit, sites: int, way: Route | None = None) -> float:
-        gathers = (way or self._low_rank_route(sites)) == Route.GATHER
-        return self._sizes.low_rank(unit, sites, gathers=gathers)
+        way = way or self._low_rank_route(sites)
+        return self._sizes.low_rank(unit, cost_of(self, sites), way)
 
     def _cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
         """Whether two thin products with the factors cost less than the gradient and two with it.
@@ -239,7 +254,8 @@ class LowRankExchange(Exchange):
         """
         way = inheritance.first["common"]["way"].get("low rank")
         known = self.auto_way and self.auto_way.way
-        if way is not None and inheritance.same_sites and Route(way) != known:
+        can = way != Route.TWO_WAY.value or self._owns
+        if way is not None and can and inheritance.same_sites and Route(way) != known:
             self.auto_way = AutoWay(way=Route(way))
         sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
         start = inheritance.first if sketches else inheritance.like

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.comm.agree import agree, broadcast_all
-from outergrad.comm.torch import TorchComm
+from outergrad.core.transport import Comm
 
 _REMEDY = (
     "torch.distributed.device_mesh.init_device_mesh(device_type, (sites, devices_per_site), "
@@ -33,22 +31,19 @@ class Mesh(Protocol):
 
 
 class Levels:
-    """Two process groups that cross in this rank.
+    """Two transports that cross in this rank.
 
-    Attributes:
+    Args:
         site: the ranks with this one's place in every other site: the slow link.
         local: the ranks of this site: the fast one.
+
+    Attributes:
+        site: the same.
+        local: the same.
     """
 
-    def __init__(
-        self,
-        site: dist.ProcessGroup,
-        local: dist.ProcessGroup,
-        device: torch.device,
-        timeout: timedelta | None = None,
-    ) -> None:
-        self.site = TorchComm(site, device, timeout)
-        self.local = TorchComm(local, device, timeout)
+    def __init__(self, site: Comm, local: Comm) -> None:
+        self.site, self.local = site, local
 
     @property
     def ranks(self) -> int:
@@ -86,8 +81,12 @@ class Levels:
         broadcast_all(self.local, tensors)
 
 
-def levels_of(mesh: Mesh, device: torch.device, timeout: timedelta | None = None) -> Levels:
+def levels_of(mesh: Mesh, opened: Callable[[dist.ProcessGroup], Comm]) -> Levels:
     """The groups of a mesh, whose dimensions may stand in either order.
+
+    Args:
+        mesh: sites of several ranks.
+        opened: the transport over a group.
 
     Raises:
         ValueError: its dimensions have other names.
@@ -98,4 +97,4 @@ def levels_of(mesh: Mesh, device: torch.device, timeout: timedelta | None = None
             f"mesh= has the dimensions {names!r}; it needs 'site' and 'local' and no others: "
             f"{_REMEDY}"
         )
-    return Levels(mesh.get_group("site"), mesh.get_group("local"), device, timeout)
+    return Levels(opened(mesh.get_group("site")), opened(mesh.get_group("local")))

@@ -49,7 +49,7 @@ class MeshSession(Session):
         self._levels, self._several = levels, levels.ranks > 1
         model, exchanges, every = self._model, inspection.exchanges, inspection.every
         self._parts = self._shares()
-        own = (self._parts, levels.local.rank, exchanges, levels.site.world_size)
+        own = (self._parts, levels.local.rank, exchanges, levels.site.cost)
         self._planner = SharePlanner(*own, own=inspection.local.keys())
         whole = Share(model, self._planner, self._header_builder)
         self._cadence = Cadence(whole, every, self._accumulator)
@@ -94,7 +94,7 @@ class MeshSession(Session):
                 rank, or of sites with another number of ranks.
             RuntimeError: as in `Session.load_state_dict`.
         """
-        end_unfinished(self._comm.group)
+        end_unfinished(self._comm.key)
         self._refuse_lost()
         error = None
         try:

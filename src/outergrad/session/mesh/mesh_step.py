@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outergrad.core.errors import ExchangeError, StepDiscardedError
+from outergrad.core.errors import ExchangeError, Failure, StepDiscardedError
 from outergrad.core.model import Choice
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Unit
@@ -164,7 +164,7 @@ class MeshStep(SharedStep):
                 self._reduce(fate)
             return self._conclude(self._ended(self._share(max(fate, self._worst), changed)))
         except ExchangeError as error:
-            raise ExchangeError(str(error)) from error
+            raise ExchangeError(str(error), kind=error.kind) from error
         finally:
             if self._spread is None:  # no rank knows by itself whether the step counts
                 self.choice = self.decision = None
@@ -230,7 +230,8 @@ class MeshStep(SharedStep):
         self._shares.conclude(applied=worst == Fate.GOOD)
         if worst == Fate.LOST:
             why = self._error or "lost its counterparts at the other sites"
-            raise ExchangeError(f"local rank {fates.index(worst)}: {why}")
+            kind = why.kind if isinstance(why, ExchangeError) else Failure.LOCAL
+            raise ExchangeError(f"local rank {fates.index(worst)}: {why}", kind=kind)
         spread = self._spread = self.inside.spread(self) if worst == Fate.GOOD else Spread()
         self.choice, self.context.used = spread.choice, spread.used
         said = max(endings, key=lambda ending: ending.verdict)  # the first of these

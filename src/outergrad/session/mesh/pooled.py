@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import copy_scaled
-from outergrad.comm.torch import TorchComm
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.model import Model
+from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
@@ -43,7 +43,7 @@ class _Ranks:
     """The ranks of a site, whose buffers come together before they go to the other sites."""
 
     headers: list[Header]
-    comm: TorchComm
+    comm: Comm
     state: State = State.GOOD
 
 
@@ -61,7 +61,7 @@ class Pooled:
         active: the ranks of the site that have a batch in `session.join()`.
     """
 
-    def __init__(self, model: Model, planner: SharePlanner, local: TorchComm) -> None:
+    def __init__(self, model: Model, planner: SharePlanner, local: Comm) -> None:
         self._planner, self._local = planner, local
         self.params = model.params
         self.active: list[int] = []
@@ -111,7 +111,8 @@ class Pooled:
         try:
             return [Report.parse(theirs, ours, rank) for rank, theirs in told]
         except ExchangeError as error:
-            raise ExchangeError(f"among the ranks of one site, {error}") from error
+            told = f"among the ranks of one site, {error}"
+            raise ExchangeError(told, kind=error.kind) from error
 
     def _pooled_buffers(self, buffers: SharedBuffers, reports: list[Report]) -> SharedBuffers:
         """As the whole site has them."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outergrad.buckets.bucket import copy_scaled
 from outergrad.buckets.message import sums_of_extras
-from outergrad.comm.torch import TorchComm
 from outergrad.core.model import Model, part_of
 from outergrad.core.owners import owners
+from outergrad.core.transport import Comm
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.messages.header import Header, Join, SlotUse
 from outergrad.messages.layout import Layout
@@ -128,7 +128,7 @@ def _dtype(uses: Sequence[SlotUse]) -> torch.dtype:
 
 
 def pool(
-    pooling: Pooling, comm: TorchComm, captured: Captured
+    pooling: Pooling, comm: Comm, captured: Captured
 ) -> tuple[dict[str, Tensor], dict[Slot, list[Factors]]]:
     """Sends every rank what it pools of this one's; the mean gradients and rows of its own share.
 
@@ -156,7 +156,7 @@ def message_bytes(layout: Layout) -> int:
     return max(layout.nbytes, _LEAST_BYTES)
 
 
-def _filled(layout: Layout, comm: TorchComm, captured: Captured, scale: float) -> Tensor:
+def _filled(layout: Layout, comm: Comm, captured: Captured, scale: float) -> Tensor:
     message = torch.zeros(message_bytes(layout), dtype=torch.uint8, device=comm.device)
     for name, view in layout.by_name(layout.flats(message)).items():
         copy_scaled(name, layout.extras[name], view, scale)

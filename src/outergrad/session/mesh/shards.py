@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from outergrad.capture.changes import ShardWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.comm.agree import broadcast_all
-from outergrad.comm.torch import TorchComm
 from outergrad.comm.words import words_of_all
 from outergrad.core.model import Model
+from outergrad.core.transport import Comm
 from outergrad.methods.assignment import is_local, is_policy
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
@@ -144,7 +144,7 @@ class Sharded:
         local: to the ranks of this site.
     """
 
-    def __init__(self, shards: Shards, model: Model, local: TorchComm) -> None:
+    def __init__(self, shards: Shards, model: Model, local: Comm) -> None:
         self._shards, self._model, self._local = shards, model, local
         self.params = {name: shards.params[name] for name in model.params}
 

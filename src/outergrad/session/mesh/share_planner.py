@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+from outergrad.core.cost import CostModel
 from outergrad.core.model import Exchanges, Model, part_of
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Unit
@@ -17,7 +18,7 @@ class SharePlanner(Planner):
         shares: what each rank pools of what its site has.
         rank: of this one in its site.
         exchanges: of all units.
-        sites: how many there are.
+        cost: of the transport between the sites.
         own: names of parameters that stay inside the site.
 
     Attributes:
@@ -30,11 +31,11 @@ class SharePlanner(Planner):
         shares: Sequence[Model],
         rank: int,
         exchanges: Exchanges,
-        sites: int,
+        cost: CostModel,
         own: Set[str] = frozenset(),
     ) -> None:
         self.between = part_of(shares[rank], shares[rank].params.keys() - own)
-        super().__init__(self.between, exchanges, sites)
+        super().__init__(self.between, exchanges, cost)
         self._units = frozenset(unit for share in shares for unit in share.units)
         self.shares, self._rank, self._own = shares, rank, own
         self.known: dict[Unit, Reason] = {}
@@ -48,7 +49,7 @@ class SharePlanner(Planner):
     def of(self, model: Model) -> SharePlanner:
         """Of the shares of a part of the model."""
         parts = [part_of(share, model.params) for share in self.shares]
-        part = SharePlanner(parts, self._rank, self._exchanges, self._sites, self._own)
+        part = SharePlanner(parts, self._rank, self._exchanges, self._cost, self._own)
         part._has_autograd_grad = self._has_autograd_grad
         return part
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.comm.agree import broadcast_all
 from outergrad.core.protocols import Rules
+from outergrad.core.transport import Capability
 from outergrad.methods import Dense, LocalSteps
+from outergrad.session.capable import refuse_lacking
 from outergrad.session.description import shared_tensors
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.mesh.levels import Levels, Mesh, levels_of
+from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.local_steps import MeshLocalSteps
 from outergrad.session.mesh.mesh_session import MeshSession
 from outergrad.session.mesh.refusals import of_inspection, of_method, of_settings, refuse
@@ -38,16 +38,14 @@ class MeshTopology(Topology):
 
     Args:
         mesh: the ranks.
-        device: of the model.
-        timeout: as for `distribute`.
+        levels: its two transports.
     """
 
     buffers: Kind = "local"
 
-    def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta | None) -> None:
-        self._mesh = mesh
-        self._levels: Levels = levels_of(mesh, device, timeout)
-        self.site = self._levels.site
+    def __init__(self, mesh: Mesh, levels: Levels) -> None:
+        super().__init__(levels.site)
+        self._mesh, self._levels = mesh, levels
         self._shards: Shards | None = None
         self._inside: Inspection | None = None
         """What the ranks of a site share in every backward, where sites step by themselves."""
@@ -62,6 +60,7 @@ class MeshTopology(Topology):
             self._inside = inspect(model, Dense(), {})
             inspection = inspect(model, method.method, {}, replays=False)
         else:
+            refuse_lacking("mesh=", {Capability.ALL_TO_ALL}, self._levels.local)
             inspection = inspect(model, method, rules, replays=False)
             self.buffers = Topology.buffers
         refuse(of_inspection(inspection, **self._kind))

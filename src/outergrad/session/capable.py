@@ -1,0 +1,41 @@
+"""Whether a transport can do what a method asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from outergrad.core.model import Exchanges
+from outergrad.core.transport import Capability, Comm
+
+_REMEDIES = {
+    Capability.ALL_REDUCE: "what travels dense is summed by it; use another transport",
+    Capability.ALL_TO_ALL: "use reduce='gather' or reduce='all_reduce', or another transport",
+}
+
+
+def refuse_incapable(method: str, exchanges: Exchanges, comm: Comm) -> None:
+    """Checks a method, of which any parameter may come to travel dense.
+
+    Args:
+        method: as text.
+        exchanges: of the method.
+        comm: the transport.
+
+    Raises:
+        ValueError: the transport lacks something; names it, the method and the remedy.
+    """
+    needs = {Capability.ALL_REDUCE}.union(*(exchange.needs for exchange, _ in exchanges.items()))
+    refuse_lacking(f"method={method}", needs, comm)
+
+
+def refuse_lacking(what: str, needs: Set[Capability], comm: Comm) -> None:
+    """Checks what something needs of a transport.
+
+    Raises:
+        ValueError: the transport lacks it; names it, who needs it, and the remedy.
+    """
+    for lacking in [one for one in Capability if one in needs - comm.capabilities]:
+        raise ValueError(
+            f"{what} needs {lacking.value}, which the transport {type(comm).__name__} cannot do: "
+            f"{_REMEDIES[lacking]}"
+        )
