@@ -30,7 +30,7 @@ from outergrad_lab.models import build_model
 from outergrad_lab.workloads import WORKLOADS
 
 DENSITIES = (0.1, 0.01, 0.001)
-STEPS = (1, 20, 60)
+STEPS = (1, 20, 50)
 FEWEST = 10_000
 ENTRIES = 10**7
 BLOCK = 64
@@ -98,42 +98,47 @@ def print_densities(data_dir: Path) -> None:
                 print(f"{name:10} {density:<8g} {label:22} " + " ".join(f"{t:>13}" for t in shown))
 
 
-def fastest_ms(work: Callable[[], object], repeats: int = 7) -> float:
-    """Least milliseconds of a call, after one to warm up: of a machine that others use, too."""
-    work()
-    times_s = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        times_s.append(time.perf_counter() - began)
-    return 1e3 * min(times_s)
+def fastest_ms(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Least milliseconds of each call, taken in turns: others may use the machine, too."""
+    found_s = dict.fromkeys(ways, math.inf)
+    for _ in range(rounds):
+        for way, work in ways.items():
+            began = time.perf_counter()
+            work()
+            found_s[way] = min(found_s[way], time.perf_counter() - began)
+    return {way: 1e3 * least_s for way, least_s in found_s.items()}
 
 
-def print_times() -> None:
+def ways_to_select(flat: Tensor, magnitudes: Tensor, k: int) -> dict[str, Callable[[], object]]:
+    """Functions that select k entries."""
+    return {
+        "torch.topk": lambda: magnitudes.topk(k, sorted=False),
+        "above": lambda: above(flat, k),
+        "threshold": lambda: exceeding(flat, threshold(flat, k / len(flat))),
+        "top_k": lambda: top_k(flat, k),
+        "blocks": lambda: top_blocks(flat, k, BLOCK),
+        "random": lambda: random_k(len(flat), k, 0),
+    }
+
+
+def print_times(rounds: int) -> None:
     """A line per number of threads and density."""
     torch.manual_seed(0)
     flat = torch.randn(ENTRIES) * torch.randn(ENTRIES).exp()
     magnitudes = flat.abs()
-    ways: dict[str, Callable[[int], object]] = {
-        "torch.topk": lambda k: magnitudes.topk(k, sorted=False),
-        "above": lambda k: above(flat, k),
-        "threshold": lambda k: exceeding(flat, threshold(flat, k / ENTRIES)),
-        "top_k": lambda k: top_k(flat, k),
-        "blocks": lambda k: top_blocks(flat, k, BLOCK),
-        "random": lambda k: random_k(ENTRIES, k, 0),
-    }
+    ways = ways_to_select(flat, magnitudes, 1)
     print("threads density " + " ".join(f"{way:>10}" for way in ways) + "   above / topk")
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for density in DENSITIES:
             k = round(density * ENTRIES)
-            ms = {way: fastest_ms(lambda work=work, k=k: work(k)) for way, work in ways.items()}
+            ms = fastest_ms(ways_to_select(flat, magnitudes, k), rounds)
             shown = " ".join(f"{value:7.1f} ms" for value in ms.values())
             ratio = ms["above"] / ms["torch.topk"]
             print(f"{threads:7} {density:<7g} {shown}   {ratio:12.2f}", flush=True)
 
 
-def print_bytes() -> None:
+def print_bytes(rounds: int) -> None:
     """A line per density: bits per place, and beside the least that is possible."""
     print("density  bits per place  least  of blocks of 64  packed  unpacked")
     for density in DENSITIES:
@@ -143,11 +148,11 @@ def print_bytes() -> None:
         bits = 8 * nbytes(ENTRIES, k) / k
         of_blocks = 8 * block_nbytes(ENTRIES, k, BLOCK) / k
         least = sum(-p * math.log2(p) for p in (density, 1 - density)) / density
-        times = [
-            fastest_ms(lambda places=places: packed(places, ENTRIES)),
-            fastest_ms(lambda content=content, k=k: unpacked(content, ENTRIES, k)),
-        ]
-        shown = "  ".join(f"{ms:5.1f} ms" for ms in times)
+        work: dict[str, Callable[[], object]] = {
+            "packed": lambda places=places: packed(places, ENTRIES),
+            "unpacked": lambda content=content, k=k: unpacked(content, ENTRIES, k),
+        }
+        shown = "  ".join(f"{ms:5.1f} ms" for ms in fastest_ms(work, rounds).values())
         print(f"{density:<7g}  {bits:14.2f}  {least:5.2f}  {of_blocks:15.2f}  {shown}")
 
 
@@ -156,11 +161,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("tables", nargs="*", metavar="density|time|bytes")
     parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--rounds", type=int, default=15, help="of which the fastest counts")
     options = parser.parse_args()
     tables = {
         "density": lambda: print_densities(options.data_dir),
-        "time": print_times,
-        "bytes": print_bytes,
+        "time": lambda: print_times(options.rounds),
+        "bytes": lambda: print_bytes(options.rounds),
     }
     for table in options.tables or tables:
         tables[table]()

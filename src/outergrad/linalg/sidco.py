@@ -24,8 +24,9 @@ from outergrad.linalg.tail_fits import FITS, Fit
 STAGE_DENSITY = 0.25
 """The share that a stage keeps, unless it is the last: delta_1 of the paper."""
 
-SAMPLE = 1 << 16
-"""Entries that the first stages look at, where there are more."""
+SAMPLE = 1 << 15
+"""Entries that the first stages look at, where there are more: so few that PyTorch does not start
+threads for them, which would cost more than they save."""
 
 _MOST_STAGES = 32
 _FEWEST = 32
