@@ -16,6 +16,9 @@ from outergrad.linalg.sidco import tail
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_SMALL = 1 << 18
+"""Up to so many entries, `top_k` is faster than a threshold (`benchmarks/selection.py`)."""
+
 _ROUNDS = 8
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64))
 """Odd numbers without a pattern in their bits."""
@@ -29,21 +32,21 @@ def top_k(flat: Tensor, k: int) -> Tensor:
         k: from 1 to n.
 
     Raises:
-        ValueError: k is not.
+        ValueError: k is not, or the gradient is not flat.
     """
-    _check(len(flat), k)
+    _check_flat(flat, k)
     return _largest(_order(flat), k)
 
 
 def above(flat: Tensor, k: int) -> Tensor:
-    """The same places as `top_k`, found faster where k is much smaller than n.
+    """The same places as `top_k`, found faster where there are many entries and k is small.
 
     SIDCo estimates a threshold for somewhat more entries (`outergrad.linalg.sidco`), and the
     k largest are picked among what exceeds it. Where too few do, the threshold is lowered twice;
-    after that all entries are looked at.
+    after that all entries are looked at, as they are where there are few.
     """
-    _check(len(flat), k)
-    found = tail(flat, k)
+    _check_flat(flat, k)
+    found = tail(flat, k) if len(flat) > _SMALL else None
     if found is None:
         return top_k(flat, k)
     return found.indices_C[_largest(_order(found.magnitudes_C), k)]
@@ -112,6 +115,7 @@ def blocks_of(n: int, k: int, block: int) -> tuple[int, int]:
 
 def leading_blocks(flat: Tensor, k: int, block: int) -> Tensor:
     """The numbers of the blocks that `top_blocks` chooses, sorted; arguments as there."""
+    _check_flat(flat, k)
     n = len(flat)
     blocks, _ = blocks_of(n, k, block)
     whole = n // block * block
@@ -131,13 +135,11 @@ def entries_of(blocks_B: Tensor, n: int, block: int) -> Tensor:
     """
     inside = torch.arange(block, device=blocks_B.device)
     places_K = (blocks_B[:, None] * block + inside).view(-1)
-    count = min(n, len(places_K))
-    if len(blocks_B) * block <= n:
-        lacking = (places_K >= n).nonzero().view(-1)
-        fill = _first_not_among(blocks_B) * block + inside[: len(lacking)]
-        places_K[lacking] = fill
-        places_K = places_K.sort().values
-    return places_K[:count]
+    if len(places_K) >= n:
+        return places_K[:n]
+    lacking = places_K >= n
+    added = _first_not_among(blocks_B) * block + lacking.cumsum(0) - 1
+    return torch.where(lacking, added, places_K).sort().values
 
 
 def _first_not_among(blocks_B: Tensor) -> Tensor:
@@ -150,6 +152,14 @@ def _check(n: int, k: int) -> None:
         raise ValueError(f"k={k!r} of {n} entries; use a number from 1 to {n}")
 
 
+def _check_flat(flat: Tensor, k: int) -> None:
+    if flat.dim() != 1 or not flat.is_floating_point():
+        raise ValueError(
+            f"entries of {flat.dtype} of shape {tuple(flat.shape)}; use gradient.flatten()"
+        )
+    _check(len(flat), k)
+
+
 def _order(flat: Tensor) -> Tensor:
     """Integers in the order of the magnitudes: their bits; NaN's are larger than infinity's."""
     bits = flat.contiguous().view(_BITS[flat.element_size()])
@@ -160,11 +170,19 @@ def _largest(order_N: Tensor, k: int) -> Tensor:
     """The places of the k largest of non-negative integers, the first of equal ones, sorted."""
     if k == len(order_N):
         return torch.arange(k, device=order_N.device)
-    smallest = _kth_largest(order_N, k)
+    smallest = _kth_largest(order_N, k) if int(order_N.count_nonzero()) >= k else 0
     chosen_N = order_N > smallest
-    equal = (order_N == smallest).nonzero().view(-1)
-    chosen_N[equal[: k - int(chosen_N.count_nonzero())]] = True
+    missing = k - int(chosen_N.count_nonzero())
+    chosen_N[_first(order_N == smallest, missing)] = True
     return chosen_N.nonzero().view(-1)
+
+
+def _first(flags_N: Tensor, count: int) -> Tensor:
+    """The places of the first so many that are set, of at least as many."""
+    looked_at = 2 * count
+    while len(found := flags_N[:looked_at].nonzero().view(-1)) < count:
+        looked_at *= 8
+    return found[:count]
 
 
 def _kth_largest(order_N: Tensor, k: int) -> int:

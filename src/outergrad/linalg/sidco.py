@@ -24,8 +24,9 @@ from outergrad.linalg.tail_fits import FITS, Fit
 STAGE_DENSITY = 0.25
 """The share that a stage keeps, unless it is the last: delta_1 of the paper."""
 
-SAMPLE = 1 << 18
-"""Entries that the first stages look at: the cost of a few per cent of a pass over 10⁷."""
+SAMPLE = 1 << 15
+"""Entries that the first stages look at, where there are more: so few that PyTorch does not start
+threads for them, which would cost more than they save."""
 
 _MOST_STAGES = 32
 _FEWEST = 32
@@ -61,8 +62,8 @@ def threshold(
     """A magnitude that the share `density` of a gradient's entries exceeds.
 
     The share is met to within 5%, or one entry. It is smaller where more entries are zero, or
-    where many have the same magnitude. What is not finite is left out of the fits and lies above
-    every threshold. It waits for the device several times.
+    where many have the same magnitude. What is not finite is left out of the fits, and NaN lies
+    above every threshold. The host waits for the device several times.
 
     Args:
         flat: (n,), any floating dtype, n at least 1.
@@ -70,7 +71,8 @@ def threshold(
         fit: the distribution of the first stage; later ones fit a generalised Pareto distribution
             where this is "gamma", since it is what exceedances of a gamma distribution tend to.
         stages: None for as many as the density needs, with the answer counted and moved until it
-            is met. A number for so many stages as in the paper, uncounted.
+            is met. A number for so many stages over all entries that are not zero, uncounted, as
+            in the paper.
 
     Returns:
         A scalar of the gradient's dtype on its device.
@@ -80,25 +82,28 @@ def threshold(
     """
     _check(flat, density, fit, stages)
     if stages is not None:
-        sample_M = _sample(flat).abs()
-        return flat.new_tensor(_staged(_wide(sample_M), density * len(sample_M), fit, stages))
+        return flat.new_tensor(_staged(_wide(flat.abs()), density * len(flat), fit, stages))
     wanted = density * len(flat)
     found = tail(flat, wanted, fit) or exceeding(flat, flat.new_zeros(()))
     return _counted(found.magnitudes_C, found.threshold.item(), wanted, fit)
 
 
 def tail(flat: Tensor, wanted: float, fit: Fit = "exponential") -> Tail | None:
-    """At least so many of the largest entries, and few more.
+    """At least so many of the largest entries, and few more; arguments as above.
 
-    Everything that is not among them is smaller. None where the threshold was still too high at
-    four times as many: there are too many zeros, or too many equal numbers.
+    All other entries are smaller. The threshold is estimated for a little more than what is
+    wanted, by four standard deviations of a count in the sample, and lowered twice if it was too
+    high. None where it still is: most entries are zero, or many are equal.
     """
     sample_M = _sample(flat).abs()
     of_sample = wanted * len(sample_M) / len(flat)
     spread = _DEVIATIONS / math.sqrt(max(of_sample, 1.0)) if len(sample_M) < len(flat) else 0.0
+    last = math.inf
     for times in _LOWERED:
-        safe = times * (1 + _TOLERANCE + spread) * of_sample + 1
-        found = exceeding(flat, _counted(sample_M, 0.0, safe, fit))
+        lower = _counted(sample_M, 0.0, times * (1 + _TOLERANCE + spread) * of_sample + 1, fit)
+        if lower == last:
+            break
+        found, last = exceeding(flat, lower), lower
         if len(found.indices_C) >= wanted:
             return found
     return None
@@ -131,7 +136,7 @@ def _check(flat: Tensor, density: float, fit: str, stages: int | None) -> None:
 def _sample(flat: Tensor) -> Tensor:
     """A fixed choice of entries, spread evenly: multiples of the golden ratio, modulo n.
 
-    Unlike every so-manieth entry it does not fall into step with the width of a matrix.
+    Entries at a fixed distance could all be of a few columns of a matrix.
     """
     n = len(flat)
     if n <= SAMPLE:
@@ -150,10 +155,10 @@ def _wide(magnitudes_M: Tensor) -> Tensor:
 def _staged(
     magnitudes_M: Tensor, wanted: float, fit: Fit, stages: int | None = None, start: float = 0.0
 ) -> float:
-    """A threshold that about so many of these exceed, section 2.4 of the paper.
+    """A threshold that about so many of these exceed: the paper's fit in stages.
 
-    A stage knows how many the one before left. Their number follows from it: stages are added
-    until what is wanted is at least a quarter of them, or they are too few to be fitted.
+    A stage knows how many the one before left, and its density follows from that. Stages are added
+    until what is wanted is at least a quarter of them, or they are too few for another one.
 
     Args:
         magnitudes_M: positive and finite, at least float32, all above `start`.
@@ -162,28 +167,26 @@ def _staged(
         stages: how many at most, None for as many as it takes.
         start: where their distribution begins.
     """
-    at = start
+    at, wanted = start, max(wanted, _SMALLEST)
     for stage in range(1, (stages or _MOST_STAGES) + 1):
         if wanted >= len(magnitudes_M):
             return at
-        share = max(wanted, _SMALLEST) / len(magnitudes_M)
-        last = stage == stages or (stages is None and share >= STAGE_DENSITY)
-        last = last or STAGE_DENSITY * len(magnitudes_M) < _FEWEST
-        first = stage == 1 and start == 0
-        kept = share if last else max(share, STAGE_DENSITY)
-        at += FITS[fit][0 if first else 1](magnitudes_M - at, kept)
-        if last:
-            break
+        of_magnitudes, of_exceedances = FITS[fit]
+        quantile = of_magnitudes if at == 0 else of_exceedances
+        share = wanted / len(magnitudes_M)
+        if stage == stages or _is_last(len(magnitudes_M), share, adapts=stages is None):
+            return at + quantile(magnitudes_M - at, share)
+        at += quantile(magnitudes_M - at, max(share, STAGE_DENSITY))
         magnitudes_M = magnitudes_M[magnitudes_M > at]
     return at
 
 
+def _is_last(count: int, share: float, *, adapts: bool) -> bool:
+    return (adapts and share >= STAGE_DENSITY) or STAGE_DENSITY * count < _FEWEST
+
+
 def _counted(magnitudes_C: Tensor, low: float, wanted: float, fit: Fit) -> Tensor:
     """A threshold that so many of these exceed, to within 5% or one entry, if there is one.
-
-    It is estimated in stages, and what exceeds it is counted. Between two thresholds that have
-    been counted, the logarithm of the count is taken for a straight line, as it is in an
-    exponential tail. An exact order statistic ends the search.
 
     Args:
         magnitudes_C: all above `low`, apart from zeros.
@@ -192,22 +195,45 @@ def _counted(magnitudes_C: Tensor, low: float, wanted: float, fit: Fit) -> Tenso
         fit: as for `threshold`.
     """
     fitted_C = _wide(magnitudes_C)
-    not_finite = float((~magnitudes_C.isfinite()).sum())
-    of_low = len(fitted_C) + not_finite
-    if wanted >= of_low:
+    not_finite = int((~magnitudes_C.isfinite()).sum())
+    above_low = len(fitted_C) + not_finite
+    if wanted >= above_low:
         return magnitudes_C.new_tensor(low)
     at = _staged(fitted_C, wanted - not_finite, fit, start=low)
-    high, of_high = float(fitted_C.max()) if len(fitted_C) else low, _SMALLEST
+    high = float(fitted_C.max()) if len(fitted_C) else low
+    return _moved(magnitudes_C, at, wanted, (low, above_low), (high, _SMALLEST))
+
+
+def _moved(
+    magnitudes_C: Tensor,
+    at: float,
+    wanted: float,
+    low: tuple[float, float],
+    high: tuple[float, float],
+) -> Tensor:
+    """A threshold moved until so many exceed it.
+
+    Between two thresholds whose exceedances have been counted, the logarithm of the count is taken
+    for a straight line, as it is in an exponential tail. An exact order statistic ends the search.
+
+    Args:
+        magnitudes_C: what exceedances are counted of.
+        at: the first that is tried.
+        wanted: how many exceedances.
+        low: a threshold with more of them, and how many.
+        high: one with fewer.
+    """
     for _ in range(_ROUNDS):
         tried = magnitudes_C.new_tensor(at)
-        count = float((~(magnitudes_C <= tried)).sum())
+        count = int((~(magnitudes_C <= tried)).sum())
         if abs(count - wanted) <= max(_TOLERANCE * wanted, 1.0):
             return tried
         if count > wanted:
-            low, of_low = at, count
+            low = at, count
         else:
-            high, of_high = at, max(count, _SMALLEST)
-        if not (low < high < math.inf and of_high < wanted < of_low):
+            high = at, max(count, _SMALLEST)
+        if not (low[0] < high[0] < math.inf and high[1] < wanted):
             break
-        at = low + (high - low) * math.log(of_low / wanted) / math.log(of_low / of_high)
-    return magnitudes_C.kthvalue(len(magnitudes_C) - round(wanted)).values
+        steps = math.log(low[1] / wanted) / math.log(low[1] / high[1])
+        at = low[0] + (high[0] - low[0]) * steps
+    return magnitudes_C.topk(min(round(wanted) + 1, len(magnitudes_C))).values[-1]

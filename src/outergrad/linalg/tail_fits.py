@@ -1,8 +1,7 @@
 """Quantiles of distributions that are fitted to positive numbers, from few sums over them.
 
-Source: arXiv 2101.10761 (SIDCo), section 2.3, where these are fitted to the magnitudes of
-gradients: signed entries then follow the double exponential, double gamma and double generalised
-Pareto distribution.
+Source: arXiv 2101.10761 (SIDCo), where these are fitted to the magnitudes of gradients: signed
+entries then follow the double exponential, double gamma and double generalised Pareto distribution.
 """
 
 from __future__ import annotations
