@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -124,10 +125,11 @@ class Exchanges:
         """What each decides by besides what it is asked."""
         return [exchange.phase for exchange, _ in self._units_of]
 
-    def commit(self, *, applied: bool) -> None:
-        """Ends the step of every exchange: its residuals are kept if the step was applied."""
-        for exchange, _ in self._units_of:
-            exchange.commit(applied=applied)
+    def commit(self, units: AbstractSet[Unit], *, applied: bool) -> None:
+        """Ends a step of some units: residuals of their exchanges are kept if it was applied."""
+        for exchange, own in self._units_of:
+            if not units.isdisjoint(own):
+                exchange.commit(applied=applied)
 
     def states(self) -> list[StateDict]:
         """What each remembers between two steps."""

@@ -38,6 +38,7 @@ class Planner:
 
     def __init__(self, model: Model, exchanges: Exchanges, sites: int) -> None:
         self._model, self._exchanges, self._sites = model, exchanges, sites
+        self._units = frozenset(model.units)
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._block_index = {block: k for k, block in enumerate(model.blocks)}
         self._has_autograd_grad: set[Unit] = set()
@@ -112,8 +113,8 @@ class Planner:
         return self._exchanges[unit].sent_rows(slot, use.rows, header.rank), use.dtype
 
     def commit(self, *, applied: bool) -> None:
-        """Tells the exchanges that a step is over, for all sites alike."""
-        self._exchanges.commit(applied=applied)
+        """Tells the exchanges of the model that a step is over, for all sites alike."""
+        self._exchanges.commit(self._units, applied=applied)
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""

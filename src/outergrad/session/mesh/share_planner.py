@@ -35,6 +35,7 @@ class SharePlanner(Planner):
     ) -> None:
         self.between = part_of(shares[rank], shares[rank].params.keys() - own)
         super().__init__(self.between, exchanges, sites)
+        self._units = frozenset(unit for share in shares for unit in share.units)
         self.shares, self._rank, self._own = shares, rank, own
         self.known: dict[Unit, Reason] = {}
         self._committed = True
