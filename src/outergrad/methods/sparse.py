@@ -33,11 +33,13 @@ class Sparse(SparseSettings):
         error_feedback: whether what was not sent in one step is added to the next gradient, in a
             memory of the size of the model.
         momentum: of momentum correction: a site sums up its gradients with this momentum before it
-            chooses. Use an optimizer without momentum then. 0 for none.
+            chooses. Use an optimizer without momentum for these weights then. What travels whole
+            has no momentum of this: see `session.coverage()`. 0 for none.
         warmup: shared steps in which the density falls from 0.25, in four stages; 0 for none.
         seed: of "random".
         wire: codecs of `og.wire` that the values go through. What they lose is sent later, with
-            error feedback. "random" takes `og.wire.BF16()` at most, because sums travel.
+            error feedback. "random" takes `og.wire.BF16()` at most, because sums travel; what is
+            lost in rounding a sum, no site knows, and it is not sent later.
         always: send entries even where the dense gradient is fewer bytes.
         bucket_bytes: payload of one message before the next layer opens another.
         every: share at every so many-th synchronised backward; between these the gradients are

@@ -25,6 +25,7 @@ from outergrad.core.types import (
     Unit,
     place_name,
 )
+from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import formed
 from outergrad.linalg.selection import above, blocks_of, leading_blocks, top_k
 from outergrad.methods.common import FLOAT_BYTES, dense_bytes
@@ -89,7 +90,9 @@ class SparseExchange(Exchange):
 
     def count(self, slot: Slot) -> int:
         """K, how many entries of a slot are sent in this step."""
-        wanted = min(slot.numel, max(1, round(self.settings.density_at(self.steps) * slot.numel)))
+        wanted = max(1, round(self.settings.density_at(self.steps) * slot.numel))
+        if wanted >= slot.numel:
+            return slot.numel
         return blocks_of(slot.numel, wanted, self._form.block)[1]
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
@@ -120,10 +123,14 @@ class SparseExchange(Exchange):
         places_K = self._form.places(blocks_B, len(due_N))
         values_K = due_N[places_K]
         dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
-        self.keep(slot, due_N, velocity_N, places_K, self.arriving(values_K, dtype))
+        if is_finite(due_N):
+            self.keep(slot, due_N, velocity_N, places_K, self.arriving(values_K, dtype))
         return self._form.payload(values_K, blocks_B, slot, self.wire)
 
     def _chosen(self, due_N: Tensor, count: int) -> Tensor:
+        """The numbers of the blocks, or, where these are of one entry, its places."""
+        if count == len(due_N):
+            return torch.arange(-(-count // self._form.block), device=due_N.device)
         if self._form.block > 1:
             return leading_blocks(due_N, count, self._form.block)
         return top_k(due_N, count) if self.settings.select == "topk" else above(due_N, count)
@@ -154,13 +161,12 @@ class SparseExchange(Exchange):
 
         Args:
             slot: the slot.
-            due_N: as `due` says; changed in place.
+            due_N: as `due` says, and finite; changed in place.
             velocity_N: likewise.
             places_K: that were sent.
             arrives_K: their values as they arrive.
         """
-        finite = math.isfinite(due_N.sum().item())
-        if not self.settings.error_feedback or not finite:
+        if not self.settings.error_feedback:
             return
         due_N[places_K] -= arrives_K
         if velocity_N is not None:

@@ -16,7 +16,7 @@ from outergrad.linalg.selection import entries_of
 from outergrad.messages import places
 
 _WIDTH = 256
-"""Values that a codec takes for one row: those of `og.wire.Int8` share a step."""
+"""Values that a codec takes for one row at most: those of `og.wire.Int8` share a step."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class EntriesForm:
 
 
 def value_shape(count: int, *, coded: bool) -> tuple[int, ...]:
-    """Of so many values: in rows where codecs take rows."""
-    width = min(count, _WIDTH)
-    return (-(-count // width), width) if coded else (count,)
+    """Of so many values: where codecs take rows, in as few as can be, of about equal length."""
+    rows = -(-count // _WIDTH)
+    return (rows, -(-count // rows)) if coded else (count,)
 
 
 def in_rows(values_K: Tensor) -> Tensor:

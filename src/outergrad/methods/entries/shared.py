@@ -11,6 +11,7 @@ from torch import Tensor
 from outergrad.core.payload import Entries
 from outergrad.core.protocols import Sketches
 from outergrad.core.types import Gradient, Slot, place_name
+from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import widened
 from outergrad.linalg.selection import random_k
 from outergrad.methods.entries.settings import SparseSettings
@@ -63,10 +64,12 @@ class SharedEntries(Sketches):
         return (self.columns(slot),)
 
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
-        """The values of this site."""
+        """The values of this site; NaN, for all sites to see, where its gradient is not finite."""
         due_N, velocity_N = self._entries.due(slot, gradient)
         places_K = self._drawn(slot, due_N.device)
         values_K = due_N[places_K]
+        if not is_finite(due_N):
+            return torch.full_like(values_K, torch.nan)
         self._entries.keep(
             slot, due_N, velocity_N, places_K, self._entries.arriving(values_K, values_K.dtype)
         )
