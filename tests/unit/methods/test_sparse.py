@@ -134,7 +134,7 @@ def test_the_number_of_entries_follows_the_warmup(select):
     def body(rank, group):
         replica, found = copy.deepcopy(original), []
         session = og.distribute(replica, method, group=group)
-        for step in range(10):
+        for _ in range(10):
             backward(replica, torch.randn(5, 80))
             found.append(session.stats().layers["weight"].kept_rows)
             applied = replica.weight.grad.count_nonzero()
