@@ -127,9 +127,8 @@ def test_momentum_without_a_choice_is_that_of_the_optimizer():
         return found
 
     xs = [batch(rank, 0, 5)[:, :20] for rank in range(2)]
-    assert error(run_on_lasting_groups(2, body)[0], mean_gradients(linear(20, 10), xs)["weight"]) < (
-        5e-6
-    )
+    mean = mean_gradients(linear(20, 10), xs)["weight"]
+    assert error(run_on_lasting_groups(2, body)[0], mean) < 5e-6
 
 
 # -- what is not finite ---------------------------------------------------------------------------
