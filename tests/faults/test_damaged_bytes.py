@@ -167,6 +167,7 @@ def test_a_flipped_bit_of_a_mean_delta_is_refused(faulty, sites):
 EQUIVOCATED: dict[str, Any] = {
     "factors": (og.DAD(always=True), factors, flipped),
     "triplets": (og.RankDAD(rank=2), factors, flipped),
+    "entries": (og.Sparse(density=0.3, always=True), factors, flipped),
     "merged triplets": (og.RankDAD(rank=2, reduce="two_way"), second_round, flipped),
     "blocks": (og.EDAD(blocks=["head"], inputs="raw", always=True), factors, flipped),
     "state": (og.DAD(always=True), factors, failed),
