@@ -19,6 +19,7 @@ from ranks import run_on_lasting_groups
 from sites_that_save import METHODS, Killed, Site, writing_that_dies
 
 STEPS = 7
+SHARED_OUT = ("rank-dad", "own", "every", "sparse")
 
 
 def trained(method, sites, folder_of, *, stop=STEPS, every=STEPS + 1, kill_at=None) -> list[dict]:
@@ -138,9 +139,7 @@ def alike(models, skip="0."):
 
 @pytest.mark.parametrize(
     ("name", "numbers", "place"),
-    covering(
-        ["rank-dad", "own", "every", "sparse"], [(2, 3), (3, 2), (3, 1), (1, 2)], PLACES, quick=2
-    ),
+    covering(SHARED_OUT, [(2, 3), (3, 2), (3, 1), (1, 2)], PLACES, quick=2),
 )
 def test_at_another_number_of_sites_nothing_owed_is_lost(name, numbers, place, tmp_path, caplog):
     before, after = numbers
@@ -180,7 +179,6 @@ def test_no_site_is_shown_what_another_owes(name, tmp_path):
         shown = cast._without_debts(site["session"], start=True)
         kept, left = (memories(session) for session in (site["session"], shown))
         assert left == {key for key in kept if key == "start"}
-        assert not kept or "unsent" in " ".join(kept) or name == "sketches"
 
 
 def memories(session) -> set[str]:

@@ -295,7 +295,9 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize(("name", "numbers"), covering(SPARSE.keys(), NUMBERS, quick=2))
+@pytest.mark.parametrize(
+    ("name", "numbers"), covering(SPARSE.keys(), [n for n in NUMBERS if n[0] > 1], quick=2)
+)
 def test_entries_and_momentum_that_are_owed_are_shared_out(name, numbers):
     """The places of random entries stay the same on all sites, and the warm-up goes on."""
     before, after = numbers
@@ -305,8 +307,7 @@ def test_entries_and_momentum_that_are_owed_are_shared_out(name, numbers):
         site = Site(SPARSE[name], rank, group)
         site.session.load_state_dict(states)
         found = site.session.state_dict()
-        steps = 3 if before > 1 else 0  # of one site none is shared
-        assert found["exchanges"][0]["common"] == {"sparse": {"steps": steps}}
+        assert found["exchanges"][0]["common"] == {"sparse": {"steps": 3}}
         site.steps(3, 6)
         return found, site.model
 
