@@ -273,6 +273,22 @@ def test_places_that_a_row_has_not_are_refused(faulty):
     assert "site 1 refused a message of site 0 with the gradient of 'weight'" in told[0]
 
 
+@pytest.mark.parametrize("select", ["topk", "blocks"])
+def test_entries_that_a_weight_has_not_are_refused(faulty, select):
+    """They would be added to others, or written behind the end."""
+
+    def change(words):
+        words[-2:] = -1  # the places, the last of the message
+
+    faulty.change = staticmethod(to_site_1(factors, resealed(change)))
+    model = nn.Linear(34, 2, bias=False)
+    x = torch.linspace(0, 1, 34).expand(1, 34)
+    method = og.Sparse(density=0.1, select=select, block=4, always=True)
+    told = read_by_all(2, model, method, x)
+    assert told[0] == told[1]
+    assert "site 1 refused a message of site 0 with the gradient of 'weight'" in told[0]
+
+
 def test_a_message_of_which_the_length_cannot_be_is_refused_by_name(faulty):
     """No site takes the memory, and gloo ends no process."""
 
