@@ -167,6 +167,7 @@ def test_a_flipped_bit_of_a_mean_delta_is_refused(faulty, sites):
 EQUIVOCATED: dict[str, Any] = {
     "factors": (og.DAD(always=True), factors, flipped),
     "triplets": (og.RankDAD(rank=2), factors, flipped),
+    "entries": (og.Sparse(density=0.3, always=True), factors, flipped),
     "merged triplets": (og.RankDAD(rank=2, reduce="two_way"), second_round, flipped),
     "blocks": (og.EDAD(blocks=["head"], inputs="raw", always=True), factors, flipped),
     "state": (og.DAD(always=True), factors, failed),
@@ -268,6 +269,22 @@ def test_places_that_a_row_has_not_are_refused(faulty):
     model = nn.Linear(34, 2)
     x = torch.linspace(0, 1, 34).expand(1, 34)
     told = read_by_all(2, model, og.DAD(always=True, wire=og.wire.TopK(0.1)), x)
+    assert told[0] == told[1]
+    assert "site 1 refused a message of site 0 with the gradient of 'weight'" in told[0]
+
+
+@pytest.mark.parametrize("select", ["topk", "blocks"])
+def test_entries_that_a_weight_has_not_are_refused(faulty, select):
+    """They would be added to others, or written behind the end."""
+
+    def change(words):
+        words[-2:] = -1  # the places, the last of the message
+
+    faulty.change = staticmethod(to_site_1(factors, resealed(change)))
+    model = nn.Linear(34, 2, bias=False)
+    x = torch.linspace(0, 1, 34).expand(1, 34)
+    method = og.Sparse(density=0.1, select=select, block=4, always=True)
+    told = read_by_all(2, model, method, x)
     assert told[0] == told[1]
     assert "site 1 refused a message of site 0 with the gradient of 'weight'" in told[0]
 

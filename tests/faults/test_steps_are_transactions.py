@@ -23,15 +23,16 @@ TABLE = METHODS | {
     "rank-dad, two ways": og.RankDAD(rank=1000, reduce="two_way"),
     "rank-dad, all_reduce": og.RankDAD(rank=1000, reduce="all_reduce"),
     "rank-dad, rank 2": og.RankDAD(rank=2),
+    "sparse, a tenth": og.Sparse(density=0.1, always=True),
     "edad blocks": og.EDAD(blocks=["0"], inputs="raw", always=True),
 }
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(s)) for s in range(4)]
 torch.manual_seed(3)
 MODEL = nn.Sequential(mlp(6, 24, 24), nn.LayerNorm(24), nn.Linear(24, 5))
 FEW = ["dense", "dad", "rank-dad, two ways", "rank-dad, all_reduce", "edad blocks"]
-SUMS = ["dense", "powersgd, full rank"]
+SUMS = ["dense", "powersgd, full rank", "sparse, all added up"]
 """Of two sites that have different sums, nobody can say which one is right."""
-EXACT = [name for name in TABLE if name != "rank-dad, rank 2"]
+EXACT = [name for name in TABLE if name not in ("rank-dad, rank 2", "sparse, a tenth")]
 
 
 @pytest.fixture(params=TABLE)

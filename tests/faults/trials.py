@@ -18,6 +18,8 @@ METHODS = {
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=2),
+    "sparse": og.Sparse(density=0.05),
+    "sparse random": og.Sparse(density=0.05, select="random"),
     "edad blocks": og.EDAD(blocks=["0"], inputs="raw", always=True),
     "per layer": og.PerLayer({"0.*": og.RankDAD(rank=2, reduce="gather"), "*": og.Dense()}),
     "local steps": og.LocalSteps(2, method=og.Dense()),

@@ -34,6 +34,8 @@ EXACT: dict[str, Any] = {
     "rank-dad, all_reduce": og.RankDAD(rank=FULL, reduce="all_reduce"),
     "rank-dad, two_way": og.RankDAD(rank=FULL, reduce="two_way"),
     "powersgd": og.PowerSGD(rank=FULL, min_ratio=1),
+    "sparse": og.Sparse(density=1.0, always=True),
+    "sparse, random": og.Sparse(density=1.0, select="random", always=True),
 }
 
 LOW_RANK: dict[str, Any] = {
@@ -50,6 +52,12 @@ LOW_RANK: dict[str, Any] = {
     "small buckets": og.RankDAD(rank=1, reduce="gather", bucket_bytes=1),
     "two_way, small buckets": og.RankDAD(rank=1, reduce="two_way", bucket_bytes=1),
     "powersgd": og.PowerSGD(rank=1, min_ratio=1),
+    "sparse": og.Sparse(density=0.2, always=True),
+    "sparse, blocks, int8": og.Sparse(
+        density=0.2, select="blocks", block=3, wire=og.wire.Int8(), always=True
+    ),
+    "sparse, random": og.Sparse(density=0.2, select="random", always=True, bucket_bytes=1),
+    "sparse, warm-up": og.Sparse(density=0.05, warmup=3),
 }
 """All of them remember what they do not send, of matrices as small as these."""
 

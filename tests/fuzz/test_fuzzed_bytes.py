@@ -33,7 +33,7 @@ from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.reasons import AutoWay, Reason, Why
-from outergrad.core.types import Link, Route
+from outergrad.core.types import Link, Part, Route
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages import header as headers
 from outergrad.messages import wire
@@ -229,12 +229,20 @@ def agree_print(lines: list[str]) -> int:
 # -- messages of a step ---------------------------------------------------------------------------
 
 SLOT = og.Slot("l", "l.weight", 6, 40, bias="l.bias")
+MATRIX = og.Slot("l", "l.weight", 6, 40)
 TABLE = og.Slot("e", "e.weight", 6, 9, lookup=True)
 PARAMS = {
     "l.weight": nn.Parameter(torch.zeros(6, 40)),
     "l.bias": nn.Parameter(torch.zeros(6)),
     "e.weight": nn.Parameter(torch.zeros(9, 6)),
+    "o.weight": nn.Parameter(torch.zeros(5, 13)),
     "r": nn.Parameter(torch.zeros(5)),
+}
+ENTRIES = {
+    "a few": og.Sparse(density=0.05),
+    "half, int8": og.Sparse(density=0.5, wire=Int8()),
+    "blocks, bf16": og.Sparse(density=0.2, select="blocks", block=7, wire=BF16()),
+    "all": og.Sparse(density=1.0),
 }
 CODECS: dict[str, Any] = {
     "plain": (),
@@ -278,6 +286,49 @@ def factors(codecs: Any) -> Target:
             add_gradients(gradients, slot, parts, PARAMS, 0.5)
         assert {n: g.shape for n, g in gradients.items()} == {
             n: PARAMS[n].shape for n in ("l.weight", "l.bias", "e.weight")
+        }
+
+    changes = (*damage.SAME_LENGTH, damage.truncate)
+    return Target(
+        [written(1)], truncated_only_at_the_start(read, layout), seal_message, 2_500, changes
+    )
+
+
+def entries(method: og.Sparse) -> Target:
+    """Of two weights, of which one has a last block that is short."""
+    exchange, slots = method.exchange(), (MATRIX, og.Slot("o", "o.weight", 5, 13))
+    pieces = [
+        Piece(slot, exchange.count(slot), F32, None, method.codecs, exchange.form) for slot in slots
+    ]
+    layout = Layout(Preamble.nbytes(3, 2), {"r": PARAMS["r"]}, pieces)
+    expected = Preamble(77, 5, 2, 0, State.GOOD, (False,) * 3, (4, 5))
+
+    def written(rank: int) -> Tensor:
+        message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        parts = [
+            Part(p.slot, torch.randn(1, p.slot.outputs, p.slot.inputs), p.rows) for p in pieces
+        ]
+        for payload, view in zip(exchange.compress(parts), layout.views(message), strict=True):
+            view.fill(payload)
+        Preamble(77, 5, 2, rank, State.GOOD, (True, False, True), (3, 5)).write(message)
+        return message
+
+    own = written(0)
+
+    def read(t: Tensor) -> None:
+        _, state = read_all([own, t], expected)
+        assert isinstance(state, State)
+        gradients: dict[str, Tensor] = {}
+        for piece, parts in zip(
+            pieces, zip(*gradients_of([layout] * 2, [own, t], 0), strict=True), strict=True
+        ):
+            places_K = parts[1].places_K
+            assert len(parts[1].values_K) == len(places_K) == piece.rows
+            assert bool((places_K.diff() > 0).all())
+            assert 0 <= places_K[0] <= places_K[-1] < piece.slot.numel
+            add_gradients(gradients, piece.slot, parts, PARAMS, 0.5)
+        assert {n: g.shape for n, g in gradients.items()} == {
+            piece.slot.weight: PARAMS[piece.slot.weight].shape for piece in pieces
         }
 
     changes = (*damage.SAME_LENGTH, damage.truncate)
@@ -413,6 +464,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "link": links,
     "description": descriptions,
     **{f"factors, {name}": lambda c=codecs: factors(c) for name, codecs in CODECS.items()},
+    **{f"entries, {name}": lambda m=method: entries(m) for name, method in ENTRIES.items()},
     "buffers": lambda: buffers("mean"),
     "mean deltas": deltas,
     "blocks": lambda: blocks(()),

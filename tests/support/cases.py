@@ -31,6 +31,8 @@ METHODS: dict[str, Any] = {
     "rank-dad, full rank": og.RankDAD(rank=1000),
     "powersgd, full rank": og.PowerSGD(rank=1000),
     "dad forced, small buckets": og.DAD(always=True, bucket_bytes=1),
+    "sparse, all entries": og.Sparse(density=1.0, always=True),
+    "sparse, all added up": og.Sparse(density=1.0, select="random", always=True),
 }
 
 SHARED_STREAM = {"attention dropout", "attention dropout, no weights", "transformer"}

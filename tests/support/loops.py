@@ -20,12 +20,14 @@ METHODS: dict[str, Any] = {
     "two_way": og.RankDAD(rank=8, reduce="two_way"),
     "all_reduce": og.RankDAD(rank=8, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=8, min_ratio=1),
+    "sparse": og.Sparse(density=1.0, always=True),
+    "random": og.Sparse(density=1.0, select="random", always=True),
     "edad": og.EDAD(blocks=["block"], always=True),
     "per layer": og.PerLayer({"first.*": og.DAD(always=True), "*": og.RankDAD(rank=8)}),
 }
 """Exact for batches of which all sites together have at most eight rows, but for rounding."""
 
-SOME = rest_slow(METHODS, ["dense", "dad raw", "two_way", "powersgd", "edad"])
+SOME = rest_slow(METHODS, ["dense", "dad raw", "two_way", "powersgd", "sparse", "edad"])
 """All; slow are those of which a variant is not."""
 
 INPUTS, OUTPUTS = 40, 12

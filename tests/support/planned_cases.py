@@ -30,6 +30,9 @@ METHODS: dict[str, Any] = {
         rank=3, reduce="two_way", wire=(og.wire.TopK(0.3), og.wire.Int8())
     ),
     "powersgd": og.PowerSGD(rank=2),
+    "sparse": og.Sparse(density=0.02),
+    "sparse, blocks, int8": og.Sparse(density=0.1, select="blocks", wire=og.wire.Int8()),
+    "sparse, random, warm-up": og.Sparse(density=0.01, select="random", warmup=100),
 }
 
 

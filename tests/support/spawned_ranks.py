@@ -28,6 +28,8 @@ METHODS: dict[str, Any] = {
     "rank-dad": og.RankDAD(rank=1000),
     "rank-dad two_way": og.RankDAD(rank=1000, reduce="two_way"),
     "powersgd": og.PowerSGD(rank=1000),
+    "sparse": og.Sparse(density=1.0, always=True),
+    "sparse random": og.Sparse(density=1.0, select="random", always=True),
     "per layer": og.PerLayer({"body.0.*": og.RankDAD(rank=1000), "*": og.Dense()}),
 }
 

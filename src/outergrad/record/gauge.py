@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outergrad.core.payload import Arrived
+from outergrad.core.payload import Arrived, Entries
 from outergrad.core.types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
@@ -96,11 +96,12 @@ class Reading:
         self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
         self._own: dict[Place, Factors] = {}
         self._mean: dict[Place, FactoredMean] = {}
+        self._sparse: set[Place] = set()
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)
 
     def forget(self) -> None:
         """The step starts again."""
-        for of in (self._slots, self._own, self._mean, self.sums, self.seconds):
+        for of in (self._slots, self._own, self._mean, self._sparse, self.sums, self.seconds):
             of.clear()
 
     def leave_out(self, name: str) -> None:
@@ -174,6 +175,8 @@ class Reading:
         if not parts:
             return
         self._slots[slot.weight][slot.place] = slot
+        if any(isinstance(part, Entries) for part in parts):
+            self._sparse.add(slot.place)
         factors = [part for part in parts if isinstance(part, Factors)]
         few = sum(part.d_GRO.shape[1] for part in factors) <= _FEW
         if slot.lookup or len(factors) < len(parts) or not few:
@@ -206,11 +209,12 @@ class Reading:
         sums.add(mean=rows.square if rows else inner(formed_GOI, formed_GOI))
 
     def _spectrum(self, slot: Slot, formed_GOI: Tensor) -> Tensor:
-        rows, starts = self._mean.get(slot.place), self._gauge.starts
+        rows = self._mean.get(slot.place)
         if rows is not None:
             return rows.singular_values[:, :SPECTRUM]
         if slot.weight in self._gauge.tables:
             formed_GOI = _used_rows(formed_GOI)
+        starts = {} if slot.place in self._sparse else self._gauge.starts  # others in every step
         sigma_GK, start = leading_values(formed_GOI, SPECTRUM, starts.get(slot.place))
         if start is not None:
             starts[slot.place] = start

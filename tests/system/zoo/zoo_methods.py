@@ -33,6 +33,7 @@ EXACT: dict[str, Callable[[Case], Any]] = {
     "rank-dad two_way": lambda case: og.RankDAD(rank=FULL, reduce="two_way"),
     "rank-dad all_reduce": lambda case: og.RankDAD(rank=FULL, reduce="all_reduce"),
     "powersgd": lambda case: og.PowerSGD(rank=FULL),
+    "sparse": lambda case: og.Sparse(density=1.0, always=True),
     "per layer": mixture,
 }
 """Those that lose nothing, and low rank where exact gradients are fewer bytes."""
@@ -42,6 +43,8 @@ LOW_RANK: dict[str, Any] = {
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way", error_feedback="dense"),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce", error_feedback="dense"),
     "powersgd": og.PowerSGD(rank=2, min_ratio=1),
+    "sparse": og.Sparse(density=0.1, always=True),
+    "sparse random": og.Sparse(density=0.1, select="random", always=True),
 }
 """Those that send the leading triplets, and remember all the rest."""
 

@@ -32,6 +32,7 @@ METHODS: dict[str, Any] = {
     "gather": og.RankDAD(rank=1000),
     "two_way": og.RankDAD(rank=1000, reduce="two_way"),
     "all_reduce": og.RankDAD(rank=1000, reduce="all_reduce"),
+    "sparse": og.Sparse(density=1.0, always=True),
     "edad": og.EDAD(blocks=["block"], always=True),
     "edad chains": og.EDAD(always=True, inputs="raw"),
     "per layer": og.PerLayer({"first.*": og.DAD(always=True), "*": og.RankDAD(rank=1000)}),

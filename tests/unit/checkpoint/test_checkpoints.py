@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covering import covering
+from outergrad.checkpoint import cast
 from outergrad.checkpoint import folder as files
 from ranks import run_on_lasting_groups
 from sites_that_save import METHODS, Killed, Site, writing_that_dies
 
 STEPS = 7
+SHARED_OUT = ("rank-dad", "own", "every", "sparse")
 
 
 def trained(method, sites, folder_of, *, stop=STEPS, every=STEPS + 1, kill_at=None) -> list[dict]:
@@ -137,7 +139,7 @@ def alike(models, skip="0."):
 
 @pytest.mark.parametrize(
     ("name", "numbers", "place"),
-    covering(["rank-dad", "own", "every"], [(2, 3), (3, 2), (3, 1), (1, 2)], PLACES, quick=2),
+    covering(SHARED_OUT, [(2, 3), (3, 2), (3, 1), (1, 2)], PLACES, quick=2),
 )
 def test_at_another_number_of_sites_nothing_owed_is_lost(name, numbers, place, tmp_path, caplog):
     before, after = numbers
@@ -170,6 +172,21 @@ def test_at_another_number_of_sites_nothing_owed_is_lost(name, numbers, place, t
     assert "at " + str(after) in caplog.text
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_no_site_is_shown_what_another_owes(name, tmp_path):
+    """Of what a method remembers, the start of an iteration alone goes to other sites."""
+    for site in saved(METHODS[name], 2, shared(tmp_path)):
+        shown = cast._without_debts(site["session"], start=True)
+        kept, left = (memories(session) for session in (site["session"], shown))
+        assert left == {key for key in kept if key == "start"}
+
+
+def memories(session) -> set[str]:
+    """What is remembered of any place."""
+    own = [exchange.get("own", {}).get("memories", {}) for exchange in session["exchanges"]]
+    return {key for found in own for memory in found.values() for key in memory}
+
+
 def owed(states) -> dict[str, torch.Tensor]:
     """What the mean gradient still lacks, per place."""
     total = {}
@@ -181,4 +198,8 @@ def owed(states) -> dict[str, torch.Tensor]:
                 else:
                     residual = memory.get("unsent", torch.zeros(()))
                 total[name] = total.get(name, 0) + residual.double() / len(states)
+                if "unsent_velocity" in memory:
+                    name = f"velocity of {name}"
+                    share = memory["unsent_velocity"].double() / len(states)
+                    total[name] = total.get(name, 0) + share
     return total

@@ -21,7 +21,10 @@ from outergrad_lab.training.job import Job
 from outergrad_lab.training.sites import rank_in
 from outergrad_lab.training.training import deal, start
 
-METHODS = ("dense", "dad", "edad", "rank-dad:rank=3", "rank-dad:rank=3:reduce=all_reduce", "ddp")
+METHODS = (
+    *("dense", "dad", "edad", "rank-dad:rank=3", "rank-dad:rank=3:reduce=all_reduce"),
+    *("sparse", "sparse:select=random", "ddp"),
+)
 
 
 def gradients(job, folder, group=None, stop=None) -> None:

@@ -20,9 +20,11 @@ ALL = METHODS | {
     "all_reduce to a tolerance": og.RankDAD(rank=4, reduce="all_reduce", tolerance=0.3),
     "blocks": og.EDAD(blocks=["attention", "first"], always=True),
     "bf16": og.RankDAD(rank=2, wire=og.wire.BF16()),
+    "sparse": og.Sparse(density=0.1, always=True),
+    "sparse random": og.Sparse(density=0.1, select="random", always=True),
 }
 SOME = rest_slow(
-    ALL, ["dense", "dad forced", "two way", "all_reduce", "blocks", "powersgd, full rank"]
+    ALL, ["dense", "dad forced", "two way", "all_reduce", "blocks", "powersgd, full rank", "sparse"]
 )
 UNITS = {"conv.weight": 2}
 """Weights that are several matrices, as many as groups of rows."""
@@ -142,6 +144,10 @@ GATHERING = {
     "dad bf16": og.DAD(always=True, wire=og.wire.BF16()),
     "raw topk": og.DAD(always=True, reveal="activations", wire=og.wire.TopK(0.5)),
     "powersgd": og.PowerSGD(rank=2),
+    "sparse": og.Sparse(density=0.2, always=True),
+    "sparse int8": og.Sparse(density=0.2, always=True, wire=og.wire.Int8()),
+    "sparse blocks": og.Sparse(density=0.2, always=True, select="blocks", block=8),
+    "sparse random": og.Sparse(density=0.2, always=True, select="random"),
 }
 
 
@@ -158,9 +164,16 @@ def test_the_error_is_what_arrives_less_than_what_there_was(label):
         assert event.discarded_energy == event.relative_error**2
 
 
-@pytest.mark.parametrize("reduce", ["gather", "all_reduce"])
-def test_what_is_not_sent_is_kept(reduce):
-    method = og.RankDAD(rank=2, reduce=reduce, error_feedback="dense")
+KEEPING = {
+    "gather": og.RankDAD(rank=2, reduce="gather", error_feedback="dense"),
+    "all_reduce": og.RankDAD(rank=2, reduce="all_reduce", error_feedback="dense"),
+    "sparse": og.Sparse(density=0.2, always=True),
+    "sparse random": og.Sparse(density=0.2, always=True, select="random"),
+}
+
+
+@pytest.mark.parametrize("method", KEEPING.values(), ids=KEEPING)
+def test_what_is_not_sent_is_kept(method):
     for events, _ in recorded(method, steps=1):
         kept = [e for e in events.layers if e.residual_norm is not None]
         assert {e.layer for e in kept} >= {"first.weight", "own"}

@@ -29,6 +29,8 @@ METHODS: dict[str, Any] = {
     "dad": og.DAD(always=True),
     "rank-dad two ways": og.RankDAD(rank=2, reduce="two_way"),
     "powersgd": og.PowerSGD(rank=2, min_ratio=1),
+    "sparse": og.Sparse(density=0.05, always=True),
+    "sparse random": og.Sparse(density=0.05, select="random", always=True),
     "blocks": og.EDAD(blocks=["0"], inputs="raw", always=True),
 }
 torch.manual_seed(5)

@@ -23,12 +23,15 @@ FULL_RANK = {
     "rank-dad, merged": og.RankDAD(rank=1000, reduce="two_way"),
     "rank-dad, all-reduced": og.RankDAD(rank=1000, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=1000, min_ratio=1),
+    "sparse": og.Sparse(density=1.0, always=True),
+    "sparse, added up": og.Sparse(density=1.0, select="random", always=True),
     "one per layer": og.PerLayer({"0.*": og.RankDAD(rank=1000), "*": og.Dense()}),
 }
 LOW_RANK = {
     "rank-dad": og.RankDAD(rank=1),
     "rank-dad, merged": og.RankDAD(rank=1, reduce="two_way"),
     "powersgd": og.PowerSGD(rank=1, min_ratio=1),
+    "sparse": og.Sparse(density=0.1, always=True),
 }
 INNER = {
     "sgd": lambda params: SGD(params, lr=0.1),

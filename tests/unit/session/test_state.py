@@ -132,6 +132,9 @@ OTHERS = {
     "bf16": og.RankDAD(rank=3, wire=og.wire.BF16()),
     "codecs": og.RankDAD(rank=3, wire=(og.wire.TopK(0.2), og.wire.Int8())),
     "powersgd": og.PowerSGD(rank=2, min_ratio=1.0),
+    "sparse": og.Sparse(density=0.05, momentum=0.9, warmup=6),
+    "sparse blocks": og.Sparse(density=0.1, select="blocks", wire=og.wire.Int8()),
+    "sparse random": og.Sparse(density=0.05, select="random", warmup=6),
     "dad": og.DAD(),
     "dad forced": og.DAD(always=True),
     "dense": og.Dense(),
@@ -284,6 +287,50 @@ def test_what_is_owed_is_shared_out(reduce, feedback, numbers):
     for other in models[1:]:
         for p, q in zip(models[0].parameters(), other.parameters(), strict=True):
             assert p.equal(q)
+
+
+SPARSE = {
+    "sparse": og.Sparse(density=0.05, momentum=0.9, warmup=6),
+    "random": og.Sparse(density=0.05, select="random", warmup=6),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"), covering(SPARSE.keys(), [n for n in NUMBERS if n[0] > 1], quick=2)
+)
+def test_entries_and_momentum_that_are_owed_are_shared_out(name, numbers):
+    """The places of random entries stay the same on all sites, and the warm-up goes on."""
+    before, after = numbers
+    states = session_states(trained(SPARSE[name], before))
+
+    def body(rank, group):
+        site = Site(SPARSE[name], rank, group)
+        site.session.load_state_dict(states)
+        found = site.session.state_dict()
+        assert found["exchanges"][0]["common"] == {"sparse": {"steps": 3}}
+        site.steps(3, 6)
+        return found, site.model
+
+    found, models = zip(*run_on_lasting_groups(after, body), strict=True)
+    for key in ("unsent", "unsent_velocity"):
+        expected, shared = total_of(states, key), total_of(list(found), key)
+        assert expected.keys() == shared.keys()
+        assert bool(expected) == (key == "unsent" or name == "sparse")
+        for place, total in expected.items():
+            torch.testing.assert_close(shared[place], total, rtol=1e-5, atol=1e-9, msg=place)
+    for other in models[1:]:
+        assert_bit_equal(models[0], other)
+
+
+def total_of(states: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
+    """The mean over the sites of what is remembered under one name, per place."""
+    total: dict[str, Tensor] = {}
+    for state in states:
+        for place, memory in state["exchanges"][0]["own"]["memories"].items():
+            if key in memory:
+                part = memory[key].double() / len(states)
+                total[place] = total.get(place, torch.zeros(())) + part
+    return total
 
 
 def test_sketches_begin_alike_even_after_triplets():

@@ -407,6 +407,7 @@ EXACT: dict[str, Any] = {
     "dad forced": og.DAD(always=True),
     "dad, small buckets": og.DAD(bucket_bytes=1),
     "rank-dad, full rank": og.RankDAD(rank=1000),
+    "sparse, all entries": og.Sparse(density=1.0, always=True),
 }
 LOW_RANK: dict[str, Any] = {
     "rank-dad": og.RankDAD(rank=8),

@@ -23,6 +23,7 @@ METHODS: dict[str, Any] = {
     "dad": og.DAD(always=True),
     "two_way": og.RankDAD(rank=2, reduce="two_way"),
     "all_reduce": og.PowerSGD(rank=2, min_ratio=1),
+    "sparse": og.Sparse(density=0.05, always=True),
     "per layer": og.PerLayer({"0.*": og.Dense(), "*": og.DAD()}),
 }
 

@@ -28,11 +28,14 @@ EXACT = {
     "edad forced": lambda **k: og.EDAD(always=True, **k),
     "rank-dad, full rank": lambda **k: og.RankDAD(rank=1000, **k),
     "powersgd, full rank": lambda **k: og.PowerSGD(rank=1000, min_ratio=1, **k),
+    "sparse, all entries": lambda **k: og.Sparse(density=1.0, always=True, **k),
 }
 LOW_RANK = {
     "rank-dad": lambda **k: og.RankDAD(rank=2, **k),
     "rank-dad, all-reduced": lambda **k: og.RankDAD(rank=2, reduce="all_reduce", **k),
     "powersgd": lambda **k: og.PowerSGD(rank=2, min_ratio=1, **k),
+    "sparse": lambda **k: og.Sparse(density=0.1, **k),
+    "sparse, added up": lambda **k: og.Sparse(density=0.1, select="random", **k),
     "dad, encoded": lambda **k: og.DAD(wire=og.wire.Int8(), **k),
 }
 

@@ -119,21 +119,26 @@ class SparseExchange(Exchange):
 
     def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
         due_N, velocity_N = self.due(slot, gradient)
-        blocks_B = self._chosen(due_N, count)
+        finite = is_finite(due_N)
+        blocks_B = self._chosen(due_N, count, finite=finite)
         places_K = self._form.places(blocks_B, len(due_N))
         values_K = due_N[places_K]
         dtype = gradient.dtype if isinstance(gradient, Tensor) else values_K.dtype
-        if is_finite(due_N):
+        if finite:
             self.keep(slot, due_N, velocity_N, places_K, self.arriving(values_K, dtype))
         return self._form.payload(values_K, blocks_B, slot, self.wire)
 
-    def _chosen(self, due_N: Tensor, count: int) -> Tensor:
-        """The numbers of the blocks, or, where these are of one entry, its places."""
+    def _chosen(self, due_N: Tensor, count: int, *, finite: bool) -> Tensor:
+        """The numbers of the blocks, or, where these are of one entry, their places.
+
+        Nothing can be estimated of what is not finite: it is among the largest.
+        """
         if count == len(due_N):
             return torch.arange(-(-count // self._form.block), device=due_N.device)
         if self._form.block > 1:
             return leading_blocks(due_N, count, self._form.block)
-        return top_k(due_N, count) if self.settings.select == "topk" else above(due_N, count)
+        estimates = self.settings.select == "threshold" and finite
+        return above(due_N, count) if estimates else top_k(due_N, count)
 
     def due(self, slot: Slot, gradient: Gradient) -> tuple[Tensor, Tensor | None]:
         """What a site would send, were it to send all: new, flat, in float32 at least.

@@ -41,6 +41,8 @@ LOW_RANK = {
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=2),
+    "sparse": og.Sparse(density=0.02),
+    "sparse random": og.Sparse(density=0.02, select="random"),
 }
 
 
