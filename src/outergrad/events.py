@@ -51,7 +51,8 @@ class Layer:
         step: synchronised steps before this one.
         layer: full name of the weight, as in `state_dict`, with the bias that travels with it; of
             another parameter that travels by itself; or of a block that is computed again.
-        travels: "factors", "low rank" (sketches, merged triplets), "sparse", "replayed" or "dense".
+        travels: "factors", "low rank" (sketches, merged triplets), "sparse", "compressed",
+            "replayed" or "dense".
         rows: N, rows of activations and deltas on this site; 0 for what is replayed or dense.
         kept_rows: R, the rows that this site sent of them, or the width of the sketches; 0 for
             what is replayed or dense.

@@ -25,6 +25,10 @@ NAMES = {
     "powersgd": "PyTorch PowerSGD",
     "og-powersgd": "PowerSGD",
     "first-rows": "first rows",
+    "sparse": "sparse",
+    "sparse-topk": "sparse, top-k",
+    "sparse-blocks": "sparse, blocks",
+    "sparse-random": "sparse, random",
     "local-steps": "LocalSteps",
 }
 """Families of methods, for humans."""
@@ -44,6 +48,10 @@ LOOKS: dict[str, Style] = {
     "powersgd": {"color": "#332288", "marker": "v"},
     "og-powersgd": {"color": "#0072b2", "marker": "v"},
     "first-rows": {"color": "#8a5fbf", "marker": "s"},
+    "sparse": {"color": "#117733", "marker": "p"},
+    "sparse-topk": {"color": "#117733", "linestyle": ":", "marker": "p"},
+    "sparse-blocks": {"color": "#44aa99", "marker": "h"},
+    "sparse-random": {"color": "#999933", "marker": "X"},
     "local-steps": {"color": "#8c564b", "marker": "*"},
 }
 """Per family. Exact methods lie on one another: the wider lie below, and all can be seen."""
@@ -84,6 +92,8 @@ class Method:
         if family == "rank-dad" and settings.get("error_feedback") == "None":
             family = "rank-dad-plain"
             del settings["error_feedback"]
+        if family == "sparse" and (select := settings.pop("select", "threshold")) != "threshold":
+            family = f"sparse-{select}"
         others = tuple(f"{key} = {value}" if value else key for key, value in settings.items())
         return cls(family=family, rank=int(rank) if rank.isdigit() else None, settings=others)
 

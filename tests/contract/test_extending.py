@@ -5,16 +5,24 @@ from __future__ import annotations
 import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
+from examples.signs import Signs
+from torch import Tensor
 
 import outergrad as og
-from cases import relative_error
+from cases import mlp, relative_error
+from outergrad.core.coding import aligned
+from outergrad.session.inspect import inspect
 from places import REPOSITORY
 from ranks import run_on_lasting_groups
+from watched import Watched, residuals
 
 PAGE = REPOSITORY / "docs" / "extending.md"
+EXAMPLE = REPOSITORY / "tests" / "contract" / "examples" / "signs.py"
+STEPS, LR = 60, 0.05
 
 
 def squared(model, x):
@@ -69,3 +77,65 @@ def test_the_documented_transport_is_the_one_that_is_tested():
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
     tested = (REPOSITORY / "tests/contract/examples/queue_transport.py").read_text()
     assert tested.replace("  # noqa: E731", "").endswith(code)
+
+
+def test_the_documented_method_is_the_tested_file_and_short():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert EXAMPLE.read_text() in blocks
+    assert len(EXAMPLE.read_text().splitlines()) < 60
+
+
+@dataclass
+class Seen:
+    """What one site saw of a training by signs."""
+
+    losses: list[float]
+    gradients: list[Tensor]
+    owed: Tensor
+    weight: Tensor
+    travels: dict[str, str]
+    sent_bytes: int
+
+
+def train_by_signs(original, target_OI, rank, group) -> Seen:
+    """With the gradients of the first weight as this site alone has them, in float64."""
+    model, twin = copy.deepcopy(original), copy.deepcopy(original).double()
+    watched, generator = Watched(Signs()), torch.Generator().manual_seed(rank)
+    units = inspect(copy.deepcopy(original), Signs(), og.RULES).model.units
+    session = og.distribute(model, watched, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses, gradients = [], []
+    for _ in range(STEPS):
+        x = torch.randn(16, 20, generator=generator)
+        twin.load_state_dict(model.state_dict())
+        twin.zero_grad()
+        (twin(x.double()) - x.double() @ target_OI.double().T).square().mean().backward()
+        gradients.append(twin[0].weight.grad.clone())
+        optimizer.zero_grad()
+        loss = (model(x) - x @ target_OI.T).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    owed = residuals(watched.made[0], units)["0.weight"][0]
+    travels = {line.parameter: line.travels for line in session.coverage()}
+    sent_bytes = session.stats().layers["0.weight"].sent_bytes
+    session.detach()
+    return Seen(losses, gradients, owed, model[0].weight.detach(), travels, sent_bytes)
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_the_documented_method_trains(sites):
+    """A bit per entry and a scale; nothing that the signs lose is lost for good."""
+    original, target_OI = mlp(20, 40, 4), torch.randn(4, 20)
+    found = run_on_lasting_groups(sites, lambda *own: train_by_signs(original, target_OI, *own))
+    for seen in found:
+        assert sum(seen.losses[-5:]) < 0.3 * sum(seen.losses[:5])
+        compressed = dict.fromkeys(("0.weight", "2.weight"), "compressed")
+        assert seen.travels == compressed | dict.fromkeys(("0.bias", "2.bias"), "dense")
+        assert seen.sent_bytes == (sites - 1) * (aligned(20 * 40 // 8) + aligned(4))
+        assert seen.weight.equal(found[0].weight)
+    applied = (original[0].weight.detach() - found[0].weight).double() / LR
+    owed = sum(seen.owed.double() for seen in found) / sites
+    expected = sum(sum(seen.gradients) for seen in found) / sites
+    assert relative_error(applied + owed, expected) < 1e-5
+    assert owed.norm() > 1e-3 * expected.norm()

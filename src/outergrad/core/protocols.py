@@ -167,7 +167,7 @@ class Exchange(Protocol):
         return 4 * width * count
 
     def amount(self, unit: Unit) -> str:
-        """What is sent of a unit that travels sparse, for the coverage table."""
+        """What is sent of a unit that travels sparse or compressed, for the coverage table."""
         return ""
 
     def codecs(self, slot: Slot) -> tuple[Codec, ...]:

@@ -10,11 +10,13 @@ from outergrad.core.types import Link, Route
 
 
 class Why(Enum):
-    """What decided; all but the first four mean dense."""
+    """What decided; all but the first five mean dense."""
 
     FACTORS = "factors"
     LOW_RANK = "low rank"
     SPARSE = "sparse"
+    CODED = "compressed"
+    """Neither: a payload of another kind, as a bit per entry."""
     REPLAYED = "replayed"
     NOT_TAPPED = "not tapped"
     """Its gradient was accumulated, or not tapped in the last step."""
@@ -34,7 +36,7 @@ class Why(Enum):
     """What would be sent of it is too much."""
 
 
-COMPRESSED = (Why.LOW_RANK, Why.SPARSE)
+COMPRESSED = (Why.LOW_RANK, Why.SPARSE, Why.CODED)
 """What is sent is about the gradient, and something of it is left out."""
 
 

@@ -18,9 +18,9 @@ class Sparse(SparseSettings):
     vectors travel whole, and so does a weight of which all are fewer bytes.
 
     Sources: Aji and Heafield, 2017, for the largest entries; Lin et al., "Deep Gradient
-    Compression", arXiv 1712.01887, for momentum and warm-up; Xu et al., "Sparse Communication for
-    Training Deep Networks", arXiv 2009.09271, for the choices; Abdelmoniem et al., SIDCo, arXiv
-    2101.10761, for the threshold.
+    Compression", arXiv 1712.01887, for momentum and warm-up; Foroutan Eghlidi and Jaggi, "Sparse
+    Communication for Training Deep Networks", arXiv 2009.09271, for the choices; Abdelmoniem et
+    al., SIDCo, arXiv 2101.10761, for the threshold.
 
     Attributes:
         density: the share of the entries of a weight that is sent per step, in (0, 1].

@@ -10,7 +10,7 @@ from torch import nn
 
 from outergrad.comm.cost import cost_of
 from outergrad.core.protocols import Exchange
-from outergrad.core.reasons import AutoWay, Reason, Why
+from outergrad.core.reasons import COMPRESSED, AutoWay, Reason, Why
 from outergrad.core.types import Route, Slot, Unit
 
 _OWN_GRADIENT = "this site's gradient"
@@ -46,8 +46,8 @@ class Travel:
     Attributes:
         parameter: full name.
         shape: of the parameter.
-        travels: "factors", "low rank", "sparse", "replayed", "dense", "local", "not trained", or,
-            before the first step, "factors or dense" or "replayed or dense".
+        travels: "factors", "low rank", "sparse", "compressed", "replayed", "dense", "local",
+            "not trained", or, before the first step, "factors or dense" or "replayed or dense".
         why: the reason, in words.
         reveals: what the other sites can learn from this site's messages.
     """
@@ -116,7 +116,7 @@ def coverage(
         here = sum(rows.get(slot, 0) for slot in unit.slots)
         entry = describe(unit, exchanges[u], sites, chosen[u], here)
         travels.update(dict.fromkeys(unit.params, entry))
-        if entry[0] in (Why.LOW_RANK.value, Why.SPARSE.value):
+        if entry[0] in [why.value for why in COMPRESSED]:
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
             travels.update(vectors)
     untrained = "not trained", "requires_grad is False", "nothing"
@@ -145,6 +145,8 @@ def _unit_entry(
         is_sum = chosen.route == Route.REDUCE
         learnt = f"{_dense_reveals(sites)}, a few entries" if is_sum else exchange.reveals(unit)
         return "sparse", exchange.amount(unit), learnt
+    if chosen.why == Why.CODED:
+        return chosen.why.value, exchange.amount(unit), exchange.reveals(unit)
     return _dense_entry(chosen, pays, sites, rows)
 
 

@@ -16,7 +16,8 @@ class LayerStats:
     Or another parameter that travels by itself, or a block.
 
     Attributes:
-        travels: "factors", "low rank" (sketches, merged triplets), "sparse", "replayed" or "dense".
+        travels: "factors", "low rank" (sketches, merged triplets), "sparse", "compressed",
+            "replayed" or "dense".
         sent_bytes: payload that this site sent for it.
         received_bytes: that it received.
         kept_rows: R, rows that it sent, or the width of the sketches; 0 for others.

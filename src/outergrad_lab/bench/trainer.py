@@ -16,8 +16,8 @@ from outergrad.tools.named_methods.attach import attach_of
 from outergrad_lab.bench.meeting import PATIENCE
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.data import Dataset, load, missing_files, synthetic
+from outergrad_lab.training.optimizers import ADAM_EPS
 from outergrad_lab.training.split import Batches, even_split, full_batches
-from outergrad_lab.training.training import ADAM_EPS
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from outergrad_lab.data import SOURCES, require_files
 from outergrad_lab.models import MODELS
 from outergrad_lab.models.activations import ACTIVATIONS
 from outergrad_lab.training.job import Job
+from outergrad_lab.training.optimizers import OPTIMIZERS
 from outergrad_lab.training.saving import Saving
 from outergrad_lab.training.split import SPLITS
 from outergrad_lab.training.train import Files
@@ -33,7 +34,11 @@ Sites = Annotated[
 Split = Annotated[str, typer.Option(help=f"Which rows a site holds: {', '.join(SPLITS)}.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
 BatchSize = Annotated[int, typer.Option(help="Rows per site and step, on average.")]
-LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of Adam.")]
+LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate.")]
+Optimizer = Annotated[
+    str,
+    typer.Option(help=f"{', '.join(OPTIMIZERS)}: SGD without and with a momentum of 0.9."),
+]
 Seed = Annotated[int, typer.Option(help="Of the weights, the split and the order of the rows.")]
 Widths = Annotated[
     str | None,
@@ -123,6 +128,7 @@ def train(
     epochs: Epochs = Job.epochs,
     batch_size: BatchSize = Job.batch_size,
     lr: LearningRate = Job.lr,
+    optimizer: Optimizer = Job.optimizer,
     seed: Seed = Job.seed,
     widths: Widths = None,
     activation: Activation = None,
@@ -155,6 +161,7 @@ def train(
             epochs=epochs,
             batch_size=batch_size,
             lr=lr,
+            optimizer=optimizer,
             seed=seed,
             widths=None if widths is None else parse_widths(widths),
             activation=activation,

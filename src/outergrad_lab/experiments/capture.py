@@ -21,7 +21,7 @@ from outergrad.methods.dad import DADExchange
 from outergrad.session.attach import attach
 from outergrad.tools.plan.link_time import as_settled
 from outergrad_lab.data import Dataset, load
-from outergrad_lab.training.training import ADAM_EPS
+from outergrad_lab.training.optimizers import ADAM_EPS
 from outergrad_lab.workloads import WORKLOADS
 
 _EXACT = og.DAD(always=True, reveal="activations")

@@ -21,12 +21,14 @@ HEADINGS = {
     "timing": "Step times",
     "sites": "Numbers of sites",
     "iterations": "Power iterations",
+    "selection": "Finding entries",
 }
 """Of the kinds of results."""
 
 MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
+    *("picked", "norm_share"),
 )
 """Columns of `finals` that are no settings."""
 
@@ -136,7 +138,7 @@ def _table(rows: Sequence[Settings], *columns: str) -> DataFrame:
 
 def _named(result: Result, **more: Any) -> Settings:
     """A result's settings, with lists as text, and what its method is called."""
-    own = {"precision": "float32"} if result["kind"] == "training" else {}
+    own = {"precision": "float32", "optimizer": "adam"} if result["kind"] == "training" else {}
     settings = {"kind": result["kind"], "seed": 0, **own, **result["settings"], **more}
     row = {
         name: ", ".join(map(str, value)) if isinstance(value, list) else value
@@ -159,7 +161,7 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
-        case "iterations":
+        case "iterations" | "selection":
             for row in result["rows"]:
                 yield _named(result) | _only(row, *_OF_ITERATIONS, *MEASURED)
 

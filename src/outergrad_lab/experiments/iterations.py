@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad_lab.experiments.capture import Captured, capture, formed
 from outergrad_lab.experiments.settings import at_least
 from outergrad_lab.experiments.task import Context
+
+T = TypeVar("T")
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)
@@ -91,7 +93,7 @@ class IterationsWork:
 
 
 def _row(work: IterationsWork, trial: Trial, layer: Captured) -> dict[str, Any]:
-    found, ms = _timed(WAYS[trial.way](layer, work.rank, trial))
+    found, ms = timed(WAYS[trial.way](layer, work.rank, trial))
     error, best_error = _error(layer, found), _best_error(layer, found.rank)
     return {
         "case": f"{work.workload}, {work.batch_size} rows, {trial.way}",
@@ -109,7 +111,7 @@ def _row(work: IterationsWork, trial: Trial, layer: Captured) -> dict[str, Any]:
     }
 
 
-def _timed(find: Callable[[], LowRank]) -> tuple[LowRank, float]:
+def timed(find: Callable[[], T]) -> tuple[T, float]:
     """What comes out, and median milliseconds, after a call to warm up."""
     found = find()
     times_s: list[float] = []

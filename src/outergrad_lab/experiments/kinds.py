@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from outergrad_lab.experiments.iterations import IterationsWork
+from outergrad_lab.experiments.selection import SelectionWork
 from outergrad_lab.experiments.settings import read
 from outergrad_lab.experiments.sites import SitesWork
 from outergrad_lab.experiments.task import Settings, Work
@@ -15,5 +16,6 @@ KINDS: dict[str, Callable[[Settings], Work]] = {
     "timing": partial(read, TimingWork),
     "sites": partial(read, SitesWork),
     "iterations": partial(read, IterationsWork),
+    "selection": partial(read, SelectionWork),
 }
 """What makes the work of a task of its settings."""

@@ -83,6 +83,8 @@ QUANTITIES = {
     "best_error": Quantity("least relative error of that rank"),
     "ratio": Quantity("error over the least error", decimals=3),
     "ms": Quantity("time per gradient", " ms"),
+    "picked": Quantity("found of those wanted", "%", 1),
+    "norm_share": Quantity("share of the norm", "%", 1),
     "kept_rank": Quantity("rank that is kept", decimals=1),
     "effective_rank": Quantity("effective rank", decimals=1),
 }

@@ -8,6 +8,7 @@ from outergrad.tools.named_methods.attach import attach_of
 from outergrad_lab.data import SOURCES
 from outergrad_lab.models import MODELS, require_fit
 from outergrad_lab.models.activations import ACTIVATIONS
+from outergrad_lab.training.optimizers import OPTIMIZERS
 from outergrad_lab.training.split import SPLITS
 
 
@@ -23,7 +24,8 @@ class Job:
         split: A key of `SPLITS`: which rows a site holds.
         epochs: Passes over the data.
         batch_size: Rows per site and step; their mean, where sites hold more or less.
-        lr: Learning rate of Adam.
+        lr: Learning rate of the optimizer.
+        optimizer: A key of `OPTIMIZERS`.
         seed: Of the weights, the split and the order of the rows.
         widths: Features of the hidden layers; the model's own default if None.
         activation: A key of `ACTIVATIONS`; the model's own if None.
@@ -39,6 +41,7 @@ class Job:
     epochs: int = 5
     batch_size: int = 32
     lr: float = 1e-3
+    optimizer: str = "adam"
     seed: int = 0
     widths: tuple[int, ...] | None = None
     activation: str | None = None
@@ -72,6 +75,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "data": SOURCES,
     "model": MODELS,
     "split": SPLITS,
+    "optimizer": OPTIMIZERS,
     "activation": ACTIVATIONS,
 }
 

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from outergrad.record.jsonl import JSONL
 from outergrad.tools.named_methods.attach import Distributed, Replica, attach_of
 from outergrad_lab.data import Dataset
 from outergrad_lab.models import build_model
 from outergrad_lab.training.job import Job
+from outergrad_lab.training.optimizers import optimizer_of
 from outergrad_lab.training.recording import Recording
 from outergrad_lab.training.sites import Group, mean_over_sites, number_in, smallest_over_sites
 from outergrad_lab.training.split import SPLITS, Batches, Rows, batch_sizes, full_batches
-
-ADAM_EPS = 1e-6
-"""Above the rounding noise of a gradient: Adam makes whole steps of what is larger than eps."""
 
 TEST_ROWS = 100
 """Rows that are tested at once."""
@@ -108,7 +106,7 @@ def start(
         data=data,
         batches=site_batches(job, data, rows_by_site, group, present),
         replica=replica,
-        optimizer=Adam(model.parameters(), lr=job.lr, eps=ADAM_EPS),
+        optimizer=optimizer_of(job.optimizer, model.parameters(), job.lr),
         recording=Recording(recorder, job.method, replica, group),
         group=group,
     )

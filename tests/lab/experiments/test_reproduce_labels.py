@@ -21,6 +21,10 @@ LABELS = {
     "powersgd-4": "PyTorch PowerSGD, rank 4",
     "first-rows:rank=8": "first 8 rows",
     "local-steps:k=50": "LocalSteps, k = 50",
+    "sparse:density=0.01": "sparse, density = 0.01",
+    "sparse:density=0.01:select=threshold": "sparse, density = 0.01",
+    "sparse:density=0.01:select=random": "sparse, random, density = 0.01",
+    "sparse:select=topk:momentum=0.9": "sparse, top-k, momentum = 0.9",
     "new": "new",
 }
 

@@ -12,6 +12,7 @@ WRONG = {
     "model": "oracle",
     "method": "magic",
     "split": "odd",
+    "optimizer": "magic",
     "sites": 0,
     "epochs": -1,
     "batch_size": 0,

@@ -251,7 +251,7 @@ class SparseExchange(Exchange):
         """The density, and which entries."""
         which = {"blocks": f"in blocks of {self.settings.block}", "random": "the same on all sites"}
         about = which.get(self.settings.select, "the largest")
-        return f"{100 * self.settings.density:.3g}% of the entries, {about}"
+        return f"{100 * self.settings.density_at(self.steps):.3g}% of the entries, {about}"
 
 
 def _saved(memory: _Memory) -> StateDict:

@@ -16,7 +16,14 @@ from outergrad.core.types import Slot
 from outergrad.record.stats import LayerStats
 from outergrad.session.inspect import FoundLayer, Inspection, inspect
 
-_MARKS = {"factors": "f", "low rank": "l", "sparse": "s", "replayed": "r", "dense": ""}
+_MARKS = {
+    "factors": "f",
+    "low rank": "l",
+    "sparse": "s",
+    "compressed": "c",
+    "replayed": "r",
+    "dense": "",
+}
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,8 @@ class LayerBytes:
 
     Attributes:
         sent_bytes: Payload per step and site; None where a block that it is part of sends for it.
-        marks: How it travels: f for factors, l for low rank, s for sparse, r for replayed, nothing
-            for dense.
+        marks: How it travels: f for factors, l for low rank, s for sparse, c for compressed
+            otherwise, r for replayed, nothing for dense.
     """
 
     sent_bytes: int | None

@@ -63,8 +63,8 @@ def title(plan: Forecast) -> str:
     sites, link = plan.question.sites, plan.question.link.name
     return (
         f"{plan.subject.name}, {plan.subject.rows} rows a batch, {sites} sites, link {link}: "
-        f"kB that a site sends per step\n(f: factors, l: low rank, s: sparse, r: computed again, "
-        f"-r: with the block below)"
+        f"kB that a site sends per step\n(f: factors, l: low rank, s: sparse, c: compressed, "
+        f"r: computed again, -r: with the block below)"
     )
 
 

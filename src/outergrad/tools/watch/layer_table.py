@@ -16,6 +16,7 @@ TRAVELS = {
     "factors": "cyan",
     "low rank": "magenta",
     "sparse": "yellow",
+    "compressed": "green",
     "replayed": "blue",
     "dense": "bright_black",
 }
