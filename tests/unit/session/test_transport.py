@@ -8,6 +8,7 @@ from torch import nn
 
 import outergrad as og
 from cases import mlp
+from meshes import run_mesh
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.transport import Capability
@@ -69,6 +70,30 @@ def test_the_one_that_is_given_is_what_a_session_sends_through():
         session.detach()
 
     run_on_lasting_groups(2, body)
+
+
+def test_a_mesh_opens_the_one_that_is_given_twice():
+    """Between the sites, and inside each."""
+    x = torch.randn(4, 3, 4)
+
+    class Kept(og.TorchDistributed):
+        def __init__(self):
+            self.opened = []
+
+        def open(self, device, **settings):
+            self.opened.append(super().open(device, **settings))
+            return self.opened[-1]
+
+    def body(mesh):
+        kept, model = Kept(), nn.Linear(4, 2)
+        session = og.distribute(model, og.DAD(always=True), mesh=mesh, transport=kept)
+        model(x[mesh.number]).sum().backward()
+        session.detach()
+        assert [comm.key for comm in kept.opened] == list(map(mesh.get_group, ("site", "local")))
+        return model.weight.grad
+
+    for found in run_mesh(2, 2, body):
+        torch.testing.assert_close(found, x.sum(1).mean(0).expand(2, 4))
 
 
 # -- what a transport cannot do -------------------------------------------------------------------
