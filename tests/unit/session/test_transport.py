@@ -9,6 +9,7 @@ from torch import nn
 import outergrad as og
 from cases import mlp
 from meshes import run_mesh
+from outergrad.comm.cost import StarCost
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.transport import Capability
@@ -144,6 +145,25 @@ def test_distribute_refuses_it_on_all_sites_in_the_same_words():
 
     first, second = run_on_lasting_groups(2, body)
     assert first == second
+
+
+@pytest.mark.parametrize("what", ["cost", "capabilities"])
+def test_sites_whose_transports_differ_would_plan_differently(what):
+    other = {"cost": StarCost(3), "capabilities": frozenset({Capability.ALL_REDUCE})}[what]
+
+    class Odd(og.TorchDistributed):
+        def open(self, device, **settings):
+            comm = super().open(device, **settings)
+            if comm.rank == 1:
+                setattr(comm, what, other)
+            return comm
+
+    def body(rank, group):
+        with pytest.raises(ValueError, match="the sites do not agree: site 1") as caught:
+            og.distribute(nn.Linear(4, 2), transport=Odd(), group=group)
+        return str(caught.value)
+
+    assert len({*run_on_lasting_groups(3, body)}) == 1
 
 
 def test_low_rank_takes_no_way_that_the_transport_does_not_have():
