@@ -1,4 +1,4 @@
-"""What `transport=` goes with, and that nothing else opens one."""
+"""What `transport=` goes with, and what a transport must be able to do."""
 
 from __future__ import annotations
 
