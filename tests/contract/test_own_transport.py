@@ -13,6 +13,11 @@ from torch.optim import SGD
 
 import outergrad as og
 from cases import relative_error
+from outergrad.comm.cost import StarCost
+from outergrad.comm.mirror import MirrorComm
+from outergrad.comm.trace import Tracer
+from outergrad.core.types import Link
+from outergrad.session.attach import attach
 
 STEPS = 4
 ROWS = 9
@@ -126,6 +131,33 @@ def test_every_byte_is_booked_on_a_parameter_or_is_a_header(name):
         assert 0 < booked_received <= received
         assert sent - booked_sent < 2500, "headers, preambles, votes"
         assert received - booked_received < 2500 * (sites - 1)
+
+
+@pytest.mark.parametrize("sites", [2, 3, 4])
+@pytest.mark.parametrize("name", METHODS)
+def test_mirrors_foresee_what_a_star_sends(name, sites):
+    """Per layer, of sites with the same batch: by the cost model, not by counting sites."""
+
+    def booked(model, session):
+        list(train(model, 2))
+        stats = session.stats()
+        session.detach()
+        layers = stats.layers.items()
+        told = {n: (one.sent_bytes, one.received_bytes, one.travels) for n, one in layers}
+        return told, stats.total_sent_bytes
+
+    def body(rank, transport):
+        model = build()
+        session = og.distribute(model, METHODS[name], transport=transport, buffers="local")
+        return booked(model, session)
+
+    def mirrored():
+        model, comm = build(), MirrorComm(sites, Tracer(), StarCost(sites))
+        return booked(model, attach(model, METHODS[name], comm, Link(1e-3, 1e9)))
+
+    told, _ = on_hub(sites, body)[0]
+    foreseen, _ = mirrored()
+    assert told == foreseen
 
 
 def test_local_steps():

@@ -205,7 +205,7 @@ def _told_of_lost_sites(comm: Comm, doing: str) -> Iterator[None]:
         yield
     except ExchangeError as error:
         raise RuntimeError(
-            f"site {comm.rank} lost the other sites while {doing}: {error}. The process group "
+            f"site {comm.rank} lost the other sites while {doing}: {error}. The connections "
             f"cannot be used any more: start the processes again from the last checkpoint"
         ) from error
 

@@ -72,7 +72,11 @@ class StarCost:
     """
 
     sites: int
-    copies: int = 1
+
+    @property
+    def copies(self) -> int:
+        """One, to the hub."""
+        return 1
 
     def all_reduce(self, nbytes: int) -> Traffic:
         """The tensor to the hub, and the sum back; a single site needs none."""

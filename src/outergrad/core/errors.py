@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class SiteLostError(RuntimeError):
-    """Another site died, hangs or is cut off: the process group cannot be used any more.
+    """Another site died, hangs or is cut off: its connections cannot be used any more.
 
     This site has not applied the step, and has no gradients of it.
 

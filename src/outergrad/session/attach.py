@@ -22,7 +22,7 @@ from outergrad.messages.checksum import combined
 from outergrad.methods import DAD, LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
-from outergrad.session.capable import refuse_incapable
+from outergrad.session.capable import refuse_incapable, transport_lines
 from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
@@ -127,6 +127,7 @@ def distribute(
         error = raised
     end_unfinished(comm.key)
     lines = [] if inspection is None else describe(model, method, inspection)
+    lines += transport_lines(comm)
     lines += [f"session {count_session(comm.key)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]

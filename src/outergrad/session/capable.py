@@ -1,4 +1,4 @@
-"""Whether a transport can do what a method asks of it."""
+"""What a transport can do and what it costs: whether that is enough, and the same everywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Set
 
 from outergrad.core.model import Exchanges
 from outergrad.core.transport import Capability, Comm
+from outergrad.core.types import Route
 
 _REMEDIES = {
     Capability.ALL_REDUCE: "what travels dense is summed by it; use another transport",
@@ -39,3 +40,10 @@ def refuse_lacking(what: str, needs: Set[Capability], comm: Comm) -> None:
             f"{what} needs {lacking.value}, which the transport {type(comm).__name__} cannot do: "
             f"{_REMEDIES[lacking]}"
         )
+
+
+def transport_lines(comm: Comm) -> list[str]:
+    """What plans follow from, for the sites to compare."""
+    shares = ", ".join(f"{way.value} {comm.cost.share(1, way):.6g}" for way in Route)
+    able = ", ".join(one.value for one in Capability if one in comm.capabilities)
+    return [f"cost of a byte: {shares}, sent {comm.cost.copies} times", f"transport can: {able}"]

@@ -67,7 +67,7 @@ class Farewell:
         """Tells what error ends the program; waits for others to read it where it is first."""
         if self._leave("process", why) and comm.rank == comm.host:
             comm.close()
-            self._notes.stay(range(1, comm.world_size))
+            self._notes.stay([site for site in range(comm.world_size) if site != comm.rank])
 
     def _leave(self, ended: str, why: str = "") -> bool:
         """Whether there was something to say."""

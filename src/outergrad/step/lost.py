@@ -162,7 +162,7 @@ def lost_error(
     who = _named(findings.lost) if findings.lost else "a connection, while all sites live,"
     return SiteLostError(
         f"site {rank} lost {who} in step {step}, while it waited for {place}: "
-        f"{_why(error, findings)}. {_how_far(step, findings)}. The process group cannot be used "
+        f"{_why(error, findings)}. {_how_far(step, findings)}. The connections cannot be used "
         f"any more: start the processes again from the last checkpoint",
         findings.lost,
         step,

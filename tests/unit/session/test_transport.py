@@ -1,4 +1,4 @@
-"""What `transport=` goes with, and that nothing else opens one."""
+"""What `transport=` goes with, and what a transport must be able to do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import nn
 
 import outergrad as og
 from cases import mlp
+from meshes import run_mesh
+from outergrad.comm.cost import StarCost
 from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.transport import Capability
@@ -71,6 +73,30 @@ def test_the_one_that_is_given_is_what_a_session_sends_through():
     run_on_lasting_groups(2, body)
 
 
+def test_a_mesh_opens_the_one_that_is_given_twice():
+    """Between the sites, and inside each."""
+    x = torch.randn(4, 3, 4)
+
+    class Kept(og.TorchDistributed):
+        def __init__(self):
+            self.opened = []
+
+        def open(self, device, **settings):
+            self.opened.append(super().open(device, **settings))
+            return self.opened[-1]
+
+    def body(mesh):
+        kept, model = Kept(), nn.Linear(4, 2)
+        session = og.distribute(model, og.DAD(always=True), mesh=mesh, transport=kept)
+        model(x[mesh.number]).sum().backward()
+        session.detach()
+        assert [comm.key for comm in kept.opened] == list(map(mesh.get_group, ("site", "local")))
+        return model.weight.grad
+
+    for found in run_mesh(2, 2, body):
+        torch.testing.assert_close(found, x.sum(1).mean(0).expand(2, 4))
+
+
 # -- what a transport cannot do -------------------------------------------------------------------
 
 
@@ -119,6 +145,25 @@ def test_distribute_refuses_it_on_all_sites_in_the_same_words():
 
     first, second = run_on_lasting_groups(2, body)
     assert first == second
+
+
+@pytest.mark.parametrize("what", ["cost", "capabilities"])
+def test_sites_whose_transports_differ_would_plan_differently(what):
+    other = {"cost": StarCost(3), "capabilities": frozenset({Capability.ALL_REDUCE})}[what]
+
+    class Odd(og.TorchDistributed):
+        def open(self, device, **settings):
+            comm = super().open(device, **settings)
+            if comm.rank == 1:
+                setattr(comm, what, other)
+            return comm
+
+    def body(rank, group):
+        with pytest.raises(ValueError, match="the sites do not agree: site 1") as caught:
+            og.distribute(nn.Linear(4, 2), transport=Odd(), group=group)
+        return str(caught.value)
+
+    assert len({*run_on_lasting_groups(3, body)}) == 1
 
 
 def test_low_rank_takes_no_way_that_the_transport_does_not_have():
