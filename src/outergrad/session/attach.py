@@ -14,6 +14,7 @@ from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.core.protocols import Method, Rules
+from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.core.types import Link
 from outergrad.layers import RULES
@@ -30,6 +31,7 @@ from outergrad.session.mesh.topology import MeshTopology
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
 from outergrad.session.topology import Topology
+from outergrad.session.transform_checks import capturing, check_transform, refuse_unfit
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
@@ -49,6 +51,7 @@ def distribute(
     buffers: _buffers.Kind | None = None,
     verify_every: int | None = None,
     on_drift: _drift.OnDrift = "raise",
+    transform: GradientTransform | None = None,
 ) -> Session:
     """Shares the gradients of a model between the sites of a process group, in place.
 
@@ -90,6 +93,8 @@ def distribute(
             sets round differently, so that replicas may drift apart.
         on_drift: what to do where they differ: "raise" `og.DriftError` on all sites, "warn", or
             "mend": all sites take site 0's, with the states of optimizers, and warn.
+        transform: changes this site's own gradient before anything of it travels, as for privacy:
+            see `og.GradientTransform`.
 
     Returns:
         The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `join()`, `samples()`,
@@ -108,7 +113,9 @@ def distribute(
     error, inspection, recorders = None, None, ()
     try:
         recorders = recorders_of(recorder)
-        inspection = topology.look_at(model, method, rules)
+        check_transform(transform)
+        inspection = topology.look_at(model, capturing(method, transform), rules)
+        refuse_unfit(transform, model, method, inspection, mesh=mesh is not None)
         topology.refuse_settings(
             weighting=weighting,
             max_bad_steps=max_bad_steps,
@@ -122,7 +129,7 @@ def distribute(
     lines = [] if inspection is None else describe(model, method, inspection)
     lines += [f"session {count_session(comm.group)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
-    lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]
+    lines += [f"verify_every: {verify_every}, on_drift: {on_drift}", f"transform: {transform!r}"]
     with lost_sites_told(comm, "og.distribute on all sites"):
         agreed = topology.agree(lines, error)
         assert inspection is not None
@@ -138,6 +145,7 @@ def distribute(
         buffers=SharedBuffers(model, kind, inspection.local_buffers),
         verify_every=verify_every,
         on_drift=on_drift,
+        transform=transform,
     )
     session = topology.session(inspection, agreed, settings, method)
     session.tap(inspection)
