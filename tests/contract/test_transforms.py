@@ -7,8 +7,10 @@ sample, or None where that cannot be known, as with noise.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from by_sample import Gradients, SampleCase, built, by_sample, length, loss_of, 
 from cases import relative_error
 from covering import covering
 from outergrad.step.step import SharedStep
+from places import REPOSITORY
 from ranks import run_on_lasting_groups
 
 LIMIT = 0.1
@@ -222,3 +225,55 @@ def test_sites_draw_other_noise_and_keep_replicas_equal():
     for name in first:
         assert not torch.allclose(first[name], second[name])
         assert torch.equal(shared[name], other[name])
+
+
+def documented(heading: str) -> str:
+    """The first example below a heading of docs/extending.md."""
+    page = (REPOSITORY / "docs" / "extending.md").read_text()
+    return re.search(rf"## {heading}\n.*?```python\n(.*?)```", page, re.DOTALL)[1]
+
+
+def test_the_documented_transform_is_dp_sgd():
+    """Less noise than a thousandth of the limit, it is clipping by sample."""
+    code, names = documented("A transform"), {}
+    assert len(code.splitlines()) < 60
+    exec(compile(code.split("session = ")[0], "docs/extending.md", "exec"), names)
+
+    def transform(site):
+        return names["DPSGD"](LIMIT, 1e-4, torch.Generator().manual_seed(site))
+
+    case = CASES["linear"]
+    entry = TRANSFORMS["dp-sgd without noise"]
+    expected = mean([entry.expected(by_sample(case, site)) for site in range(2)])
+    for steps in train(case, og.DAD(), transform):
+        for _, _, grads in steps:
+            check_equal(grads, expected, 0.01)
+
+
+def test_a_rule_of_ones_own_tells_samples_apart():
+    """The documented rule, with the method and the argument that the page speaks of."""
+    names: dict[str, Any] = {}
+    exec(compile(documented("A layer").split("session = ")[0], "docs", "exec"), names)
+
+    class Rule(names["TransposedRule"]):
+        def forward(self, module, tap, x):
+            return super().forward(module, partial(tap, samples=len(x)), x)
+
+        def by_sample(self, module, slot, call, samples):
+            return og.transforms.sampled(self.factors(module, slot, call), samples)
+
+    case = SampleCase(names["model"], [torch.randn(n, 4, 20) for n in (3, 2)])
+    rules = {**og.RULES, names["Transposed"]: Rule()}
+    expected = TRANSFORMS["dp-sgd without noise"].expected
+
+    def body(rank, group):
+        model = copy.deepcopy(case.model)
+        about = {"group": group, "rules": rules, "transform": DPSGD(LIMIT)}
+        session = og.distribute(model, og.DAD(always=True), **about)
+        loss_of(model, case.batches[rank]).backward()
+        session.detach()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    shared = mean([expected(by_sample(case, site)) for site in range(2)])
+    for grads in run_on_lasting_groups(2, body):
+        check_equal(grads, shared)

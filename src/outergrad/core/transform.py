@@ -73,7 +73,7 @@ class GradientTransform(Protocol):
     with, and every layer is checked to see as many. Of a loss that is a mean, as usual, the rows
     of a sample make up 1 / B of its gradient; with a GradScaler all of it is multiplied by its
     scale. What the transform remembers, as the state of a generator, is not part of the session's
-    state: save it beside, as by `og.Checkpoints(..., noise=transform)`.
+    state: save it beside, as by `og.Checkpoints(..., noise=generator)`.
     """
 
     needs_samples: bool

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outergrad.core.protocols import TapFn
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.linalg.site_gradient import sample_of_rows
+from outergrad.linalg.site_gradient import sampled
 
 
 class LinearProducts:
@@ -27,12 +27,6 @@ class LinearProducts:
     def by_sample(self, module: nn.Module, slot: int, call: Call, samples: Samples) -> SampleRows:
         """The same rows."""
         return sampled(self.factors(module, slot, call), samples)
-
-
-def sampled(factors: Factors, samples: Samples) -> SampleRows:
-    """Rows none of which is of several samples, with the sample of each."""
-    rows, device = factors.d_GRO.shape[1], factors.d_GRO.device
-    return SampleRows(factors, sample_of_rows(samples, rows, device))
 
 
 def tapped_linear(

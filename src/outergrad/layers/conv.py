@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from outergrad.core.protocols import TapFn
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import computed_reason, detached, input_of, matrix_slot, sampled
+from outergrad.layers._common import computed_reason, detached, input_of, matrix_slot
+from outergrad.linalg.site_gradient import sampled
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

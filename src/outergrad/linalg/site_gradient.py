@@ -26,6 +26,12 @@ def sample_of_rows(samples: Samples, rows: int, device: torch.device) -> Tensor:
     return index_B.repeat_interleave(positions)
 
 
+def sampled(factors: Factors, samples: Samples) -> SampleRows:
+    """Rows none of which is of several samples, with the sample of each."""
+    rows, device = factors.d_GRO.shape[1], factors.d_GRO.device
+    return SampleRows(factors, sample_of_rows(samples, rows, device))
+
+
 def scaled(gradient: SiteGradient, factor: float | Tensor) -> SiteGradient:
     """So many times the gradient; factor is a number or a tensor of one element."""
     rows = {slot: _times(part, factor) for slot, part in gradient.rows.items()}
