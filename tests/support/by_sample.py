@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cases import Branches, mlp
 
@@ -158,6 +159,13 @@ def cell() -> SampleCase:
     return SampleCase(Branches(forward, layer=nn.GRUCell(8, 5)), floats(4, 8))
 
 
+def checkpointed() -> SampleCase:
+    """Computed again in backward."""
+    forward = lambda m, x: m.last(checkpoint(m.body, x, use_reentrant=False))  # noqa: E731
+    model = Branches(forward, body=mlp(6, 7, 8), last=nn.Linear(8, 4))
+    return SampleCase(model, floats(3, 6))
+
+
 def frozen() -> SampleCase:
     """Without gradients in its norm and its first layer."""
     model = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5))
@@ -193,6 +201,7 @@ CASES: dict[str, Callable[[], SampleCase]] = {
     "gru, two directions": lambda: sequence_first(nn.GRU(8, 4, 2, bidirectional=True)),
     "lstm with projection": lambda: sequence_first(nn.LSTM(8, 5, proj_size=4)),
     "cell": cell,
+    "checkpointed": checkpointed,
     "frozen": frozen,
     "used by one": used_by_one,
 }

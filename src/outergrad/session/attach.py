@@ -115,7 +115,8 @@ def distribute(
         recorders = recorders_of(recorder)
         check_transform(transform)
         inspection = topology.look_at(model, capturing(method, transform), rules)
-        refuse_unfit(transform, model, method, inspection, mesh=mesh is not None)
+        kept = (buffers or topology.buffers) == "local"
+        refuse_unfit(transform, model, method, inspection, mesh=mesh is not None, keeps=kept)
         topology.refuse_settings(
             weighting=weighting,
             max_bad_steps=max_bad_steps,

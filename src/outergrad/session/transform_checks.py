@@ -60,8 +60,17 @@ def refuse_unfit(
     inspection: Inspection,
     *,
     mesh: bool,
+    keeps: bool,
 ) -> None:
     """Checks that a transform sees all that a site sends.
+
+    Args:
+        transform: as for `distribute`.
+        model: as for `distribute`.
+        method: as for `distribute`.
+        inspection: of the model.
+        mesh: whether a site has several ranks.
+        keeps: whether each site keeps its own buffers.
 
     Raises:
         ValueError: names what it would not see, with the remedy.
@@ -73,6 +82,7 @@ def refuse_unfit(
         problems.append(_of_all_layers(inspection))
     if transform.needs_samples:
         problems.append(_of_samples(model, method, inspection))
+        problems.append(iter(()) if keeps else _of_buffers(model, inspection))
     first = next((why for found in problems for why in found), None)
     if first is not None:
         raise ValueError(f"transform={transform!r}: {first}")
@@ -134,6 +144,15 @@ def _of_samples(model: nn.Module, method: Any, inspection: Inspection) -> Iterat
                 f"needs_samples, but the rule of {layer.slots[0].weight!r}, "
                 f"{type(layer.rule).__name__}, has no by_sample(): write it (docs/extending.md), "
                 f"or {_REMEDY}"
+            )
+
+
+def _of_buffers(model: nn.Module, inspection: Inspection) -> Iterator[str]:
+    for name, _ in model.named_buffers():
+        if name not in inspection.local_buffers:
+            yield (
+                f"needs_samples, but buffer {name!r}, if forwards write to it, would travel as it "
+                f"is: pass buffers='local'"
             )
 
 

@@ -60,6 +60,12 @@ def normed(norm):
     return nn.Sequential(nn.Linear(6, 4), norm, nn.Linear(4, 2))
 
 
+def buffered():
+    model = mlp(6, 4)
+    model.register_buffer("seen", torch.zeros(1))
+    return model
+
+
 MODEL, DEEPER = mlp(6, 7, 5), mlp(6, 7, 7, 5)
 PARAMETER = nn.Parameter(torch.ones(4))
 SITE, SAMPLES = ClippedSite(1.0), DPSGD(1.0)
@@ -80,6 +86,7 @@ REFUSED = {
         r"'0.weight' .*part of the layer is frozen or local",
     ),
     "mixes samples": (normed(nn.BatchNorm1d(4, affine=False)), og.DAD(), SAMPLES, r"'1' .*mixes"),
+    "a buffer": (buffered(), og.DAD(), SAMPLES, r"buffer 'seen', .*: pass buffers='local'"),
     "rule without samples": (Own(6, 4), og.DAD(), SAMPLES, r"OwnRule, has no by_sample\(\): write"),
     "every, by sample": (MODEL, og.DAD(every=2), SAMPLES, r"'0.weight' has every=2.* every=1"),
     "every, several": (
@@ -124,6 +131,16 @@ def test_what_is_no_transform(transform):
             og.distribute(copy.deepcopy(MODEL), group=group, transform=transform)
 
     run_on_lasting_groups(1, body)
+
+
+def test_buffers_that_each_site_keeps():
+    def body(rank, group):
+        about = {"group": group, "buffers": "local", "transform": SAMPLES}
+        og.distribute(buffered(), og.DAD(), **about).detach()
+        about = {"group": group, "transform": SITE}
+        og.distribute(buffered(), og.DAD(), **about).detach()
+
+    run_on_lasting_groups(2, body)
 
 
 def test_sites_with_other_settings_are_told():

@@ -257,6 +257,55 @@ def test_a_single_site_is_transformed_too(transform, method):
     run_on_lasting_groups(1, body)
 
 
+def test_a_single_site_in_a_joined_loop():
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        about = {"transform": ClippedSite(0.1), "verify_every": 1, "group": group}
+        session = og.distribute(model, og.DAD(), **about)
+        optimizer = SGD(model.parameters(), lr=0.0)
+        with session.join():
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(XS[0]).square().mean().backward()
+                check(model, clipped(own_gradient(MODEL, XS[0]), 0.1))
+                optimizer.step()
+        assert not session.make_equal()
+        session.detach()
+
+    run_on_lasting_groups(1, body)
+
+
+@pytest.mark.parametrize("method", [og.DAD(), og.Dense(), og.RankDAD(rank=4)], ids=str)
+def test_a_session_goes_on_from_its_state(method):
+    """To the bit, with noise whose generator is saved beside it."""
+
+    def steps(model, session, rank):
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            model(XS[rank]).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    def body(rank, group):
+        generator = torch.Generator().manual_seed(rank)
+        transform, model = DPSGD(1.0, 1.0, generator), copy.deepcopy(MODEL)
+        session = og.distribute(model, method, group=group, transform=transform)
+        steps(model, session, rank)
+        saved, drawn = session.state_dict(), generator.get_state()
+        expected = steps(model, session, rank)
+        session.detach()
+        session = og.distribute(model, method, group=group, transform=transform)
+        session.load_state_dict(saved)
+        generator.set_state(drawn)
+        found = steps(model, session, rank)
+        session.detach()
+        return zip(expected, found, strict=True)
+
+    for pairs in run_on_lasting_groups(SITES, body):
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
 def test_a_backward_that_raises_is_discarded_and_the_next_counts():
     booming = Branches(
         lambda m, x, on: m.body(Boom.apply(m.first(x), on)),
