@@ -4,12 +4,13 @@ Sites that train replicas of one model exchange the factors of its weight gradie
 and deltas, instead of the gradients: the same gradients at a fraction of the bytes.
 """
 
-from outergrad import events, report, wire
+from outergrad import events, report, transforms, wire
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
 from outergrad.comm.torch import TorchDistributed
 from outergrad.core.errors import BadStepsError, DriftError, SiteLostError, StepDiscardedError
 from outergrad.core.protocols import Rule
+from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
 from outergrad.core.types import Call, Factors, Part, Slot
 from outergrad.layers import RULES
 from outergrad.methods import (
@@ -42,6 +43,7 @@ __all__ = [
     "Dense",
     "DriftError",
     "Factors",
+    "GradientTransform",
     "Local",
     "LocalSteps",
     "Part",
@@ -50,8 +52,10 @@ __all__ = [
     "RankDAD",
     "Restored",
     "Rule",
+    "SampleRows",
     "Schedule",
     "Session",
+    "SiteGradient",
     "SiteLostError",
     "Slot",
     "Sparse",
@@ -63,5 +67,6 @@ __all__ = [
     "distribute",
     "events",
     "report",
+    "transforms",
     "wire",
 ]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outergrad.capture.batch import Batch, SampledUse
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.compiled import key_of
 from outergrad.capture.engine import NO_TASK, current_task
@@ -33,7 +34,16 @@ class LayerSink(Protocol):
 
 
 class TappedLayer:
-    """A module whose class was swapped for one that computes through taps."""
+    """A module whose class was swapped for one that computes through taps.
+
+    Args:
+        module: the module.
+        rule: of its type.
+        slots: its outer products.
+        watched: the parameters of each.
+        sink: is told of deltas.
+        batch: knows the samples of the model's forward, where they are to be told apart.
+    """
 
     def __init__(
         self,
@@ -42,8 +52,10 @@ class TappedLayer:
         slots: Sequence[Slot],
         watched: Sequence[Sequence[WatchedParameter]],
         sink: LayerSink,
+        batch: Batch | None = None,
     ) -> None:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
+        self._batch = batch
         self._watched = [tuple(params) for params in watched]
         self._sink = sink
         self._live = [LiveUses() for _ in slots]
@@ -52,7 +64,7 @@ class TappedLayer:
         self._decided = False
         self._own = OwnParameters([module], [p for params in watched for p in params])
         self._key, self._taps_in_graphs = key_of(self), sink.taps(self)
-        traceable = getattr(rule, "traceable", False)
+        traceable = getattr(rule, "traceable", False) and batch is None  # graphs keep no samples
         self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +88,16 @@ class TappedLayer:
             self._decided = self._sink.taps(self) and all(p.tappable() for p in watched)
         return self._decided and self._own.are_there()
 
-    def tap(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
+    def tap(
+        self,
+        y: Tensor,
+        a: Tensor,
+        slot: int = 0,
+        rows: int | None = None,
+        *,
+        samples: int | None = None,
+        positions_first: bool = False,
+    ) -> Tensor:
         """Implements `TapFn` for this layer."""
         slot %= len(self.slots)
         here = self.slots[slot]
@@ -86,6 +107,9 @@ class TappedLayer:
         tapped: Tensor = Tap.apply(y, a, self, slot, *params)  # type: ignore[assignment]
         if current_task() == NO_TASK:  # in a recomputation only the saved tensors count
             self._live[slot].add(tapped.grad_fn, rows, tapped.dtype)
+            if self._batch is not None:
+                about = self._batch.samples(here.layer, samples, positions_first=positions_first)
+                tapped.grad_fn.samples = about  # type: ignore[union-attr]
         return tapped
 
     # -- in graphs of torch.compile -------------------------------------------------------------
@@ -105,7 +129,16 @@ class TappedLayer:
         torch.ops.outergrad.rows(args[0] if args else kwargs["input"], self._key)
         return self._swap.plain_forward(*args, **kwargs)
 
-    def _tap_in_graph(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
+    def _tap_in_graph(
+        self,
+        y: Tensor,
+        a: Tensor,
+        slot: int = 0,
+        rows: int | None = None,
+        *,
+        samples: int | None = None,
+        positions_first: bool = False,
+    ) -> Tensor:
         """Implements `TapFn` for graphs; rows are counted when the graph runs."""
         from outergrad.capture.tracing import tap_in_graph
 
@@ -218,6 +251,8 @@ class TappedLayer:
 
     def _hand_on(self, slot: int, call: Call, node: Any) -> None:
         factors = partial(self.rule.factors, self.module, slot, call)
+        if self._batch is not None:
+            factors = SampledUse(factors, self.rule, self.module, slot, call, node.samples)
         self._sink.on_factors(self.slots[slot], factors)
         self._count(slot, node)
 

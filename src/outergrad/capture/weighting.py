@@ -111,13 +111,13 @@ class Weighting:
         if is_vmapped():  # a tensor shows a single sample there
             self._last = None
         elif torch.is_grad_enabled() and current_task() == NO_TASK:
-            n = _samples([*args, *kwargs.values()])
+            n = samples_in([*args, *kwargs.values()])
             self._counted = self._counted if n is None else (self._counted or 0) + n
         assert self._swap is not None
         return self._swap.plain_forward(*args, **kwargs)
 
 
-def _samples(values: Iterable[Any]) -> int | None:
+def samples_in(values: Iterable[Any]) -> int | None:
     """The first dimension of the first tensor that has one; None without any."""
     for value in values:
         if isinstance(value, PackedSequence):
@@ -125,7 +125,7 @@ def _samples(values: Iterable[Any]) -> int | None:
         if isinstance(value, Tensor) and value.dim():
             return len(value)
         items = value.values() if isinstance(value, Mapping) else value
-        found = _samples(items) if isinstance(value, Mapping | list | tuple) else None
+        found = samples_in(items) if isinstance(value, Mapping | list | tuple) else None
         if found is not None:
             return found
     return None

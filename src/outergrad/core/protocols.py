@@ -31,7 +31,16 @@ from outergrad.wire import Codec
 class TapFn(Protocol):
     """Marks the output of a product, so that its factors are captured in backward."""
 
-    def __call__(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        y: Tensor,
+        a: Tensor,
+        slot: int = 0,
+        rows: int | None = None,
+        *,
+        samples: int | None = None,
+        positions_first: bool = False,
+    ) -> Tensor:
         """Returns y, whose delta will be captured together with a for the layer's slot.
 
         Args:
@@ -39,12 +48,19 @@ class TapFn(Protocol):
             a: what `Rule.factors` needs besides delta.
             slot: index into `Rule.slots`.
             rows: N of this use; None for `y.numel() // (G * O)`.
+            samples: B, how many samples of the batch the rows are of; None where it is not known.
+            positions_first: whether the rows are (positions, samples), flattened, and not
+                (samples, positions).
         """
         ...
 
 
 class Rule(Protocol):
-    """How one type of layer computes and what its factors are; knows no communication."""
+    """How one type of layer computes and what its factors are; knows no communication.
+
+    A rule that tells samples apart, for transforms that need them, also has `by_sample(module,
+    slot, call, samples) -> SampleRows`: as `factors`, but no row is of several samples.
+    """
 
     owns: tuple[str, ...]
     """Names of child modules whose parameters this rule handles."""

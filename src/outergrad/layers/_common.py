@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
+from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
+from outergrad.linalg.site_gradient import sampled
 
 
 class LinearProducts:
@@ -22,14 +24,38 @@ class LinearProducts:
         d_GNO = rows_of(call.d, call.d.shape[-1])
         return Factors(d_GNO, rows_of(call.a, call.a.shape[-1]).to(d_GNO.dtype))
 
+    def by_sample(self, module: nn.Module, slot: int, call: Call, samples: Samples) -> SampleRows:
+        """The same rows."""
+        return sampled(self.factors(module, slot, call), samples)
+
 
 def tapped_linear(
-    tap: TapFn, x: Tensor, weight: Tensor, bias: Tensor | None, slot: int = 0
+    tap: TapFn,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slot: int = 0,
+    *,
+    samples: int | None = None,
+    positions_first: bool = False,
 ) -> Tensor:
-    """`F.linear` through a tap; x of shape (..., I), the result (..., O)."""
+    """`F.linear` through a tap; x of shape (..., I), the result (..., O).
+
+    Args:
+        tap: of the layer.
+        x: the input.
+        weight: (O, I).
+        bias: (O,), or None.
+        slot: index into `Rule.slots`.
+        samples: as for `TapFn`; None for the first dimension of x, where it is not one row.
+        positions_first: as for `TapFn`.
+    """
     flat_NI = x.reshape(-1, x.shape[-1])  # before the tap, whose output may not be a view
     y_NO = F.linear(flat_NI, weight.detach(), detached(bias))
-    return tap(y_NO, flat_NI, slot).view(*x.shape[:-1], weight.shape[0])
+    if samples is None:
+        samples = x.shape[0] if x.dim() > 1 else 1
+    tapped = tap(y_NO, flat_NI, slot, samples=samples, positions_first=positions_first)
+    return tapped.view(*x.shape[:-1], weight.shape[0])
 
 
 def computed_reason(module: nn.Module, *names: str) -> str | None:

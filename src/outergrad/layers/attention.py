@@ -78,7 +78,9 @@ class MultiheadAttentionRule(LinearProducts):
         y_BHLD, weights_BHLS = _attend(module, *heads, mask=mask, need_weights=need_weights)
         y_LBE = y_BHLD.permute(2, 0, 1, 3).flatten(2)  # the module's own layout in memory: a
         # dropout that follows then draws the same numbers
-        y = tapped_linear(tap, y_LBE, module.out_proj.weight, module.out_proj.bias, slot=-1)
+        out = module.out_proj
+        about = {"samples": y_LBE.shape[1], "positions_first": True}
+        y = tapped_linear(tap, y_LBE, out.weight, out.bias, slot=-1, **about)
         batched = query.dim() == 3
         y = y.squeeze(1) if not batched else y.transpose(0, 1) if module.batch_first else y
         if weights_BHLS is None:
@@ -128,8 +130,12 @@ def _project(
     module: nn.MultiheadAttention, tap: TapFn, query: Tensor, key: Tensor, value: Tensor
 ) -> list[Tensor]:
     """q, k and v, each (..., E)."""
-    parts = _parts(module, query, key, value)
-    projected = [tapped_linear(tap, p.x, p.weight, detached(p.bias), p.slot) for p in parts]
+    parts, last = _parts(module, query, key, value), not module.batch_first
+    samples = query.shape[int(last)] if query.dim() == 3 else 1
+    about = {"samples": samples, "positions_first": last}
+    projected = [
+        tapped_linear(tap, p.x, p.weight, detached(p.bias), p.slot, **about) for p in parts
+    ]
     return [third for y in projected for third in y.split(module.embed_dim, dim=-1)]
 
 

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
+from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import computed_reason, detached, input_of, matrix_slot
+from outergrad.linalg.site_gradient import sampled
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -38,7 +40,7 @@ class ConvRule:
         batched = input.dim() == module.weight.dim()
         batch = input if batched else input.unsqueeze(0)
         y = module._conv_forward(batch, module.weight.detach(), detached(module.bias))
-        tapped = tap(y, batch)
+        tapped = tap(y, batch, samples=batch.shape[0])
         return tapped if batched else tapped.squeeze(0)
 
     def rows(self, module: Conv, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -53,6 +55,10 @@ class ConvRule:
             call.d.unflatten(1, (module.groups, -1)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2)
         )
         return Factors(d_GNO, _patches(module, call.a.to(call.d.dtype)))
+
+    def by_sample(self, module: Conv, slot: int, call: Call, samples: Samples) -> SampleRows:
+        """The same rows."""
+        return sampled(self.factors(module, slot, call), samples)
 
 
 def _output_size(module: Conv, x: Tensor) -> list[int]:

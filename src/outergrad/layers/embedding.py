@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outergrad.core.protocols import TapFn
+from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.layers._common import computed_reason, input_of, join
 from outergrad.linalg.outer import coalesce
+from outergrad.linalg.site_gradient import sample_of_rows
 
 
 class EmbeddingRule:
@@ -51,7 +53,8 @@ class EmbeddingRule:
         y = F.embedding(input, module.weight.detach(), module.padding_idx)
         if torch.compiler.is_dynamo_compiling():  # there are no values yet that could be counted
             return tap(y, input)
-        return tap(y, input, rows=_distinct(module, input))
+        samples = input.shape[0] if input.dim() else 1
+        return tap(y, input, rows=_distinct(module, input), samples=samples)
 
     def rows(
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -61,12 +64,28 @@ class EmbeddingRule:
 
     def factors(self, module: nn.Embedding, slot: int, call: Call) -> Factors:
         """Distinct ids (R,) and their summed deltas (1, R, O)."""
-        ids_N, d_NO = call.a.flatten(), call.d.reshape(-1, call.d.shape[-1])
+        ids_N, d_NO = _looked_up(call)
         if module.padding_idx is not None:
             seen = ids_N != module.padding_idx
             ids_N, d_NO = ids_N[seen], d_NO[seen]
         ids_R, d_RO = coalesce(ids_N.long(), d_NO)
         return Factors(d_RO.unsqueeze(0), ids_R)
+
+    def by_sample(
+        self, module: nn.Embedding, slot: int, call: Call, samples: Samples
+    ) -> SampleRows:
+        """Every id that was looked up, with its own delta: equal ids are not added up."""
+        ids_N, d_NO = _looked_up(call)
+        samples_N = sample_of_rows(samples, len(ids_N), ids_N.device)
+        if module.padding_idx is not None:
+            seen = ids_N != module.padding_idx
+            ids_N, d_NO, samples_N = ids_N[seen], d_NO[seen], samples_N[seen]
+        return SampleRows(Factors(d_NO.unsqueeze(0), ids_N.long()), samples_N)
+
+
+def _looked_up(call: Call) -> tuple[Tensor, Tensor]:
+    """Ids (N,) and deltas (N, O)."""
+    return call.a.flatten(), call.d.reshape(-1, call.d.shape[-1])
 
 
 def _distinct(module: nn.Embedding, ids: Tensor) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outergrad.comm.cost import cost_of
 from outergrad.core.payload import Payload
 from outergrad.core.protocols import Exchange
 from outergrad.core.reasons import Why
@@ -107,7 +108,24 @@ class FormedExchange(Exchange):
         vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
         counts = [(m, self.sent_rows(m, m.outputs, 0)) for m in unit.matrices]
         sent = sum(self.payload_bytes(*pair) for pair in counts)
-        return self.forced or sent + FLOAT_BYTES * vectors < dense_bytes(unit, sites)
+        return self.forced or sent + FLOAT_BYTES * vectors < dense_bytes(unit, cost_of(self, sites))
+
+    # -- handed over ----------------------------------------------------------------------------
+
+    def remembers(self, unit: Unit) -> bool:
+        """Always."""
+        return True
+
+    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
+        """All that has not arrived."""
+        held = dict(self._unsent.held())
+        found: dict[Slot, Gradient] = {s: held.pop(s.place) for s in slots if s.place in held}
+        self._unsent.replace(held)
+        return found
+
+    def take_over(self, slot: Slot, residual: Gradient) -> None:
+        """Adds to what it remembers itself, if anything."""
+        self._unsent.put(slot, formed(residual, self._unsent[slot]))
 
     # -- remembered, saved and loaded -----------------------------------------------------------
 

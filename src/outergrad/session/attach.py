@@ -15,6 +15,7 @@ from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchDistributed
 from outergrad.core.protocols import Method, Rules
+from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
@@ -32,6 +33,7 @@ from outergrad.session.mesh.topology import MeshTopology
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
 from outergrad.session.topology import Topology, opened
+from outergrad.session.transform_checks import capturing, check_transform, refuse_unfit
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
@@ -52,6 +54,7 @@ def distribute(
     buffers: _buffers.Kind | None = None,
     verify_every: int | None = None,
     on_drift: _drift.OnDrift = "raise",
+    transform: GradientTransform | None = None,
 ) -> Session:
     """Shares the gradients of a model between the sites of a process group, in place.
 
@@ -95,6 +98,8 @@ def distribute(
             sets round differently, so that replicas may drift apart.
         on_drift: what to do where they differ: "raise" `og.DriftError` on all sites, "warn", or
             "mend": all sites take site 0's, with the states of optimizers, and warn.
+        transform: changes this site's own gradient before anything of it travels, as for privacy:
+            see `og.GradientTransform`.
 
     Returns:
         The session: `no_sync()`, `coverage()`, `stats()`, `flush()`, `join()`, `samples()`,
@@ -114,8 +119,11 @@ def distribute(
     error, inspection, recorders = None, None, ()
     try:
         recorders = recorders_of(recorder)
-        inspection = topology.look_at(model, method, rules)
+        check_transform(transform)
+        inspection = topology.look_at(model, capturing(method, transform), rules)
         refuse_incapable(repr(method), inspection.exchanges, comm)
+        kept = (buffers or topology.buffers) == "local"
+        refuse_unfit(transform, model, method, inspection, mesh=mesh is not None, keeps=kept)
         topology.refuse_settings(
             weighting=weighting,
             max_bad_steps=max_bad_steps,
@@ -130,7 +138,7 @@ def distribute(
     lines += transport_lines(comm)
     lines += [f"session {count_session(comm.key)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
-    lines += [f"verify_every: {verify_every}, on_drift: {on_drift}"]
+    lines += [f"verify_every: {verify_every}, on_drift: {on_drift}", f"transform: {transform!r}"]
     with lost_sites_told(comm, "og.distribute on all sites"):
         agreed = topology.agree(lines, error)
         assert inspection is not None
@@ -146,6 +154,7 @@ def distribute(
         buffers=SharedBuffers(model, kind, inspection.local_buffers),
         verify_every=verify_every,
         on_drift=on_drift,
+        transform=transform,
     )
     session = topology.session(inspection, agreed, settings, method)
     session.tap(inspection)

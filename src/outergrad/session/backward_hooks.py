@@ -38,7 +38,7 @@ class BackwardHooks(Stepping):
         """Swaps the classes of layers and blocks, so that they tell of their products."""
         for layer in inspection.layers:
             watched = [self._watches(slot.params) for slot in layer.slots]
-            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self)
+            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, self._batch)
             self._layers.append(tapped)
             self._header_builder.add(tapped)
         for found in inspection.blocks:  # in the order of the model

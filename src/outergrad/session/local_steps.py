@@ -174,7 +174,7 @@ class LocalStepsSession(Session):
             Announced(self._stats.step, self._start.keys(), loop=loop)
         )
         with self._giving_up():
-            step = self._step = self._new_step(header)
+            step = self._step = self._new_step(header, transform=self._transform)
         self._finish(step)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:

@@ -11,6 +11,7 @@ from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
+from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.verified import Verified
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
 
@@ -24,7 +25,15 @@ class Session(Verified):
 
         The first backward outside shares all that has been accumulated, as with DDP: as factors
         while all their rows pay and nobody else wrote to `param.grad` since it was None.
+
+        Raises:
+            RuntimeError: a transform has to tell samples apart, which a sum does not.
         """
+        if self._batch is not None:
+            raise RuntimeError(
+                f"session.no_sync(): {self._transform!r} needs the gradient of each sample, which "
+                f"is not kept over several passes: share every backward, of one batch"
+            )
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -51,10 +60,12 @@ class Session(Verified):
         """How each parameter travels and why; `print(session.coverage())` shows a table."""
         model = self._model
         params = {**model.params, **self._frozen, **self._local}
-        exchanges = [self._exchanges[unit] for unit in model.units]
-        sites, chosen = self._comm.world_size, [self._chosen.get(u) for u in model.units]
-        told = (model.units, model.reasons, exchanges, sites, chosen, self._header_builder.rows)
-        return self._cadence.noted(coverage(params, self._local, *told))
+        units, reasons = units_shown(model, self._exchanges)
+        exchanges = [self._exchanges[unit] for unit in units]
+        sites, chosen = self._comm.world_size, [self._chosen.get(u) for u in units]
+        told = (units, reasons, exchanges, sites, chosen, self._header_builder.rows)
+        lines = self._cadence.noted(coverage(params, self._local, *told))
+        return noted(lines, self._transform)
 
     def stats(self) -> Stats:
         """Bytes and seconds of the last synchronised step, per layer and in total."""

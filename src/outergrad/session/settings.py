@@ -9,6 +9,7 @@ from datetime import timedelta
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
 from outergrad.core.protocols import Recorder
+from outergrad.core.transform import GradientTransform
 from outergrad.session.drift import ON_DRIFT, OnDrift
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
@@ -27,6 +28,7 @@ class Settings:
         buffers: what becomes of them.
         verify_every: after how many shared steps the replicas are compared; None for never.
         on_drift: what to do if they differ.
+        transform: changes this site's gradient before it travels.
     """
 
     method: str
@@ -36,6 +38,7 @@ class Settings:
     buffers: SharedBuffers = field(default_factory=SharedBuffers)
     verify_every: int | None = None
     on_drift: OnDrift = "raise"
+    transform: GradientTransform | None = None
 
 
 def check_settings(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from outergrad.capture.batch import Batch
 from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
 from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
 from outergrad.core.reasons import Reason
+from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.core.types import Slot, Unit
 from outergrad.messages.header import Header, Join
@@ -31,9 +33,14 @@ from outergrad.step.joint import JointParts, JointStep, described
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
+from outergrad.step.transforming import leftover_error
 from outergrad.step.unsynced import UnsyncedStep
 
 Step = UnsyncedStep | SharedStep
+
+
+def _batch(transform: GradientTransform | None) -> Batch | None:
+    return Batch() if transform is not None and transform.needs_samples else None
 
 
 class Stepping(GivingUp):
@@ -77,7 +84,9 @@ class Stepping(GivingUp):
         self._due_parts: DueParts | None = None
         self._step: Step | None = None
         self._synchronise, self._attached = True, True
-        self._several = comm.world_size > 1
+        self._transform = settings.transform
+        self._batch = _batch(settings.transform)
+        self._several = comm.world_size > 1 or settings.transform is not None
         self._unshared: set[str] = set()
         self._weighting, self._join = settings.weighting, Join.NONE
         self._buffers = settings.buffers
@@ -88,6 +97,8 @@ class Stepping(GivingUp):
 
     def taps(self, layer: TappedLayer) -> bool:
         """Whether some product of the layer should travel as factors in the next step."""
+        if self._batch is not None:  # samples are told apart by rows alone, however these travel
+            return True
         return any(self._tap_next[self._unit_of[slot]] for slot in layer.slots)
 
     def taps_block(self, block: Block) -> bool:
@@ -105,6 +116,7 @@ class Stepping(GivingUp):
 
     def _unsynchronised(self, task: int, used: set[str]) -> UnsyncedStep:
         several, self._due_parts = self._several, None
+        self._refuse_leftover(self._leftover())
         self._unshared |= used if several else set()
         write = self._accumulator.write if several else None
         captured = Captured(self._model, used, self._blocks, write)
@@ -113,12 +125,14 @@ class Stepping(GivingUp):
     def _synchronised(self, task: int, used: set[str]) -> Step:
         """Shares what is due; on a single site that needs no messages."""
         alone = not self._several and not any(self._tap_next.values())
+        leftover = self._leftover()
         carried_over = self._accumulator.take(used)
         due_parts = self._due_parts = self._cadence.due_parts(
             task, used, carried_over, rows=not alone
         )
         if due_parts.due is None:
             assert due_parts.later is not None
+            self._refuse_leftover(leftover)
             return due_parts.later
         model = due_parts.due.model
         if alone:
@@ -131,6 +145,9 @@ class Stepping(GivingUp):
         loop = Loop(self._weighting.take(), self._join, self._buffers.written())
         about = Announced(self._stats.step, announced, waiting, *agreed, loop)
         header = due_parts.due.header_builder.header(about)
+        if getattr(self._transform, "forms", False):
+            uses = tuple(replace(use, tapped=False) for use in header.uses)
+            header = replace(header, uses=uses)
         return self._new_step(
             header,
             task=task,
@@ -139,7 +156,21 @@ class Stepping(GivingUp):
             used=due_parts.used,
             carried_over=due_parts.carried_over,
             joint=JointStep(points, self._comm, header, trained),
+            transform=self._transform,
+            leftover=leftover,
         )
+
+    def _leftover(self) -> str:
+        """A parameter with a gradient that a transform must not see: of an earlier shared step."""
+        if self._transform is None:
+            return ""
+        params = self._model.params.items()
+        left = (n for n, p in params if p.grad is not None and n not in self._unshared)
+        return next(left, "")
+
+    def _refuse_leftover(self, name: str) -> None:
+        if name and self._transform is not None:
+            raise RuntimeError(leftover_error(name, self._transform))
 
     def _new_step(self, header: Header, **about: Any) -> SharedStep:
         """Begins a step with the other sites: of the whole model, unless a `StepSpec` says else.

@@ -45,6 +45,8 @@ class Watching(Joining):
         except TypeError:  # a class that allows no subclass: backward and optimizers remain
             self._kept_watch = watch
         look_at_steps(self)
+        if self._batch is not None:
+            self._batch.watch(model)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
         watch.follow([w.node for w in self._watched.values() if w.node is not None])
@@ -52,6 +54,8 @@ class Watching(Joining):
     def _forget_model(self) -> None:
         """The session ends, and holds on to no node of autograd."""
         look_away(self)
+        if self._batch is not None:
+            self._batch.remove()
         watch = self._model_watch()
         if watch is not None:
             watch.follow(())

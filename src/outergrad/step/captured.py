@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -72,6 +72,24 @@ class Captured:
             use.release()
         self._uses.clear()
 
+    @property
+    def slots(self) -> list[Slot]:
+        """Those with uses."""
+        return list(self._of_slot)
+
+    def uses(self, slot: Slot) -> Sequence[Callable[[], Factors]]:
+        """The uses of a slot, as they were added."""
+        return self._of_slot.get(slot, ())
+
+    def replace(self, slot: Slot, factors: Factors) -> None:
+        """Has other rows stand for all uses of a slot."""
+        self._of_slot.update(_known({slot: [factors]}))
+
+    def drop(self, slot: Slot) -> None:
+        """Forgets the uses of a slot: their product is in `param.grad`."""
+        del self._of_slot[slot]
+        self.settled.add(slot)
+
     def rows(self, slot: Slot, announced: int = 0) -> Factors:
         """The rows of all uses of a slot, of zeros where fewer came than were announced.
 
@@ -99,8 +117,7 @@ class Captured:
         for slot in self._touching.get(name, ()):
             if slot in self._of_slot:
                 self._form(slot, self.rows(slot))
-                del self._of_slot[slot]
-                self.settled.add(slot)
+                self.drop(slot)
         for block, use in [pair for pair in self._uses if name in pair[0].params]:
             if name in self._blocks[block].params_of(use):
                 self._compute_again(block, use)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.engine import NO_TASK
 from outergrad.core.model import Model
+from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.messages.header import Header
 from outergrad.planning.plan import Planner
@@ -17,6 +18,7 @@ from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured
 from outergrad.step.carried_over import CarriedOver
 from outergrad.step.joint import JointStep
+from outergrad.step.transforming import Transforming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class StepSpec:
         reading: measures the gradients, if the step is recorded.
         buffers: what becomes of running statistics.
         skips_bad: whether the step is skipped if a gradient is not finite.
+        transform: changes this site's gradient before it is sent.
+        leftover: name of a parameter with a gradient that is none of this step's.
     """
 
     model: Model
@@ -50,10 +54,18 @@ class StepSpec:
     reading: Reading | None = None
     buffers: SharedBuffers = field(default_factory=SharedBuffers)
     skips_bad: bool = False
+    transform: GradientTransform | None = None
+    leftover: str = ""
 
     def captured(self) -> Captured:
         """What the backward will capture, begun with the rows of earlier passes."""
         return Captured(self.model, self.used, self.blocks, carried_over=self.carried_over)
+
+    def transforming(self, captured: Captured) -> Transforming | None:
+        """The transform at work; None where there is none."""
+        if self.transform is None:
+            return None
+        return Transforming(self.transform, captured, self.leftover)
 
     def context(self, captured: Captured) -> StepContext:
         """What the messages of the step need to know."""

@@ -45,6 +45,8 @@ class SharedStep:
         self.decision: Decision | None = None
         self._model, self._planner, self._comm = model, planner, comm
         self.captured = spec.captured()
+        self._transforming = spec.transforming(self.captured)
+        self._holds_back = self._transforming is not None and self._transforming.holds_back
         self._waiting = set(spec.used)
         self._buckets: list[Bucket] = []
         self._sent: list[tuple[Bucket, Pending]] = []
@@ -93,9 +95,12 @@ class SharedStep:
 
         What starts depends on the place in the program alone, never on timing: collectives of
         others on the same group may come between, in the same places on every site. The last
-        message waits for the end of backward: a site that raises can always still say so.
+        message waits for the end of backward: a site that raises can always still say so. All
+        wait for it where a transform has to see all layers.
         """
         self._waiting.discard(name)
+        if self._holds_back:
+            return
         if self.choice is None and not self._planner.packer.opening.isdisjoint(self._waiting):
             return
         self.agreed()
@@ -135,6 +140,8 @@ class SharedStep:
         """Starts the next message."""
         bucket = self._buckets[len(self._sent)]
         if self.context.state == State.GOOD:
+            if self._transforming is not None:
+                self._transforming.apply(bucket.params)
             for name in bucket.dense_params:
                 self.captured.settle(name)
         with torch.no_grad():
@@ -173,6 +180,8 @@ class SharedStep:
             self._sent_buffers.finish(write=decision.good)
         self._planner.commit(applied=decision.good)
         self.captured.release()
+        if self._transforming is not None:
+            self._transforming.drop_unused(self.context.used)
         if not decision.good:
             self._joint.clear()
             param_grad.drop(self._model.params[name] for name in self.context.used)

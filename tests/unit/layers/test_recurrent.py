@@ -76,7 +76,7 @@ class Tapped:
         if here.bias is not None:
             self.gradients[here.bias] += factors.d_GRO.sum((0, 1))
 
-    def _tap(self, y: Tensor, a: Tensor, slot: int = 0, rows: int | None = None) -> Tensor:
+    def _tap(self, y: Tensor, a: Tensor, slot: int = 0, **_: Any) -> Tensor:
         params = [self.module.get_parameter(name) for name in self.slots[slot].params]
         return Capture.apply(y, a, self, slot, *params)
 

@@ -55,7 +55,8 @@ class Direction:
     def tap(self, y_NO: Tensor, a_NI: Tensor, part: str) -> Tensor:
         """What has the delta of a product, through the tap of its weight."""
         slot = self.place * len(parts_of(self.module)) + PARTS.index(part)
-        return self._tap(y_NO, a_NI, slot)
+        samples = None if self._steps.packed else self._steps.batch
+        return self._tap(y_NO, a_NI, slot, samples=samples, positions_first=True)
 
     @torch.no_grad()
     def known(self, x_NI: Tensor, first: States) -> Known:

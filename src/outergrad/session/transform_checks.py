@@ -1,0 +1,183 @@
+"""What does not go together with `transform=`, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from outergrad.core.model import Exchanges, Model
+from outergrad.core.transform import GradientTransform
+from outergrad.core.types import Unit
+from outergrad.methods import Dense, LocalSteps, PerLayer
+from outergrad.methods.captured_dense import CapturedDense
+from outergrad.methods.dense import DenseExchange
+from outergrad.record.coverage import Coverage, Travel
+from outergrad.session.inspect import Inspection
+
+_REMEDY = "freeze it (requires_grad_(False)) or make it og.Local()"
+
+
+def check_transform(transform: Any) -> None:
+    """Whether it is a transform at all.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: the sites could not compare it.
+    """
+    if transform is None:
+        return
+    needs = [getattr(transform, f"needs_{what}", None) for what in ("samples", "all_layers")]
+    flags = [*needs, getattr(transform, "forms", False)]
+    if not callable(transform) or not all(type(flag) is bool for flag in flags):
+        raise TypeError(
+            f"transform={transform!r}: pass an object that can be called, with needs_samples and "
+            f"needs_all_layers, True or False (og.transforms.GradientTransform)"
+        )
+    if type(transform).__repr__ is object.__repr__:
+        raise ValueError(
+            f"transform={type(transform).__name__}: the sites compare its repr, which is that of "
+            f"every object: give it a __repr__ with its settings, or make it a frozen dataclass"
+        )
+
+
+def capturing(method: Any, transform: GradientTransform | None) -> Any:
+    """The method, with layers captured where it sends them dense, if a transform needs samples."""
+    if transform is None or not transform.needs_samples:
+        return method
+    if isinstance(method, PerLayer):
+        methods = {p: capturing(one, transform) for p, one in method.methods.items()}
+        return replace(method, methods=methods)
+    return CapturedDense(every=method.every) if type(method) is Dense else method
+
+
+def refuse_unfit(
+    transform: GradientTransform | None,
+    model: nn.Module,
+    method: Any,
+    inspection: Inspection,
+    *,
+    mesh: bool,
+    keeps: bool,
+) -> None:
+    """Checks that a transform sees all that a site sends.
+
+    Args:
+        transform: as for `distribute`.
+        model: as for `distribute`.
+        method: as for `distribute`.
+        inspection: of the model.
+        mesh: whether a site has several ranks.
+        keeps: whether each site keeps its own buffers.
+
+    Raises:
+        ValueError: names what it would not see, with the remedy.
+    """
+    if transform is None:
+        return
+    problems = [_of_any(inspection, mesh=mesh)]
+    if transform.needs_all_layers:
+        problems.append(_of_all_layers(inspection))
+    if transform.needs_samples:
+        problems.append(_of_samples(model, method, inspection))
+        problems.append(iter(()) if keeps else _of_buffers(model, inspection))
+    first = next((why for found in problems for why in found), None)
+    if first is not None:
+        raise ValueError(f"transform={transform!r}: {first}")
+
+
+def _of_any(inspection: Inspection, *, mesh: bool) -> Iterator[str]:
+    if mesh:
+        yield (
+            f"mesh=, as for {next(iter(inspection.model.params))!r}, pools what the ranks of a "
+            f"site captured where no transform sees it: use group= over all ranks"
+        )
+    for found in inspection.blocks:
+        yield (
+            f"{found.block.params[0]!r} would be computed again by every site from activations, "
+            f"which no transform changes: use og.DAD() for it"
+        )
+    for name in inspection.joint_parts:
+        yield (
+            f"PerLayer(joint=True) sends deltas of {name!r}, which no transform changes: use "
+            f"joint=False"
+        )
+
+
+def _of_all_layers(inspection: Inspection) -> Iterator[str]:
+    first, *others = inspection.every.items()
+    for name, k in others:
+        if k != first[1]:
+            yield (
+                f"needs_all_layers, but {first[0]!r} travels with every={first[1]} and {name!r} "
+                f"with every={k}: give all methods one every="
+            )
+
+
+def _of_samples(model: nn.Module, method: Any, inspection: Inspection) -> Iterator[str]:
+    if isinstance(method, LocalSteps):
+        yield (
+            f"needs_samples, but og.LocalSteps sends how weights as "
+            f"{next(iter(inspection.model.params))!r} have changed, which is of no sample: use "
+            f"og.DAD() or og.RankDAD(...)"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            yield (
+                f"needs_samples, but {name!r} is a {type(module).__name__}, which mixes the "
+                f"samples of a batch: use a GroupNorm or LayerNorm without parameters "
+                f"(affine=False)"
+            )
+    for name, k in inspection.every.items():
+        if k > 1:
+            yield (
+                f"needs_samples, but {name!r} has every={k}, and samples are not kept over several "
+                f"passes: leave every=1"
+            )
+    for name, why in inspection.model.reasons.items():
+        yield f"needs_samples, but {name!r} has no gradient by sample ({why}): {_REMEDY}"
+    for layer in inspection.layers:
+        if not hasattr(layer.rule, "by_sample"):
+            yield (
+                f"needs_samples, but the rule of {layer.slots[0].weight!r}, "
+                f"{type(layer.rule).__name__}, has no by_sample(): write it (docs/extending.md), "
+                f"or {_REMEDY}"
+            )
+
+
+def _of_buffers(model: nn.Module, inspection: Inspection) -> Iterator[str]:
+    for name, _ in model.named_buffers():
+        if name not in inspection.local_buffers:
+            yield (
+                f"needs_samples, but buffer {name!r}, if forwards write to it, would travel as it "
+                f"is: pass buffers='local'"
+            )
+
+
+# -- what the coverage table says -----------------------------------------------------------------
+
+
+def units_shown(model: Model, exchanges: Exchanges) -> tuple[Sequence[Unit], dict[str, str]]:
+    """Units that may travel as rows, and of all other parameters why they travel dense."""
+    dense = [u for u in model.units if isinstance(exchanges[u], DenseExchange)]
+    why = {name: "the method is dense" for unit in dense for name in unit.params}
+    return [unit for unit in model.units if unit not in dense], {**model.reasons, **why}
+
+
+def noted(lines: Coverage, transform: GradientTransform | None) -> Coverage:
+    """Says of what travels that it is what a transform has left."""
+    if transform is None:
+        return lines
+    return Coverage(tuple(_noted(line, transform) for line in lines))
+
+
+def _noted(line: Travel, transform: GradientTransform) -> Travel:
+    if line.travels in ("local", "not trained"):
+        return line
+    why = line.why
+    if getattr(transform, "forms", False) and line.travels in ("dense", "factors or dense"):
+        line, why = replace(line, travels="dense"), "the transform returns formed gradients"
+    return replace(line, why=f"{why}; after {transform!r}")

@@ -1,0 +1,210 @@
+"""A transform at work in one step: what was captured is changed before any of it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outergrad.capture.batch import SampledUse
+from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
+from outergrad.core.types import Factors, Slot, Unit
+from outergrad.linalg.outer import coalesce
+from outergrad.step.captured import Captured
+
+
+class Transforming:
+    """Changes this site's own gradient, each part of it once, also if the step starts again.
+
+    Args:
+        transform: the user's.
+        captured: by the backward; what the transform returns takes its place.
+        leftover: name of a parameter that had a gradient before, which is none of this step's.
+    """
+
+    def __init__(
+        self, transform: GradientTransform, captured: Captured, leftover: str = ""
+    ) -> None:
+        self._transform, self._captured, self._leftover = transform, captured, leftover
+        self.holds_back = transform.needs_all_layers
+        self._params, model = captured.model.params, captured.model
+        in_units = {name for unit in model.units for name in unit.params}
+        plain = [Unit((), (n,), p.numel()) for n, p in self._params.items() if n not in in_units]
+        self._waiting: list[Unit] = [*model.units, *plain]
+        self._made: set[str] = set()
+        self._forward: int | None = None
+
+    @torch.no_grad()
+    def apply(self, names: Collection[str]) -> None:
+        """Changes what belongs to these parameters, unless that was done before in this step.
+
+        Raises:
+            RuntimeError: what there is cannot be told apart, or is not of this step alone.
+            ValueError: what the transform returned is not as agreed.
+        """
+        due = [u for u in self._waiting if self.holds_back or not set(u.params).isdisjoint(names)]
+        if not due:
+            return
+        if self._leftover:
+            raise RuntimeError(leftover_error(self._leftover, self._transform))
+        self._waiting = [unit for unit in self._waiting if unit not in due]
+        for units in [due] if self.holds_back else [[unit] for unit in due]:
+            given = self._given(units)
+            found = self._transform(given)
+            check_transformed(self._transform, given, found)
+            self._take(found)
+
+    def drop_unused(self, used: Collection[str]) -> None:
+        """The step counts: what no site has a gradient of is left without one."""
+        for name in self._made.difference(used):
+            self._params[name].grad = None
+
+    # -- what the transform is given --------------------------------------------------------------
+
+    def _given(self, units: Sequence[Unit]) -> SiteGradient:
+        params = {name: self._params[name] for unit in units for name in unit.params}
+        rows: dict[Slot, SampleRows] = {}
+        samples = 0
+        for unit in units:
+            if unit.slots and self._in_rows(unit):
+                for slot in unit.slots:
+                    rows[slot], count = self._rows(slot)
+                    samples = max(samples, count)
+        in_rows = {name for slot in rows for name in slot.params}
+        formed = {name: _gradient(p) for name, p in params.items() if name not in in_rows}
+        return SiteGradient(rows, formed, params, samples)
+
+    def _in_rows(self, unit: Unit) -> bool:
+        """Whether rows are all that there is of a unit; otherwise all of it is formed now.
+
+        Raises:
+            RuntimeError: the samples in it are to be told apart.
+        """
+        other = next((n for n in unit.params if self._params[n].grad is not None), None)
+        if other is None:
+            return True
+        if self._transform.needs_samples:
+            raise RuntimeError(
+                f"autograd has a gradient for {other!r} outside of its layer (a penalty, a hook on "
+                f"it, a forward that cannot be captured, a gradient of a gradient), of which "
+                f"{self._transform!r} cannot tell the samples apart: leave that out, or make the "
+                f"parameter og.Local()"
+            )
+        for name in unit.params:
+            self._captured.settle(name)
+        self._captured.has_autograd_grad.update(unit.params)
+        return False
+
+    def _rows(self, slot: Slot) -> tuple[SampleRows, int]:
+        """Of all uses, and how many samples they are of."""
+        if not self._transform.needs_samples:
+            return SampleRows(self._captured.rows(slot)), 0
+        uses = list(self._sampled(slot))
+        if not uses:
+            factors = self._captured.rows(slot)
+            nothing_N = torch.zeros(0, dtype=torch.int64, device=factors.d_GRO.device)
+            return SampleRows(_first(factors, slot, 0), nothing_N), 0
+        return _stacked([use.by_sample() for use in uses], slot), uses[0].samples.total
+
+    def _sampled(self, slot: Slot) -> Iterator[SampledUse]:
+        for use in self._captured.uses(slot):
+            assert isinstance(use, SampledUse)
+            forward = use.samples.forward
+            self._forward = forward if self._forward is None else self._forward
+            if forward != self._forward:
+                raise RuntimeError(
+                    f"{slot.layer!r}: this backward goes through several forwards of the model, "
+                    f"whose samples are not the same, and {self._transform!r} has to tell them "
+                    f"apart: run one forward, of all samples, per backward"
+                )
+            yield use
+
+    # -- what it returned -------------------------------------------------------------------------
+
+    def _take(self, found: SiteGradient) -> None:
+        for slot, part in found.rows.items():
+            if slot in self._captured.slots:
+                self._captured.replace(slot, _as_sent(part.factors, slot))
+        formed_slots = {s for s in self._captured.slots if s.weight in found.formed}
+        for slot in formed_slots:
+            self._captured.drop(slot)
+        for name, gradient in found.formed.items():
+            p = self._params[name]
+            self._made |= {name} if p.grad is None else set()
+            p.grad = gradient.to(p.dtype)
+
+
+def leftover_error(name: str, transform: GradientTransform) -> str:
+    """Why a gradient may not stay in a parameter when a backward begins."""
+    return (
+        f"{name!r} had a gradient before this backward, which {transform!r} would change again: "
+        f"call optimizer.zero_grad(set_to_none=True) before each backward that is not inside "
+        f"session.no_sync()"
+    )
+
+
+def check_transformed(transform: Any, given: SiteGradient, found: Any) -> None:
+    """Checks what a transform returned.
+
+    Raises:
+        ValueError: it has other slots, rows, names or shapes than it may have.
+    """
+    if not isinstance(found, SiteGradient):
+        raise ValueError(f"{transform!r} returned {type(found).__name__}: return a SiteGradient")
+    forms = getattr(transform, "forms", False)
+    rows_of = {} if forms else {s: part.factors.d_GRO.shape for s, part in given.rows.items()}
+    found_of = {slot: part.factors.d_GRO.shape for slot, part in found.rows.items()}
+    odd = next((s for s in {**rows_of, **found_of} if rows_of.get(s) != found_of.get(s)), None)
+    if odd is not None:
+        remedy = "set forms = True" if odd not in found_of else "return as many rows as it has"
+        remedy = "with forms = True return transforms.formed(...) of it" if forms else remedy
+        raise ValueError(
+            f"{transform!r} was given {_told(given, odd)} of {odd.weight!r} and returned "
+            f"{_told(found, odd)}: {remedy}"
+        )
+    shapes = {n: p.shape for n, p in given.params.items() if forms or n in given.formed}
+    formed = {name: t.shape for name, t in found.formed.items()}
+    name = next((n for n in {**shapes, **formed} if shapes.get(n) != formed.get(n)), None)
+    if name is not None:
+        raise ValueError(
+            f"{transform!r} returned {formed.get(name, 'nothing')} for {name!r}: return a tensor "
+            f"of its shape {tuple(given.params[name].shape)}"
+            if name in shapes
+            else f"{transform!r} returned a formed gradient of {name!r}: set forms = True"
+        )
+
+
+def _told(gradient: SiteGradient, slot: Slot) -> str:
+    part = gradient.rows.get(slot)
+    return "no rows" if part is None else f"rows {tuple(part.factors.d_GRO.shape)}"
+
+
+def _gradient(p: Tensor) -> Tensor:
+    if p.grad is None:
+        return torch.zeros_like(p)
+    if p.grad.is_sparse:
+        raise RuntimeError("a gradient is sparse: build its layer with sparse=False")
+    return p.grad
+
+
+def _stacked(parts: Sequence[SampleRows], slot: Slot) -> SampleRows:
+    """Rows behind each other."""
+    d_GNO = torch.cat([part.factors.d_GRO for part in parts], dim=1)
+    a = torch.cat([part.factors.a_GRI for part in parts], dim=0 if slot.lookup else 1)
+    samples = [part.samples_N for part in parts if part.samples_N is not None]
+    return SampleRows(Factors(d_GNO, a), torch.cat(samples))
+
+
+def _first(factors: Factors, slot: Slot, rows: int) -> Factors:
+    a = factors.a_GRI[:rows] if slot.lookup else factors.a_GRI[:, :rows]
+    return Factors(factors.d_GRO[:, :rows], a)
+
+
+def _as_sent(factors: Factors, slot: Slot) -> Factors:
+    """As rules give them: ids are distinct."""
+    if not slot.lookup:
+        return factors
+    ids_R, d_RO = coalesce(factors.a_GRI, factors.d_GRO[0])
+    return Factors(d_RO.unsqueeze(0), ids_R)

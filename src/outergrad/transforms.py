@@ -1,0 +1,24 @@
+"""What transforms of gradients work with: `og.distribute(..., transform=)`."""
+
+from outergrad.core.transform import GradientTransform, SampleRows, Samples, SiteGradient
+from outergrad.linalg.site_gradient import (
+    formed,
+    norm,
+    sample_norms,
+    sampled,
+    scaled,
+    scaled_samples,
+)
+
+__all__ = [
+    "GradientTransform",
+    "SampleRows",
+    "Samples",
+    "SiteGradient",
+    "formed",
+    "norm",
+    "sample_norms",
+    "sampled",
+    "scaled",
+    "scaled_samples",
+]
