@@ -76,7 +76,8 @@ def test_the_documented_transport_is_the_one_that_is_tested():
     section = PAGE.read_text().split("## A transport")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
     tested = (REPOSITORY / "tests/contract/examples/queue_transport.py").read_text()
-    assert tested.replace("  # noqa: E731", "").endswith(code)
+    assert tested.endswith(code)
+    assert len(code.splitlines()) < 60
 
 
 def test_the_documented_method_is_the_tested_file_and_short():
@@ -139,3 +140,9 @@ def test_the_documented_method_trains(sites):
     expected = sum(sum(seen.gradients) for seen in found) / sites
     assert relative_error(applied + owed, expected) < 1e-5
     assert owed.norm() > 1e-3 * expected.norm()
+
+
+def test_the_documented_policy_is_the_tested_file_and_short():
+    code = (REPOSITORY / "tests/contract/examples/settling.py").read_text()
+    assert code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(code.splitlines()) < 60

@@ -2,11 +2,10 @@
 
 import threading
 from collections import Counter
-from types import SimpleNamespace
 
+from outergrad.comm.by_messages import MessageComm
 from outergrad.comm.cost import StarCost
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.core.transport import Comm
 
 
 class Hub:
@@ -19,8 +18,7 @@ class Hub:
             self.kept.update(messages)
             self.changed.notify_all()
 
-    def take(self, address, timeout_s):
-        sender, _, _, _ = address
+    def take(self, sender, address, timeout_s):
         with self.changed:
             self.changed.wait_for(lambda: address in self.kept or sender in self.gone, timeout_s)
             if address in self.kept:
@@ -33,45 +31,21 @@ class QueueTransport:
     settings = frozenset({"timeout"})  # of the arguments of og.distribute, what it goes by
 
     def __init__(self, hub, rank):
-        self.hub, self.rank, self.started = hub, rank, Counter()
+        self.hub, self.rank, self.sent = hub, rank, Counter()
 
     def open(self, device, timeout=None):
-        return QueueComm(self, device, 30.0 if timeout is None else timeout.total_seconds())
+        patience_s = 30.0 if timeout is None else timeout.total_seconds()
+        comm = QueueComm(self.rank, StarCost(self.hub.sites), device, patience_s)
+        comm.key, comm.hub = self, self.hub
+        return comm
 
 
-class QueueComm(Comm):
-    def __init__(self, transport, device, patience_s):
-        self.key, self.device, self.patience_s = transport, device, patience_s
-        self.rank, self.hub, self.world_size = transport.rank, transport.hub, transport.hub.sites
-        self.cost, self.sent_bytes, self.received_bytes = StarCost(self.world_size), 0, 0
-
-    def all_reduce(self, t):
-        traffic = self.cost.all_reduce(t.nbytes)  # summed in the same order on every site
-        return self._exchange([t] * self.world_size, traffic, lambda parts: t.copy_(sum(parts)))
-
-    def all_gather(self, t, sizes, lane=0):
-        others = (sum(sizes) - sizes[self.rank]) * t.itemsize
-        traffic = self.cost.all_gather(t.nbytes, others)
-        return self._exchange([t] * self.world_size, traffic, list, lane)
-
-    def all_to_all(self, parts, sizes):
-        own = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
-        others = (sum(sizes) - sizes[self.rank]) * parts[0].itemsize
-        return self._exchange(parts, self.cost.all_to_all(own, others), list)
-
-    def broadcast(self, t):
-        none = self.cost.all_reduce(0)
-        self._exchange([t] * self.world_size, none, lambda parts: t.copy_(parts[0])).wait()
-
-    def _exchange(self, parts, traffic, then, lane=0):
-        self.sent_bytes += traffic.sent
-        self.received_bytes += traffic.received
-        self.key.started[lane] += 1
-        number, sites = self.key.started[lane], range(self.world_size)
-        self.hub.put({(self.rank, site, lane, number): parts[site].clone() for site in sites})
-        addresses = [(site, self.rank, lane, number) for site in sites]
-        arrived = lambda: [self.hub.take(one, self.patience_s) for one in addresses]  # noqa: E731
-        return SimpleNamespace(wait=lambda: then(arrived()))
+class QueueComm(MessageComm):
+    def send(self, parts, lane):
+        self.key.sent[lane] += 1
+        sites, here, place = range(self.world_size), self.rank, (lane, self.key.sent[lane])
+        self.hub.put({(here, site, *place): parts[site].clone() for site in sites})
+        return lambda: [self.hub.take(s, (s, here, *place), self.patience_s) for s in sites]
 
     def give_up(self, text, final, enough, patience_s, session=0):
         with self.hub.changed:
