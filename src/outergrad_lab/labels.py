@@ -24,6 +24,7 @@ NAMES = {
     "rank-dad-plain": "rank-dAD without memory",
     "powersgd": "PyTorch PowerSGD",
     "og-powersgd": "PowerSGD",
+    "sparse": "sparse",
     "first-rows": "first rows",
     "local-steps": "LocalSteps",
 }
@@ -43,6 +44,7 @@ LOOKS: dict[str, Style] = {
     "rank-dad-plain": {"color": "#d34a00", "linestyle": (0, (3, 2)), "marker": "<"},
     "powersgd": {"color": "#332288", "marker": "v"},
     "og-powersgd": {"color": "#0072b2", "marker": "v"},
+    "sparse": {"color": "#17becf", "marker": "X"},
     "first-rows": {"color": "#8a5fbf", "marker": "s"},
     "local-steps": {"color": "#8c564b", "marker": "*"},
 }
