@@ -54,8 +54,8 @@ class Layer:
         travels: "factors", "low rank" (sketches, merged triplets), "sparse", "compressed",
             "replayed" or "dense".
         rows: N, rows of activations and deltas on this site; 0 for what is replayed or dense.
-        kept_rows: R, the rows that this site sent of them, or the width of the sketches; 0 for
-            what is replayed or dense.
+        kept_rows: R, the rows that this site sent of them, or the width of the sketches; of what is
+            sparse, how many entries; 0 for what is replayed or dense.
         sent_bytes: payload bytes that this site sent for it.
         received_bytes: that it received.
         compress_s: seconds from its rows to packed factors.

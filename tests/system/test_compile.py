@@ -177,6 +177,7 @@ PER_LAYER = og.PerLayer({"0.*": og.DAD(always=True), "*": og.RankDAD(rank=1000, 
 WITHOUT_BREAKS = {
     **{name: METHODS[name] for name in ("dense", "dad", "rank-dad, full rank")},
     "per layer": PER_LAYER,
+    "sparse": METHODS["sparse, all entries"],
 }
 
 

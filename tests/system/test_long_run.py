@@ -38,6 +38,7 @@ METHODS: dict[str, Any] = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),
     "rank-dad, gathered": og.RankDAD(rank=1, reduce="gather", error_feedback="factored"),
+    "sparse": og.Sparse(density=0.1, always=True, momentum=0.5, warmup=50),
     "edad beside a cadence": og.PerLayer(
         {"chain.*": og.EDAD(always=True, inputs="raw"), "*": og.DAD(always=True, every=3)}
     ),

@@ -179,7 +179,7 @@ def factors(slot: og.Slot, count: int, dtype: torch.dtype) -> og.Factors:
 
 # -- settings -------------------------------------------------------------------------------------
 
-METHODS = (og.DAD, og.RankDAD, og.PowerSGD)
+METHODS = (og.DAD, og.RankDAD, og.PowerSGD, og.Sparse)
 MISTAKES = {
     "a string": ("bf16", "use codecs of og.wire, as og.wire.BF16"),
     "a dtype": (torch.bfloat16, "use codecs of og.wire, as og.wire.BF16"),
@@ -210,11 +210,14 @@ def test_sums_are_rounded_at_most(codecs):
     if codecs == (BF16(),):
         assert og.PowerSGD(wire=codecs).wire == codecs
         assert og.RankDAD(wire=codecs, reduce="all_reduce").wire == codecs
+        assert og.Sparse(wire=codecs, select="random").wire == codecs
         return
     with pytest.raises(ValueError, match=r"PowerSGD: wire=.*BF16\(\) at most"):
         og.PowerSGD(wire=codecs)
     with pytest.raises(ValueError, match=r"RankDAD: wire=.*BF16\(\) at most.*adds up"):
         og.RankDAD(wire=codecs, reduce="all_reduce")
+    with pytest.raises(ValueError, match="Sparse: wire="):
+        og.Sparse(wire=codecs, select="random")
 
 
 def test_a_codec_is_a_sequence_of_one():

@@ -30,6 +30,8 @@ class Why(Enum):
     USED_OUTSIDE_BLOCK = "used outside block"
     UNSENDABLE = "unsendable"
     """What it reads must not be sent."""
+    DENSE = "dense"
+    """Its method is."""
     OWING = "owing"
     """What the method before had not sent has to arrive."""
     BYTES = "bytes"

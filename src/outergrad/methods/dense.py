@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from outergrad.core.payload import Payload
 from outergrad.core.protocols import Exchange
+from outergrad.core.reasons import Why
 from outergrad.core.types import Part, Route, Slot, Unit
 from outergrad.methods.common import Settings
 
@@ -31,6 +32,7 @@ class DenseExchange(Exchange):
     """That of a unit which travels dense for now."""
 
     bucket_bytes = 1
+    why = Why.DENSE
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Always dense."""

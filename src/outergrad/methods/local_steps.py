@@ -40,7 +40,8 @@ class LocalSteps:
             SGD with a learning rate of 0.7 and Nesterov momentum of 0.9, as in DiLoCo. It is also
             called with a list of one parameter, to check it.
         method: how the change travels: `og.Dense()`; `og.RankDAD(...)` or `og.PowerSGD(...)` for
-            weights at low rank and the rest dense; `og.PerLayer({...})` of these and `og.Local()`.
+            weights at low rank and the rest dense; `og.Sparse(...)` for a few entries of weights;
+            `og.PerLayer({...})` of these and `og.Local()`.
     """
 
     k: int
@@ -71,8 +72,8 @@ class LocalSteps:
 def _check_method(method: Any) -> None:
     if isinstance(method, LocalSteps) or not callable(getattr(method, "exchange", None)):
         raise TypeError(
-            f"LocalSteps: method={method!r}; use og.Dense(), og.RankDAD(...), og.PowerSGD(...) or "
-            f"og.PerLayer({{...}}) of these"
+            f"LocalSteps: method={method!r}; use og.Dense(), og.RankDAD(...), og.PowerSGD(...), "
+            f"og.Sparse(...) or og.PerLayer({{...}}) of these"
         )
     if getattr(method, "every", 1) != 1:
         raise ValueError(f"LocalSteps: method={method!r}: k says how often; leave every=1")

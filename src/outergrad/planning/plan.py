@@ -202,6 +202,8 @@ class Planner:
         if route != Route.DENSE:
             why = self._exchanges[unit].why
             return Reason(why=why, route=route, tapped=load.tapped, auto=auto)
+        if self._exchanges[unit].why == Why.DENSE:
+            return Reason(why=Why.DENSE)
         if tap_next:
             return Reason(why=Why.NOT_TAPPED)
         if unit in self._has_autograd_grad:

@@ -31,6 +31,7 @@ _DENSE = {
     Why.NOT_CAPTURED: "accumulated, or not captured in the last step; {pays}",
     Why.USED_OUTSIDE_BLOCK: "a parameter is also used outside the block",
     Why.UNSENDABLE: "it reads what enters the model, or has hooks",
+    Why.DENSE: "the method is dense",
     Why.OWING: "with it travels what the method before had not sent",
     Why.BYTES: "what would be sent of it is {nbytes} bytes; {pays}",
 }
@@ -127,11 +128,20 @@ def coverage(
 def _unit_entry(
     unit: Unit, exchange: Exchange, sites: int, chosen: Reason | None, rows: int
 ) -> _Entry:
-    limit = exchange.break_even(unit, sites)
+    if sites == 1:
+        return "dense", "a single site: nothing travels", "nothing"
+    known = chosen or Reason(why=exchange.why)
+    if known.why in (Why.OWING, Why.DENSE):
+        return _dense_entry(known, "", sites, rows)
+    limit, sparse = exchange.break_even(unit, sites), exchange.why == Why.SPARSE
     most = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"
     pays = "always=True" if exchange.forced else f"factors are fewer bytes for {most} rows per site"
-    if limit <= 0:
-        return "dense", "a single site: nothing travels", "nothing"
+    if limit <= 0 or (sparse and chosen is not None and chosen.why != Why.SPARSE):
+        return "dense", "all of it is fewer bytes", _dense_reveals(sites)
+    if sparse:
+        is_sum = exchange.sketches is not None
+        learnt = f"{_dense_reveals(sites)}, a few entries" if is_sum else exchange.reveals(unit)
+        return "sparse", exchange.amount(unit), learnt
     if chosen is None:
         return "factors or dense", pays, exchange.reveals(unit)
     if chosen.why == Why.FACTORS:
@@ -141,10 +151,6 @@ def _unit_entry(
         learnt = f"{_dense_reveals(sites)}, its largest parts" if is_sum else exchange.reveals(unit)
         source = "factors" if chosen.tapped else "the formed gradient"
         return "low rank", f"{_WAYS[chosen.route]} of {source}{_auto(chosen.auto)}", learnt
-    if chosen.why == Why.SPARSE:
-        is_sum = chosen.route == Route.REDUCE
-        learnt = f"{_dense_reveals(sites)}, a few entries" if is_sum else exchange.reveals(unit)
-        return "sparse", exchange.amount(unit), learnt
     if chosen.why == Why.CODED:
         return chosen.why.value, exchange.amount(unit), exchange.reveals(unit)
     return _dense_entry(chosen, pays, sites, rows)

@@ -20,7 +20,7 @@ class LayerStats:
             "replayed" or "dense".
         sent_bytes: payload that this site sent for it.
         received_bytes: that it received.
-        kept_rows: R, rows that it sent, or the width of the sketches; 0 for others.
+        kept_rows: R, rows that it sent, the width of the sketches or the entries; 0 for others.
         compress_s: seconds from its rows to packed factors.
         replay_s: seconds in which it was computed again for all sites.
     """

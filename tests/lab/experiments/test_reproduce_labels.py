@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.tools.named_methods.attach import METHODS
+from outergrad.tools.named_methods.attach import CONFIGURABLE, METHODS
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text
-from outergrad_lab.labels import NAMES, Method, told_apart
+from outergrad_lab.labels import LOOKS, NAMES, Method, told_apart
 
 LABELS = {
     "pooled": "pooled",
@@ -19,6 +19,7 @@ LABELS = {
     "rank-dad:rank=8:wire=int8": "rank-dAD, rank 8, wire = int8",
     "og-powersgd:rank=8": "PowerSGD, rank 8",
     "powersgd-4": "PyTorch PowerSGD, rank 4",
+    "sparse:density=0.01:select=topk": "sparse, density = 0.01, select = topk",
     "first-rows:rank=8": "first 8 rows",
     "local-steps:k=50": "LocalSteps, k = 50",
     "sparse:density=0.01": "sparse, density = 0.01",
@@ -51,6 +52,12 @@ def test_every_method_of_the_recipes_has_a_name_of_its_own(method):
 def test_no_two_methods_of_the_recipes_look_alike():
     looks = {str(Method.parse(name).look) for name in METHODS}
     assert len(looks) == len(METHODS)
+
+
+@pytest.mark.parametrize("family", CONFIGURABLE)
+def test_every_method_with_settings_has_a_name_and_a_colour(family):
+    assert family in NAMES
+    assert [look["color"] for look in LOOKS.values()].count(LOOKS[family]["color"]) <= 2
 
 
 def test_higher_ranks_are_darker():

@@ -19,6 +19,11 @@ MIXTURES = {
     "three methods": {"0.*": og.DAD(always=True), "2.*": FULL, "*": og.Dense()},
     "one, twice": {"0.*": og.DAD(always=True), "2.*": og.Dense(), "*": og.DAD(always=True)},
     "two of one kind": {"0.*": og.DAD(), "*": og.DAD(always=True, reveal="activations")},
+    "entries, gathered and added up": {
+        "0.*": og.Sparse(density=1.0, always=True),
+        "2.*": og.DAD(always=True),
+        "*": og.Sparse(density=1.0, always=True, select="random"),
+    },
     "gathered, merged and reduced": {
         "0.*": FULL,
         "2.*": og.RankDAD(rank=1000, reduce="two_way"),

@@ -34,12 +34,14 @@ OF_UNITS = {
         "low rank",
         f"sketches of the formed gradient{SAVED_TEXT}",
     ),
+    Reason(why=Why.SPARSE, route=Route.GATHER): ("sparse", "5% of the entries, the largest"),
     Reason(why=Why.NOT_TAPPED): ("dense", f"accumulated, or not tapped in the last step; {PAYS}"),
     Reason(why=Why.USED_OUTSIDE_LAYER): (
         "dense",
         "the weight is also used outside its layer, or in a gradient of a gradient",
     ),
     Reason(why=Why.OVERLAPPING): ("dense", f"shared by several products; {PAYS}"),
+    Reason(why=Why.DENSE): ("dense", "the method is dense"),
     Reason(why=Why.OWING): ("dense", "with it travels what the method before had not sent"),
     Reason(why=Why.SPARSE, route=Route.GATHER): ("sparse", ""),
     Reason(why=Why.ROWS): ("dense", f"12,345 rows here; {PAYS}"),
@@ -66,7 +68,8 @@ OF_BLOCKS = {
 def told(unit: Unit, reason: Reason) -> tuple[str, str]:
     params = {"weight": nn.Linear(1000, 500, bias=False).weight}
     rows = dict.fromkeys(unit.slots, 12_345)
-    (line,) = coverage(params, (), [unit], {}, [og.DAD().exchange()], 2, [reason], rows)
+    method = og.Sparse(density=0.05) if reason.why == Why.SPARSE else og.DAD()
+    (line,) = coverage(params, (), [unit], {}, [method.exchange()], 2, [reason], rows)
     return line.travels, line.why
 
 
@@ -79,6 +82,19 @@ def test_why_a_layer_travels_as_it_does_in_words(reason, text):
 @pytest.mark.parametrize(("reason", "text"), OF_BLOCKS.items())
 def test_why_a_block_travels_as_it_does_in_words(reason, text):
     assert told(Unit((), ("weight",), 500_000, block=Block("", ("weight",))), reason) == text
+
+
+@pytest.mark.parametrize("method", [og.Sparse(density=0.9), og.PowerSGD(rank=400)], ids=repr)
+@pytest.mark.parametrize(("sites", "learnt"), [(3, "the mean gradient"), (1, "nothing")])
+def test_what_compressed_would_be_more_bytes_travels_dense(method, sites, learnt):
+    """It is shown to the other sites, of which there may be none."""
+    slot = og.Slot("", "weight", 500, 1000)
+    unit = Unit((slot,), ("weight",), 500_000, (slot,))
+    params, exchange = {"weight": nn.Linear(1000, 500, bias=False).weight}, method.exchange()
+    for chosen in (None, Reason(why=Why.ROWS), Reason(why=Why.OVERLAPPING)):
+        (line,) = coverage(params, (), [unit], {}, [exchange], sites, [chosen], {slot: 7})
+        why = "all of it is fewer bytes" if sites > 1 else "a single site: nothing travels"
+        assert (line.travels, line.why, line.reveals) == ("dense", why, learnt)
 
 
 def test_every_reason_has_words():

@@ -175,6 +175,10 @@ def test_a_method_can_be_named_with_settings(name, method):
             og.LocalSteps(7, method=og.RankDAD(rank=2, wire=og.wire.BF16())),
         ),
         (
+            "local-steps:k=7:method=sparse:density=0.05",
+            og.LocalSteps(7, method=og.Sparse(density=0.05)),
+        ),
+        (
             "local-steps:k=7:lr=1:momentum=0",
             og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1)),
         ),
@@ -227,8 +231,8 @@ def test_parts_may_be_local():
         ("powersgd:rank=0", "powersgd:rank=0: rank=0; use 1 or more"),
         ("dense:rank=2", "unexpected keyword argument 'rank'"),
         ("local-steps:k=0", "LocalSteps: k=0; use 1 or more"),
-        ("local-steps:method=ddp", "method=ddp; use dense, rank-dad or og-powersgd"),
-        ("local-steps:method=local-steps:k=2", "use dense, rank-dad or og-powersgd"),
+        ("local-steps:method=ddp", "method=ddp; use dense, rank-dad, og-powersgd or sparse"),
+        ("local-steps:method=local-steps:k=2", "use dense, rank-dad, og-powersgd or sparse"),
         ("local-steps:method=dad", "has no factors"),
         ("dad:colour=red", "unexpected keyword argument 'colour'"),
     ],

@@ -27,7 +27,7 @@ def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
     if isinstance(method, LocalSteps) and sharded:
         yield (
             f"og.LocalSteps of {_SHARDED}: how whole weights have changed, no rank knows; use "
-            f"og.RankDAD(...), og.PowerSGD(...) or og.Dense()"
+            f"og.RankDAD(...), og.PowerSGD(...), og.Sparse(...) or og.Dense()"
         )
 
 

@@ -112,7 +112,8 @@ def _check_method(method: Any) -> None:
         raise ValueError(
             f"method={method!r} with a model of fully_shard(): the factors of a layer make up the "
             f"gradient of the whole weight, while each rank has some of its rows, already "
-            f"summed over the site; use og.RankDAD(...), og.PowerSGD(...) or og.Dense()"
+            f"summed over the site; use og.RankDAD(...), og.PowerSGD(...), og.Sparse(...) or "
+            f"og.Dense()"
         )
 
 

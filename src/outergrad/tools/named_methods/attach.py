@@ -119,7 +119,7 @@ def _local_steps(
     """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites."""
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, og.LocalSteps):
-        raise ValueError(f"method={method}; use dense, rank-dad or og-powersgd")
+        raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
     outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     return Distributed(og.LocalSteps(k, outer=outer, method=inner.method))
 

@@ -272,7 +272,9 @@ FRAGILE = Fragile()
 
 
 @pytest.mark.parametrize("who", [(0,), (1, 2), (0, 1, 2, 3)])
-@pytest.mark.parametrize(("label", "steady"), [("dense", 0), ("dad forced", 3), ("rank-dad", 3)])
+@pytest.mark.parametrize(
+    ("label", "steady"), [("dense", 0), ("dad forced", 3), ("rank-dad", 3), ("sparse", 3)]
+)
 def test_a_backward_that_raised_discards_the_step_on_all_ranks(who, label, steady):
     method = {**METHODS, **LOW_RANK}[label]
 
@@ -297,7 +299,7 @@ def test_a_backward_that_raised_discards_the_step_on_all_ranks(who, label, stead
 
     by_rank = run_mesh(2, 2, body)
     assert_same(by_rank)
-    if label != "rank-dad":
+    if label not in LOW_RANK:
         double = copy.deepcopy(FRAGILE).double()
         for x in BATCHES:
             (loss_of(double, x.double()) / 4).backward()
@@ -481,7 +483,7 @@ def steps(model: nn.Module, mesh: ThreadMesh, start: int, stop: int) -> None:
                 p.sub_(p.grad, alpha=0.01)
 
 
-@pytest.mark.parametrize("label", ["dad", "rank-dad", "powersgd"])
+@pytest.mark.parametrize("label", ["dad", "rank-dad", "powersgd", "sparse", "sparse random"])
 def test_training_goes_on_to_the_bit(label):
     method = {**METHODS, **LOW_RANK}[label]
 

@@ -152,6 +152,18 @@ def test_a_recipe_is_planned(tmp_path):
     assert "Exact factors are fewer bytes in 3 of 3 layers" in said
 
 
+def test_entries_are_planned(tmp_path):
+    said, found = planned(tmp_path, "--rows", "4", "--methods", "dad,sparse:density=0.02")
+    sparse, first = found["methods"]["sparse:density=0.02"], found["layers"][0]
+    assert not sparse["exact"]
+    assert first["sent"]["sparse:density=0.02"]["marks"] == "s"
+    assert first["sent"]["sparse:density=0.02"]["sent_bytes"] == pytest.approx(
+        5 * 0.02 * 1024 * 784 + 4 * 1024, rel=0.03
+    )
+    assert "Of the approximate methods sparse:density=0.02 is the fastest" in said
+    assert "s: sparse" in said
+
+
 def test_bytes_of_layers_add_up_to_those_of_the_step(tmp_path):
     _, found = planned(tmp_path, "--model", "deep-mlp", "--rows", "4", "--sites", "3")
     assert set(found["methods"]) > {"dense", "dad", "edad"}
