@@ -34,6 +34,8 @@ OF_UNITS = {
         "low rank",
         f"sketches of the formed gradient{SAVED_TEXT}",
     ),
+    Reason(why=Why.SPARSE, route=Route.GATHER): ("sparse", "5% of the entries, the largest"),
+    Reason(why=Why.CODED, route=Route.GATHER): ("compressed", ""),
     Reason(why=Why.NOT_TAPPED): ("dense", f"accumulated, or not tapped in the last step; {PAYS}"),
     Reason(why=Why.USED_OUTSIDE_LAYER): (
         "dense",
@@ -64,7 +66,8 @@ OF_BLOCKS = {
 def told(unit: Unit, reason: Reason) -> tuple[str, str]:
     params = {"weight": nn.Linear(1000, 500, bias=False).weight}
     rows = dict.fromkeys(unit.slots, 12_345)
-    (line,) = coverage(params, (), [unit], {}, [og.DAD().exchange()], 2, [reason], rows)
+    method = og.Sparse(density=0.05) if reason.why == Why.SPARSE else og.DAD()
+    (line,) = coverage(params, (), [unit], {}, [method.exchange()], 2, [reason], rows)
     return line.travels, line.why
 
 

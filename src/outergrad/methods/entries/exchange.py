@@ -215,7 +215,7 @@ class SparseExchange(Exchange):
         return "this site's gradient, its largest entries"
 
     def amount(self, unit: Unit) -> str:
-        """The density, and which entries."""
+        """The density of the next step, and which entries."""
         which = {"blocks": f"in blocks of {self.settings.block}", "random": "the same on all sites"}
         about = which.get(self.settings.select, "the largest")
         return f"{100 * self.settings.density_at(self.steps):.3g}% of the entries, {about}"
