@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ LEAST_NUMEL = 100_000
 @dataclass(frozen=True, kw_only=True)
 class SelectionWork:
     """Looks for the largest entries in every way that there is.
+
+    Times are those of the processor, all threads together: another program may run beside it.
 
     Attributes:
         density: The share of the entries that is looked for.
@@ -83,7 +86,7 @@ class SelectionWork:
     def _row(self, way: str, gradient: _Gradient) -> dict[str, Any]:
         flat = gradient.flat
         wanted = max(1, round(self.density * len(flat)))
-        places_K, ms = timed(lambda: WAYS[way](flat, wanted))
+        places_K, ms = timed(lambda: WAYS[way](flat, wanted), time.process_time)
         return {
             "case": self.case,
             "way": way,

@@ -35,6 +35,7 @@ OF_UNITS = {
         f"sketches of the formed gradient{SAVED_TEXT}",
     ),
     Reason(why=Why.SPARSE, route=Route.GATHER): ("sparse", "5% of the entries, the largest"),
+    Reason(why=Why.CODED, route=Route.GATHER): ("compressed", ""),
     Reason(why=Why.NOT_TAPPED): ("dense", f"accumulated, or not tapped in the last step; {PAYS}"),
     Reason(why=Why.USED_OUTSIDE_LAYER): (
         "dense",
