@@ -30,7 +30,7 @@ class Why(Enum):
     USED_OUTSIDE_BLOCK = "used outside block"
     UNSENDABLE = "unsendable"
     """What it reads must not be sent."""
-    DENSE = "dense"
+    DENSE = "dense method"
     """Its method is."""
     OWING = "owing"
     """What the method before had not sent has to arrive."""

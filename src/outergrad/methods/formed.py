@@ -31,7 +31,45 @@ from outergrad.methods.common import FLOAT_BYTES, dense_bytes
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 
-class FormedExchange(Exchange):
+class OfFormed(Exchange):
+    """Sends something of formed gradients, where that is fewer bytes than all of them.
+
+    Vectors travel whole. A class that derives from it says what is sent, by `sent_rows`,
+    `payload_bytes`, `compress` and `reveals`.
+    """
+
+    takes_plain = True
+    exact = False
+    way = Route.GATHER
+    """How a unit travels that is fewer bytes so."""
+
+    def break_even(self, unit: Unit, sites: int) -> float:
+        """All rows or none: the bytes do not depend on them."""
+        return math.inf if sites > 1 and self._pays(unit, sites) else 0.0
+
+    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
+        """Its own way, where that is fewer bytes."""
+        return self.way if self.break_even(unit, len(rows_SK)) > 0 else Route.DENSE
+
+    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+        """Never: it takes formed gradients."""
+        return False
+
+    def sends_bias(self, slot: Slot) -> bool:
+        """Of formed gradients biases are vectors, which travel by themselves."""
+        return False
+
+    def _pays(self, unit: Unit, sites: int) -> bool:
+        if not unit.matrices:
+            return False
+        vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
+        counts = [(m, self.sent_rows(m, m.outputs, 0)) for m in unit.matrices]
+        sent, cost = sum(self.payload_bytes(*pair) for pair in counts), cost_of(self, sites)
+        shared = cost.share(sent + FLOAT_BYTES * vectors, self.way)
+        return self.forced or shared < dense_bytes(unit, cost)
+
+
+class FormedExchange(OfFormed):
     """Sends a payload of each formed gradient, and adds what that lacks to the next one.
 
     A class that derives from it gives the `form` of its payload and writes `encode` and `reveals`;
@@ -40,8 +78,6 @@ class FormedExchange(Exchange):
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv 1901.09847.
     """
 
-    takes_plain = True
-    exact = False
     why = Why.CODED
     bucket_bytes = 1 << 16
 
@@ -82,33 +118,6 @@ class FormedExchange(Exchange):
         if math.isfinite(residual.sum().item()):  # not the remains of a step with infinities
             self._unsent[slot] = residual
         return payload
-
-    # -- how a unit travels ---------------------------------------------------------------------
-
-    def break_even(self, unit: Unit, sites: int) -> float:
-        """All rows or none: the bytes do not depend on them."""
-        return math.inf if sites > 1 and self._pays(unit, sites) else 0.0
-
-    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Gathered, where that is fewer bytes."""
-        pays = self.break_even(unit, len(rows_SK)) > 0
-        return Route.GATHER if pays else Route.DENSE
-
-    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Never: it takes formed gradients."""
-        return False
-
-    def sends_bias(self, slot: Slot) -> bool:
-        """Of formed gradients biases are vectors, which travel by themselves."""
-        return False
-
-    def _pays(self, unit: Unit, sites: int) -> bool:
-        if not unit.matrices:
-            return False
-        vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
-        counts = [(m, self.sent_rows(m, m.outputs, 0)) for m in unit.matrices]
-        sent = sum(self.payload_bytes(*pair) for pair in counts)
-        return self.forced or sent + FLOAT_BYTES * vectors < dense_bytes(unit, cost_of(self, sites))
 
     # -- handed over ----------------------------------------------------------------------------
 

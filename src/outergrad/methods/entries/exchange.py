@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from outergrad.comm.cost import cost_of
 from outergrad.core.coding import nbytes, received
 from outergrad.core.payload import Payload
-from outergrad.core.protocols import Exchange
 from outergrad.core.reasons import Why
 from outergrad.core.types import (
     Factors,
@@ -28,10 +25,10 @@ from outergrad.core.types import (
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import formed
 from outergrad.linalg.selection import above, blocks_of, leading_blocks, top_k
-from outergrad.methods.common import FLOAT_BYTES, dense_bytes
 from outergrad.methods.entries.form import EntriesForm, in_rows, value_shape
 from outergrad.methods.entries.settings import SparseSettings
 from outergrad.methods.entries.shared import SharedEntries
+from outergrad.methods.formed import OfFormed
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 
@@ -48,11 +45,9 @@ class _Memory:
     velocity_N: Tensor | None = None
 
 
-class SparseExchange(Exchange):
+class SparseExchange(OfFormed):
     """Chooses the entries, and remembers the others."""
 
-    takes_plain = True
-    exact = False
     why = Why.SPARSE
 
     def __init__(self, settings: SparseSettings) -> None:
@@ -61,32 +56,10 @@ class SparseExchange(Exchange):
         self.form = self._form = EntriesForm(settings.block if settings.select == "blocks" else 1)
         self._memories = ByPlace[_Memory](lambda memory: memory)
         self.sketches = SharedEntries(self) if settings.sums else None
+        self.way = Route.REDUCE if settings.sums else Route.GATHER
         self.steps, self.phase = 0, settings.density_at(0)
 
-    # -- how a unit travels ---------------------------------------------------------------------
-
-    def break_even(self, unit: Unit, sites: int) -> float:
-        """All rows or none: the bytes do not depend on them."""
-        return math.inf if sites > 1 and self._pays(unit, sites) else 0.0
-
-    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Sparse where that is fewer bytes."""
-        if len(rows_SK) == 1 or not self._pays(unit, len(rows_SK)):
-            return Route.DENSE
-        return Route.GATHER if self.sketches is None else Route.REDUCE
-
-    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Never: entries are chosen of formed gradients."""
-        return False
-
-    def _pays(self, unit: Unit, sites: int) -> bool:
-        if not unit.matrices:
-            return False
-        vectors = unit.dense_numel - sum(matrix.numel for matrix in unit.matrices)
-        sent = sum(self.payload_bytes(m, self.count(m)) for m in unit.matrices)
-        way, cost = Route.GATHER if self.sketches is None else Route.REDUCE, cost_of(self, sites)
-        shared = cost.share(sent + FLOAT_BYTES * vectors, way)
-        return self.forced or shared < dense_bytes(unit, cost)
+    # -- how many entries ---------------------------------------------------------------------
 
     def count(self, slot: Slot) -> int:
         """K, how many entries of a slot are sent in this step."""
@@ -106,10 +79,6 @@ class SparseExchange(Exchange):
             return values
         fields = self.form.fields(slot, count, torch.float32, None, ())
         return values + sum(field.shape[0] for field in fields[1:])
-
-    def sends_bias(self, slot: Slot) -> bool:
-        """Of formed gradients biases are vectors, which travel by themselves."""
-        return False
 
     # -- entries --------------------------------------------------------------------------------
 
