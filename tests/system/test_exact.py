@@ -21,8 +21,8 @@ CASES = build()
 STEPS = 3
 RULES = og.RULES.values()
 ALL_METHODS = {getattr(og.methods, name) for name in og.methods.__all__}
-NOT_EXACT = {og.LocalSteps, og.Local, og.PerLayer}
-"""Shares weights; shares nothing; does what its parts do."""
+NOT_EXACT = {og.Schedule, og.LocalSteps, og.Local, og.PerLayer}
+"""Does what its methods do in turn; shares weights; shares nothing; does what its parts do."""
 PAIRS = [
     *covering(CASES.keys(), [2]),
     *covering(CASES.keys(), [1], quick=0),
