@@ -54,9 +54,11 @@ def run_mesh(sites: int, ranks: int, body: Callable[[ThreadMesh], T]) -> list[T]
     """The same on groups that the whole test session shares; raises the first error."""
     meshes = lasting_meshes(sites, ranks)
     results = _in_threads([lambda mesh=mesh: mesh for mesh in meshes], body_of(body))
-    for mesh in meshes:
-        on_transport(mesh.groups["site"]).attached.clear()
-    if any(isinstance(result, BaseException) for result in results):
+    used = [on_transport(group) for mesh in meshes for group in mesh.groups.values()]
+    unfinished = any(sessions.running or sessions.lost for sessions in used)
+    for sessions in used:
+        sessions.attached.clear()
+    if unfinished or any(isinstance(result, BaseException) for result in results):
         lasting_meshes.cache_clear()
     return raise_first(results)
 

@@ -57,10 +57,12 @@ def run_on_lasting_groups(sites: int, body: Callable[[int, dist.ProcessGroup], T
     """Like run_ranks, without the tenth of a second that new groups cost."""
     groups = [lambda group=group: group for group in lasting_groups(sites)]
     results = _in_threads(groups, body)
-    for group in lasting_groups(sites):
-        on_transport(group).attached.clear()  # of sessions that a test left there
-    if any(isinstance(result, BaseException) for result in results):
-        lasting_groups.cache_clear()  # one site may have stopped in the middle of an exchange
+    used = [on_transport(group) for group in lasting_groups(sites)]
+    unfinished = any(sessions.running or sessions.lost for sessions in used)
+    for sessions in used:
+        sessions.attached.clear()  # of sessions that a test left there
+    if unfinished or any(isinstance(result, BaseException) for result in results):
+        lasting_groups.cache_clear()  # some site may wait in the middle of an exchange
     return raise_first(results)
 
 

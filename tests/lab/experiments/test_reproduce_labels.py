@@ -19,7 +19,7 @@ LABELS = {
     "rank-dad:rank=8:wire=int8": "rank-dAD, rank 8, wire = int8",
     "og-powersgd:rank=8": "PowerSGD, rank 8",
     "powersgd-4": "PyTorch PowerSGD, rank 4",
-    "sparse:density=0.01:select=topk": "sparse, density = 0.01, select = topk",
+    "sparse:density=0.01:select=topk": "sparse, top-k, density = 0.01",
     "first-rows:rank=8": "first 8 rows",
     "local-steps:k=50": "LocalSteps, k = 50",
     "sparse:density=0.01": "sparse, density = 0.01",
