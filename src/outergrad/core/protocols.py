@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Replays
 from outergrad.core.cost import CostModel
-from outergrad.core.payload import FACTOR_ROWS, Arrived, Form, Payload
+from outergrad.core.payload import FACTOR_ROWS, Form, Payload
 from outergrad.core.reasons import AutoWay, Why
+from outergrad.core.rounds import Merger, Sketches
 from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Call,
@@ -236,55 +237,6 @@ class Exchange(Protocol):
 
     def reveals(self, unit: Unit) -> str:
         """What the other sites can learn from the unit's factors."""
-        ...
-
-
-class Sketches(Protocol):
-    """Few linear functions of a gradient that no site has: sums over the sites.
-
-    A step of a slot is `begin`, `turn`, `end`, with an all-reduce after each of the first two; of
-    one round, `begin` and `end`.
-    """
-
-    rounds: Literal[1, 2] = 2
-    """How many all-reduces a step takes."""
-
-    def columns(self, slot: Slot) -> int:
-        """K, the width of the sketches in this step; the same on all sites."""
-        ...
-
-    def shape(self, slot: Slot) -> tuple[int, ...]:
-        """Of the first sketch: of thin matrices (G, O, K)."""
-        return slot.groups, slot.outputs, self.columns(slot)
-
-    def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
-        """This site's part of the first sketch: of thin matrices `dW Q`."""
-        ...
-
-    def turn(self, slot: Slot, y_GOK: Tensor) -> Tensor:
-        """This site's part `dWᵀ P` of the second sketch, of any shape, from the first's sum.
-
-        Not called where there is one round.
-        """
-        return y_GOK
-
-    def end(self, slot: Slot, z: Tensor, sites: int) -> Arrived:
-        """The mean gradient, from the sum of the last sketch."""
-        ...
-
-
-class Merger(Protocol):
-    """Rows of several sites into as few as one site sends."""
-
-    def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
-        """R of the merged rows, from what every site sends; none from none."""
-        ...
-
-    def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
-        """The mean over the sites, of which those without rows are not among the parts.
-
-        What does not go into so many rows is kept for the next step.
-        """
         ...
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.payload import Entries
-from outergrad.core.protocols import Sketches
+from outergrad.core.rounds import Sketches
 from outergrad.core.types import Gradient, Slot, place_name
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import widened

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outergrad.core.protocols import Sketches
+from outergrad.core.rounds import Sketches
 from outergrad.core.types import Factors, Gradient, Part, Slot
 from outergrad.linalg.orthonormal import orthonormal, principal
 from outergrad.linalg.outer import formed
