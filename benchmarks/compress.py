@@ -62,30 +62,30 @@ class Hook:
 
 
 def gathered(
-    exchange: Any, slot: og.Slot, factors: og.Factors, *, formed: bool
+    compressor: Any, slot: og.Slot, factors: og.Factors, *, formed: bool
 ) -> Callable[[], Tensor]:
     """Triplets of this site, and the mean of two sites' from theirs."""
-    rows = exchange.sent_rows(slot, factors.d_GRO.shape[1], 0)
+    rows = compressor.sent_rows(slot, factors.d_GRO.shape[1], 0)
 
     def step() -> Tensor:
         part = og.Part(slot, gradient(factors, formed=formed), rows)
-        (found,) = exchange.compress([part])
-        exchange.commit(applied=True)
+        (found,) = compressor.compress([part])
+        compressor.commit(applied=True)
         return weight_gradient(stack([found] * SITES), 1 / SITES)
 
     return step
 
 
 def reduced(
-    exchange: Any, slot: og.Slot, factors: og.Factors, *, formed: bool
+    compressor: Any, slot: og.Slot, factors: og.Factors, *, formed: bool
 ) -> Callable[[], Tensor]:
     """Sketches of this site, and the mean from their sums."""
-    sketches = exchange.sketches
+    sketches = compressor.sketches
 
     def step() -> Tensor:
         turned = sketches.turn(slot, sketches.begin(slot, gradient(factors, formed=formed)))
         found = sketches.end(slot, turned, 1)
-        exchange.commit(applied=True)
+        compressor.commit(applied=True)
         return weight_gradient(found)
 
     return step
@@ -164,13 +164,15 @@ def measure(options: argparse.Namespace) -> None:
         "all_reduce, no feedback": og.RankDAD(rank=rank, reduce="all_reduce", error_feedback=None),
     }
     works: dict[str, Callable[[], object]] = {"hook": hook, "forward": hook.forward}
-    exchanges = {name: method.exchange() for name, method in methods.items()}
-    for name, exchange in exchanges.items():
+    compressors = {name: method.compressor() for name, method in methods.items()}
+    for name, compressor in compressors.items():
         way = gathered if name.startswith("gather") else reduced
-        works[name] = way(exchange, slot, factors, formed=name == "og.PowerSGD")
+        works[name] = way(compressor, slot, factors, formed=name == "og.PowerSGD")
     times = median_ms(works, options.rounds)
     times["hook"] -= times.pop("forward")
-    kept = {name: kept_bytes(exchange._memories.held()) for name, exchange in exchanges.items()}
+    kept = {
+        name: kept_bytes(compressor._memories.held()) for name, compressor in compressors.items()
+    }
     state = hook.state
     kept["hook"] = kept_bytes([state.error_dict, state.p_memory_dict, state.q_memory_dict])
     print(f"N={options.rows}, I=O={width}, R={rank}, {options.threads} thread(s)")

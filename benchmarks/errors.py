@@ -56,7 +56,7 @@ class Compared:
     """
 
     def __init__(self, method: Any, sent: int, rank: int) -> None:
-        self._exchanges = [method.exchange() for _ in range(SITES)]
+        self._compressors = [method.compressor() for _ in range(SITES)]
         self._gathers = isinstance(method, og.RankDAD) and method.reduce == "gather"
         self._sent, self._rank = sent, rank
         self._codecs = method.wire
@@ -66,11 +66,11 @@ class Compared:
         """Compresses the gradients of all sites, by name."""
         for name, gradient_S in gradients.items():
             slot = og.Slot("", name, *gradient_S[0].shape[1:])
-            pairs = list(zip(self._exchanges, gradient_S, strict=True))
+            pairs = list(zip(self._compressors, gradient_S, strict=True))
             whole = torch.stack([self._with_memory(e, slot, g) for e, g in pairs]).mean(dim=0)
             found = self._gathered(slot, pairs) if self._gathers else self._reduced(slot, pairs)
-            for exchange in self._exchanges:
-                exchange.commit(applied=True)
+            for compressor in self._compressors:
+                compressor.commit(applied=True)
             if measure and 2 * self._rank < min(whole.shape[1:]):
                 best = torch.linalg.svdvals(whole[0].double())[self._rank :].norm()
                 ratio = (whole[0].double() - found.double()).norm() / best
@@ -85,7 +85,7 @@ class Compared:
     def _reduced(self, slot: og.Slot, pairs: list[tuple[Any, Tensor]]) -> Tensor:
         y = self._sum([e.sketches.begin(slot, g) for e, g in pairs])
         z = self._sum([e.sketches.turn(slot, y) for e, _ in pairs])
-        found = [exchange.sketches.end(slot, z, SITES) for exchange, _ in pairs]
+        found = [compressor.sketches.end(slot, z, SITES) for compressor, _ in pairs]
         return weight_gradient(found[0])
 
     def _sum(self, parts: list[Tensor]) -> Tensor:
@@ -93,8 +93,8 @@ class Compared:
         first, *others = (part.to(sum_dtype(self._codecs, part.dtype)) for part in parts)
         return sum(others, first)
 
-    def _with_memory(self, exchange: Any, slot: og.Slot, gradient: Tensor) -> Tensor:
-        memory = exchange._memories[slot]
+    def _with_memory(self, compressor: Any, slot: og.Slot, gradient: Tensor) -> Tensor:
+        memory = compressor._memories[slot]
         return gradient if memory is None or memory.residual is None else gradient + memory.residual
 
     def typical(self) -> tuple[float, float]:

@@ -71,16 +71,16 @@ def wgrad(d_NO: Tensor, a_NI: Tensor) -> Tensor:
 def canonical(problem: Problem) -> Work | None:
     """Canonical factors, where DAD would send them."""
     unit = Unit((problem.slot,), ("weight",), problem.size**2)
-    pays = og.DAD().exchange().taps(unit, [[problem.rows]] * problem.sites)
+    pays = og.DAD().compressor().taps(unit, [[problem.rows]] * problem.sites)
     return partial(canonical_factors, problem.slot) if pays else None
 
 
 def canonical_factors(slot: og.Slot, d_NO: Tensor, a_NI: Tensor) -> og.Factors:
     """The factors that DAD sends, rounded as on the wire."""
-    exchange = og.DAD().exchange()
+    compressor = og.DAD().compressor()
     raw = og.Factors(d_NO.unsqueeze(0), a_NI.unsqueeze(0))
-    part = og.Part(slot, raw, exchange.sent_rows(slot, len(d_NO)))
-    (factors,) = exchange.compress([part])
+    part = og.Part(slot, raw, compressor.sent_rows(slot, len(d_NO)))
+    (factors,) = compressor.compress([part])
     return og.Factors(factors.d_GRO.to(d_NO.dtype), factors.a_GRI.to(a_NI.dtype))
 
 

@@ -1,6 +1,6 @@
 """What every method must do, those of the library and one of another's own.
 
-Most is asked of the exchanges themselves, with the messages between them but without a session.
+Most is asked of the compressors themselves, with the messages between them but without a session.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asking import (
     piece,
 )
 from cases import build, relative_error
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Route, Unit
 from outergrad.linalg.gradients import as_tensor
 from outergrad.messages.layout import Layout
@@ -189,15 +189,15 @@ def assert_same(first: Sequence[dict[str, Tensor]], second: Sequence[dict[str, T
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_sent_has_the_lengths_that_were_announced(name) -> None:
-    exchange, units = exchange_of(METHODS[name], network())
+    compressor, units = exchange_of(METHODS[name], network())
     for step in range(STEPS):
-        for one in asked(exchange, units):
+        for one in asked(compressor, units):
             if one.route == Route.REDUCE:
-                (sketch,) = compressed(exchange, one, step)
-                assert sketch.shape == exchange.sketches.shape(one.slot)
+                (sketch,) = compressed(compressor, one, step)
+                assert sketch.shape == compressor.sketches.shape(one.slot)
                 continue
-            announced = piece(exchange, one)
-            payload = compressed(exchange, one, step)
+            announced = piece(compressor, one)
+            payload = compressed(compressor, one, step)
             fields = announced.fields()
             assert len(payload) >= len(fields)
             for agreed, t in zip(fields, payload, strict=False):
@@ -205,7 +205,7 @@ def test_what_is_sent_has_the_lengths_that_were_announced(name) -> None:
                     assert len(t.shape) == len(agreed.shape)
                     assert all(n <= most for n, most in zip(t.shape, agreed.shape, strict=True))
             assert_arrives(announced, payload)
-        exchange.commit(applied=True)
+        compressor.commit(applied=True)
 
 
 def assert_arrives(announced: Piece, payload: Sequence[Tensor | None]) -> None:
@@ -225,34 +225,34 @@ def assert_arrives(announced: Piece, payload: Sequence[Tensor | None]) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_void_step_leaves_everything_as_it_was(name) -> None:
-    exchange, units = exchange_of(METHODS[name], network())
-    slots = list(asked(exchange, units))
+    compressor, units = exchange_of(METHODS[name], network())
+    slots = list(asked(compressor, units))
     for one in slots:
-        compressed(exchange, one, seed=0)
-    exchange.commit(applied=True)
-    before, owed = flat(exchange.state()), flat(residuals(exchange, units))
-    phase = exchange.phase
+        compressed(compressor, one, seed=0)
+    compressor.commit(applied=True)
+    before, owed = flat(compressor.state()), flat(residuals(compressor, units))
+    phase = compressor.phase
     for one in slots:
-        compressed(exchange, one, seed=1)
-    exchange.commit(applied=False)
-    assert flat(exchange.state()) == before
-    assert flat(residuals(exchange, units)) == owed
-    assert exchange.phase == phase
+        compressed(compressor, one, seed=1)
+    compressor.commit(applied=False)
+    assert flat(compressor.state()) == before
+    assert flat(residuals(compressor, units)) == owed
+    assert compressor.phase == phase
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_new_exchange_goes_on_from_a_state_to_the_bit(name) -> None:
-    exchange, units = exchange_of(METHODS[name], network())
-    slots = list(asked(exchange, units))
+    compressor, units = exchange_of(METHODS[name], network())
+    slots = list(asked(compressor, units))
     for one in slots:
-        compressed(exchange, one, seed=0)
-    exchange.commit(applied=True)
+        compressed(compressor, one, seed=0)
+    compressor.commit(applied=True)
     other, _ = exchange_of(METHODS[name], network())
-    other.load(inheritance(exchange.state(), units))
-    assert flat(other.state()) == flat(exchange.state())
-    for one in asked(exchange, units):
+    other.load(inheritance(compressor.state(), units))
+    assert flat(other.state()) == flat(compressor.state())
+    for one in asked(compressor, units):
         found = compressed(other, one, seed=1)
-        assert flat(found) == flat(compressed(exchange, one, seed=1))
+        assert flat(found) == flat(compressed(compressor, one, seed=1))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -260,33 +260,33 @@ def test_it_answers_for_every_unit_of_every_model(name) -> None:
     for label, make in build().items():
         torch.manual_seed(0)
         try:
-            exchange, units = exchange_of(METHODS[name], make().model)
+            compressor, units = exchange_of(METHODS[name], make().model)
         except ValueError as error:  # refused by name
             raise AssertionError(label) from error
         for unit in units:
             for sites in (1, 2, SITES):
-                answers(exchange, unit, sites)
+                answers(compressor, unit, sites)
         for sites in (2, SITES):
-            assert_lengths(exchange, list(asked(exchange, units, sites)))
+            assert_lengths(compressor, list(asked(compressor, units, sites)))
 
 
-def answers(exchange: Exchange, unit: Unit, sites: int) -> None:
-    assert exchange.reveals(unit)
-    assert isinstance(exchange.amount(unit), str)
-    assert exchange.break_even(unit, sites) >= 0
+def answers(compressor: Compressor, unit: Unit, sites: int) -> None:
+    assert compressor.reveals(unit)
+    assert isinstance(compressor.amount(unit), str)
+    assert compressor.break_even(unit, sites) >= 0
     if unit.block is not None:
-        assert exchange.replays_block(unit, [100] * sites) in (True, False)
+        assert compressor.replays_block(unit, [100] * sites) in (True, False)
         return
     for rows in (0, 1, 1000):
         rows_SK = [[rows] * len(unit.slots)] * sites
-        tapped = bool(unit.slots) and exchange.taps(unit, rows_SK)
-        assert isinstance(exchange.route(unit, rows_SK, tapped=tapped), Route)
+        tapped = bool(unit.slots) and compressor.taps(unit, rows_SK)
+        assert isinstance(compressor.route(unit, rows_SK, tapped=tapped), Route)
 
 
-def assert_lengths(exchange: Exchange, slots: Sequence[Asked]) -> None:
+def assert_lengths(compressor: Compressor, slots: Sequence[Asked]) -> None:
     """They follow from the slot and the rows alone, and are no more than there is."""
     for one in slots:
         if one.route != Route.REDUCE:
-            assert 0 < count(exchange, one) <= max(one.slot.numel, ROWS)
-            assert exchange.payload_bytes(one.slot, count(exchange, one)) > 0
-            assert piece(exchange, one).nbytes > 0
+            assert 0 < count(compressor, one) <= max(one.slot.numel, ROWS)
+            assert compressor.payload_bytes(one.slot, count(compressor, one)) > 0
+            assert piece(compressor, one).nbytes > 0

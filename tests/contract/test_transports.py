@@ -216,7 +216,7 @@ def test_bytes_are_those_of_the_cost_model(run, sites):
 
 
 def test_a_mirror_counts_and_returns_what_the_first_of_equal_sites_would(run, sites):
-    def exchange(comm):
+    def compressor(comm):
         found = [
             comm.all_reduce(torch.ones(4)).wait(),
             *comm.all_gather(torch.ones(5), [5] * sites).wait(),
@@ -224,8 +224,8 @@ def test_a_mirror_counts_and_returns_what_the_first_of_equal_sites_would(run, si
         ]
         return found, (comm.sent_bytes, comm.received_bytes), comm.cost
 
-    found, counted, cost = run(sites, exchange)[0]
-    mirrored, as_counted, _ = exchange(MirrorComm(sites, Tracer(), cost))
+    found, counted, cost = run(sites, compressor)[0]
+    mirrored, as_counted, _ = compressor(MirrorComm(sites, Tracer(), cost))
     assert as_counted == counted
     assert all(map(torch.equal, mirrored, found))
 

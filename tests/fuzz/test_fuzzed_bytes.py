@@ -296,9 +296,10 @@ def factors(codecs: Any) -> Target:
 
 def entries(method: og.Sparse) -> Target:
     """Of two weights, of which one has a last block that is short."""
-    exchange, slots = method.exchange(), (MATRIX, og.Slot("o", "o.weight", 5, 13))
+    compressor, slots = method.compressor(), (MATRIX, og.Slot("o", "o.weight", 5, 13))
     pieces = [
-        Piece(slot, exchange.count(slot), F32, None, method.codecs, exchange.form) for slot in slots
+        Piece(slot, compressor.count(slot), F32, None, method.codecs, compressor.form)
+        for slot in slots
     ]
     layout = Layout(Preamble.nbytes(3, 2), {"r": PARAMS["r"]}, pieces)
     expected = Preamble(77, 5, 2, 0, State.GOOD, (False,) * 3, (4, 5))
@@ -308,7 +309,7 @@ def entries(method: og.Sparse) -> Target:
         parts = [
             Part(p.slot, torch.randn(1, p.slot.outputs, p.slot.inputs), p.rows) for p in pieces
         ]
-        for payload, view in zip(exchange.compress(parts), layout.views(message), strict=True):
+        for payload, view in zip(compressor.compress(parts), layout.views(message), strict=True):
             view.fill(payload)
         Preamble(77, 5, 2, rank, State.GOOD, (True, False, True), (3, 5)).write(message)
         return message

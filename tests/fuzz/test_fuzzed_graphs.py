@@ -106,7 +106,7 @@ def residual_of(sessions: list[og.Session]) -> dict[str, Tensor]:
     """What a site remembers of every parameter."""
     found: dict[str, Tensor] = {}
     for k, session in enumerate(sessions):
-        for state in session._exchanges.states():
+        for state in session._compressors.states():
             memories = state.get("own", {}).get("memories", {})
             for place, memory in memories.items():
                 name, _, rows = place.partition("[")

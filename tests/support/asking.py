@@ -1,4 +1,4 @@
-"""What an exchange is asked without a session: gradients, payloads, what it remembers."""
+"""What a compressor is asked without a session: gradients, payloads, what it remembers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Factors, Inheritance, Link, Part, Route, Slot, Unit, place_name
 from outergrad.messages.wire import Piece
 from outergrad.session.inspect import inspect
@@ -47,11 +47,11 @@ class Asked(NamedTuple):
     tapped: bool
 
 
-def asked(exchange: Exchange, units: Sequence[Unit], sites: int = SITES) -> Iterator[Asked]:
+def asked(compressor: Compressor, units: Sequence[Unit], sites: int = SITES) -> Iterator[Asked]:
     for unit in units:
         rows_SK = [[ROWS] * len(unit.slots)] * sites
-        tapped = bool(unit.slots) and exchange.taps(unit, rows_SK)
-        route = exchange.route(unit, rows_SK, tapped=tapped)
+        tapped = bool(unit.slots) and compressor.taps(unit, rows_SK)
+        route = compressor.route(unit, rows_SK, tapped=tapped)
         if route != Route.DENSE:
             slots = unit.slots if tapped else unit.matrices
             yield from (Asked(unit, slot, route, tapped) for slot in slots)
@@ -67,31 +67,31 @@ def gradient_of(one: Asked, seed: int) -> Factors | Tensor:
     return Factors(d_GRO, torch.randn(slot.groups, ROWS, slot.inputs, generator=generator))
 
 
-def compressed(exchange: Exchange, one: Asked, seed: int) -> list[Tensor | None]:
+def compressed(compressor: Compressor, one: Asked, seed: int) -> list[Tensor | None]:
     """What is sent of it, or this site's part of the first sum."""
     gradient = gradient_of(one, seed)
     if one.route == Route.REDUCE:
-        assert exchange.sketches is not None
-        return [exchange.sketches.begin(one.slot, gradient)]
-    return list(*exchange.compress([Part(one.slot, gradient, count(exchange, one))]))
+        assert compressor.sketches is not None
+        return [compressor.sketches.begin(one.slot, gradient)]
+    return list(*compressor.compress([Part(one.slot, gradient, count(compressor, one))]))
 
 
-def count(exchange: Exchange, one: Asked) -> int:
-    return exchange.sent_rows(one.slot, ROWS if one.tapped else one.slot.outputs, 0)
+def count(compressor: Compressor, one: Asked) -> int:
+    return compressor.sent_rows(one.slot, ROWS if one.tapped else one.slot.outputs, 0)
 
 
-def piece(exchange: Exchange, one: Asked) -> Piece:
-    bias = torch.float32 if exchange.sends_bias(one.slot) else None
-    own = torch.float32, bias, exchange.codecs(one.slot), exchange.form
-    return Piece(one.slot, count(exchange, one), *own)
+def piece(compressor: Compressor, one: Asked) -> Piece:
+    bias = torch.float32 if compressor.sends_bias(one.slot) else None
+    own = torch.float32, bias, compressor.codecs(one.slot), compressor.form
+    return Piece(one.slot, count(compressor, one), *own)
 
 
-def exchange_of(method: Any, model: nn.Module) -> tuple[Exchange, Sequence[Unit]]:
+def exchange_of(method: Any, model: nn.Module) -> tuple[Compressor, Sequence[Unit]]:
     found = inspect(model, method, og.RULES)
-    ((exchange, units),) = found.exchanges.items()
-    if exchange.wants_link(SITES):
-        exchange.settle_reduce(units, SITES, _LINK)
-    return exchange, units
+    ((compressor, units),) = found.compressors.items()
+    if compressor.wants_link(SITES):
+        compressor.settle_reduce(units, SITES, _LINK)
+    return compressor, units
 
 
 def inheritance(state: dict[str, Any], units: Sequence[Unit]) -> Inheritance:

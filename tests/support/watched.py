@@ -1,4 +1,4 @@
-"""A method whose exchange a test can ask."""
+"""A method whose compressor a test can ask."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 from torch import Tensor
 
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Unit
 from outergrad.linalg.gradients import as_tensor
 
 
 @dataclass
 class Watched:
-    """Another method, and the exchanges that it has made."""
+    """Another method, and the compressors that it has made."""
 
     method: Any
     every: int = 1
-    made: list[Exchange] = field(default_factory=list)
+    made: list[Compressor] = field(default_factory=list)
 
-    def exchange(self) -> Exchange:
-        self.made.append(self.method.exchange())
+    def compressor(self) -> Compressor:
+        self.made.append(self.method.compressor())
         return self.made[-1]
 
     def __repr__(self) -> str:
         return repr(self.method)
 
 
-def residuals(exchange: Exchange, units: Sequence[Unit]) -> dict[str, Tensor]:
+def residuals(compressor: Compressor, units: Sequence[Unit]) -> dict[str, Tensor]:
     """What is owed of each weight."""
-    pairs = [(slot, exchange.residual(slot)) for unit in units for slot in unit.matrices]
+    pairs = [(slot, compressor.residual(slot)) for unit in units for slot in unit.matrices]
     return {slot.weight: as_tensor(owed) for slot, owed in pairs if owed is not None}

@@ -440,9 +440,9 @@ def train_locally(folder, *, compiled):
         optimizer.zero_grad()
         run(case.model, case, case.batches[rank]).backward()
         step()
-    exchanges = session.stats().step
+    compressors = session.stats().step
     session.detach()
-    return exchanges, [p.detach() for p in case.model.parameters()]
+    return compressors, [p.detach() for p in case.model.parameters()]
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ class StepContext:
         bad: name of a parameter of which this site's is not.
         share: of this site in the mean gradient, 1 / S where all sites count alike.
         scale: S times that: what is sent as factors is multiplied by it, and divided by S there.
-        owed: what travels once with the dense gradient of a parameter, see `Exchanges.owed`.
+        owed: what travels once with the dense gradient of a parameter, see `Compressors.owed`.
     """
 
     comm: Comm

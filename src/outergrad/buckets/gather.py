@@ -28,7 +28,7 @@ class FactorBucket(RowBucket):
     @property
     def travels(self) -> str:
         """What the payloads are called in statistics."""
-        why = self._exchange.why
+        why = self._compressor.why
         return (Why.FACTORS if why == Why.LOW_RANK else why).value
 
     def expect(self, context: StepContext) -> None:

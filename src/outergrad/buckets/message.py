@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outergrad.buckets.bucket import Carried, Load, StepContext
 from outergrad.core.blocks import Block
 from outergrad.core.payload import Arrived, Payload
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Factors, Part, Slot
 from outergrad.linalg.gradients import as_gradient
 from outergrad.messages.header import Header
@@ -29,7 +29,7 @@ class RowBucket(Carried):
     Args:
         index: place of the bucket in the step.
         loads: what travels as factors.
-        exchange: makes the factors.
+        compressor: makes the factors.
         extras: parameters whose `grad` travels as it is.
     """
 
@@ -37,11 +37,11 @@ class RowBucket(Carried):
         self,
         index: int,
         loads: Sequence[Load],
-        exchange: Exchange,
+        compressor: Compressor,
         extras: Mapping[str, nn.Parameter],
     ) -> None:
         super().__init__(loads, extras)
-        self._index, self._exchange = index, exchange
+        self._index, self._compressor = index, compressor
         self.blocks = [load.unit.block for load in loads if load.unit.block is not None]
         self._layouts: dict[Hashable, Layout] = {}
         self._headers: Sequence[Header] = ()
@@ -51,7 +51,7 @@ class RowBucket(Carried):
         """What this site's message begins with; a second round has a number of its own."""
         header = context.header
         flags = tuple(name in context.has_autograd_grad for name in self.names)
-        wanted_rows = tuple(self._exchange.wanted_rows(slot) for slot in self.slots)
+        wanted_rows = tuple(self._compressor.wanted_rows(slot) for slot in self.slots)
         bucket = -1 - self._index if second else self._index
         own = (header.fingerprint, header.step, bucket, header.rank)
         return Preamble(*own, context.state, flags, wanted_rows)
@@ -65,16 +65,16 @@ class RowBucket(Carried):
 
     def _of(self, slot: Slot, context: StepContext) -> list[Piece]:
         """What every site has of a slot."""
-        exchange, headers = self._exchange, context.headers
+        compressor, headers = self._compressor, context.headers
         if self.tapped[slot]:
             k = context.slot_index[slot]
             rows_S, dtype = [header.uses[k].rows for header in headers], _delta_dtype(k, headers)
         else:
             rows_S = [slot.outputs if slot.weight in context.used else 0] * len(headers)
             dtype = context.params[slot.weight].dtype
-        bias, codecs = dtype if exchange.sends_bias(slot) else None, exchange.codecs(slot)
-        sent_S = [exchange.sent_rows(slot, n, site) if n else 0 for site, n in enumerate(rows_S)]
-        own = (dtype, bias, codecs, exchange.form)
+        bias, codecs = dtype if compressor.sends_bias(slot) else None, compressor.codecs(slot)
+        sent_S = [compressor.sent_rows(slot, n, site) if n else 0 for site, n in enumerate(rows_S)]
+        own = (dtype, bias, codecs, compressor.form)
         return [Piece(slot, rows, *own) for rows in sent_S]
 
     def layout(
@@ -115,7 +115,7 @@ class RowBucket(Carried):
         parts = [self._part(context, piece) for piece, _ in filled]
         if context.state != State.GOOD:
             return
-        compressed = self._exchange.compress(parts)
+        compressed = self._compressor.compress(parts)
         for (_, view), payload in zip(filled, compressed, strict=True):
             view.fill(payload)
         book(context, layout.pieces, travels, receivers, time.perf_counter() - began)
@@ -126,10 +126,10 @@ class RowBucket(Carried):
     def _measure(
         self, reading: Reading, part: Part, piece: Piece, payload: Payload, arrives: Arrived
     ) -> None:
-        if isinstance(payload, Factors) and isinstance(arrives, Factors) and self._exchange.exact:
+        if isinstance(payload, Factors) and isinstance(arrives, Factors) and self._compressor.exact:
             reading.sent_all(part, payload, arrives if piece.codecs else None)
         else:
-            reading.sent(part, self._exchange.residual(part.slot), as_gradient(arrives))
+            reading.sent(part, self._compressor.residual(part.slot), as_gradient(arrives))
 
     def pack_blocks(
         self, context: StepContext, layout: Layout, message: Tensor, receivers: int
@@ -157,7 +157,7 @@ class RowBucket(Carried):
         """
         for site, preamble in enumerate(preambles):
             for slot, rows in zip(self.slots, preamble.wanted_rows, strict=True):
-                self._exchange.agree(slot, site, rows)
+                self._compressor.agree(slot, site, rows)
         flags = zip(*(preamble.flags for preamble in preambles), strict=True)
         return [name for name, flag in zip(self.names, flags, strict=True) if any(flag)]
 

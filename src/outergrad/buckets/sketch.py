@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext
 from outergrad.core.coding import sum_dtype
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.transport import Comm, Work
 from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.gradients import add_gradients, add_rows
@@ -25,7 +25,7 @@ class SketchBucket(Carried):
 
     Args:
         loads: what travels at low rank.
-        exchange: makes the sketches, which go through codecs that only round.
+        compressor: makes the sketches, which go through codecs that only round.
         dtype: what they are computed in.
         extras: parameters whose `grad` travels as it is, in the first round.
     """
@@ -33,14 +33,14 @@ class SketchBucket(Carried):
     def __init__(
         self,
         loads: Sequence[Load],
-        exchange: Exchange,
+        compressor: Compressor,
         dtype: torch.dtype,
         extras: Mapping[str, nn.Parameter],
     ) -> None:
         super().__init__(loads, extras)
-        assert exchange.sketches is not None
-        self.exchange, self.sketches = exchange, exchange.sketches
-        self.dtype, self.wire = dtype, sum_dtype(exchange.wire, dtype)
+        assert compressor.sketches is not None
+        self.compressor, self.sketches = compressor, compressor.sketches
+        self.dtype, self.wire = dtype, sum_dtype(compressor.wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
     def start(self, context: StepContext) -> Pending:
@@ -78,7 +78,7 @@ class _SketchPending(Pending):
             assert isinstance(gradient, Factors)
             self._b_GO[slot] = row_sum(gradient.d_GRO)
         if self._context.reading is not None:
-            self._measured[slot] = gradient, self._bucket.exchange.residual(slot)
+            self._measured[slot] = gradient, self._bucket.compressor.residual(slot)
         part = self._bucket.sketches.begin(slot, gradient)
         if self._bucket.sketches.rounds == 1 and self._context.reading is not None:
             self._context.reading.sketched(slot, *self._measured.pop(slot), part[None, None])
@@ -182,7 +182,7 @@ class _SketchPending(Pending):
         seconds = time.perf_counter() - began
         traffic = self._context.comm.cost.all_reduce(part.nbytes)
         booked = {**traffic._asdict(), "rows": self._bucket.sketches.columns(slot)}
-        travels = self._bucket.exchange.why.value
+        travels = self._bucket.compressor.why.value
         self._context.add(slot.weight, travels, **booked, compress_s=seconds)
         return part
 

@@ -13,7 +13,7 @@ from outergrad.buckets.bucket import Load, Pending, Result, StepContext
 from outergrad.buckets.message import RowBucket, book, book_received, sums_of_extras
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.payload import Arrived
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.transport import Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
@@ -33,7 +33,7 @@ class TwoWayBucket(RowBucket):
     Args:
         index: as of `RowBucket`.
         loads: as of `RowBucket`.
-        exchange: makes the triplets; its merger does the owners' work.
+        compressor: makes the triplets; its merger does the owners' work.
         extras: as of `RowBucket`.
         owners: the site that merges each slot and sums each extra.
     """
@@ -42,13 +42,13 @@ class TwoWayBucket(RowBucket):
         self,
         index: int,
         loads: Sequence[Load],
-        exchange: Exchange,
+        compressor: Compressor,
         extras: Mapping[str, nn.Parameter],
         owners: Mapping[Slot | str, int],
     ) -> None:
-        super().__init__(index, loads, exchange, extras)
-        assert exchange.merger is not None
-        self.merger, self._owners = exchange.merger, owners
+        super().__init__(index, loads, compressor, extras)
+        assert compressor.merger is not None
+        self.merger, self._owners = compressor.merger, owners
 
     def expect(self, context: StepContext) -> None:
         """What the other sites have for this one, in the first round."""

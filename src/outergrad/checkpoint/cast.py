@@ -111,14 +111,14 @@ def _without_debts(session: StateDict, *, start: bool) -> StateDict:
     return found
 
 
-def _sent(exchange: StateDict) -> StateDict:
+def _sent(compressor: StateDict) -> StateDict:
     """Its memories without what has not been sent."""
-    own = exchange.get("own", {})
+    own = compressor.get("own", {})
     if "memories" not in own:
-        return exchange
+        return compressor
     saved: Mapping[str, Mapping[str, Any]] = own["memories"]
     memories = {
         place: {key: value for key, value in memory.items() if key not in _UNSENT}
         for place, memory in saved.items()
     }
-    return {**exchange, "own": {**own, "memories": memories}}
+    return {**compressor, "own": {**own, "memories": memories}}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outergrad.core.cost import CostModel, Traffic
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Link, Route
 
 
@@ -105,9 +105,9 @@ class StarCost:
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2}[way]
 
 
-def cost_of(exchange: Exchange, sites: int) -> CostModel:
+def cost_of(compressor: Compressor, sites: int) -> CostModel:
     """What a method goes by: until it is attached, what torch.distributed costs."""
-    return exchange.cost or RingCost(sites)
+    return compressor.cost or RingCost(sites)
 
 
 def seconds(cost: CostModel, way: Route, busy_bytes: float, link: Link) -> float:

@@ -1,4 +1,4 @@
-"""The trainable part of a model, the exchanges of its units, and how they travel in a step."""
+"""The trainable part of a model, the compressors of its units, and how they travel in a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit, overlapping
 
@@ -102,35 +102,35 @@ def _connected(slots: Sequence[Slot]) -> list[list[Slot]]:
     return groups
 
 
-class Exchanges:
-    """The exchanges of a model, one per method, in an order that is the same on every site.
+class Compressors:
+    """The compressors of a model, one per method, in an order that is the same on every site.
 
     Args:
-        units_of: each exchange with its units.
+        units_of: each compressor with its units.
     """
 
-    def __init__(self, units_of: Sequence[tuple[Exchange, Sequence[Unit]]]) -> None:
+    def __init__(self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]]) -> None:
         self._units_of = tuple(units_of)
-        self._of = {unit: exchange for exchange, units in units_of for unit in units}
+        self._of = {unit: compressor for compressor, units in units_of for unit in units}
 
-    def __getitem__(self, unit: Unit) -> Exchange:
+    def __getitem__(self, unit: Unit) -> Compressor:
         return self._of[unit]
 
-    def items(self) -> Sequence[tuple[Exchange, Sequence[Unit]]]:
-        """Each exchange with its units."""
+    def items(self) -> Sequence[tuple[Compressor, Sequence[Unit]]]:
+        """Each compressor with its units."""
         return self._units_of
 
     @property
     def phases(self) -> list[Hashable]:
         """What each decides by besides what it is asked."""
-        return [exchange.phase for exchange, _ in self._units_of]
+        return [compressor.phase for compressor, _ in self._units_of]
 
     def begin(self, step: int, sites: int) -> bool:
-        """A step begins; whether some unit has another exchange than in the last one."""
+        """A step begins; whether some unit has another compressor than in the last one."""
         return False
 
     def travels_dense(self, unit: Unit) -> bool:
-        """Whether a unit travels dense, whatever its exchange says."""
+        """Whether a unit travels dense, whatever its compressor says."""
         return False
 
     def owed(self, name: str) -> Sequence[tuple[Slot, Tensor]]:
@@ -140,7 +140,7 @@ class Exchanges:
     def commit(
         self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
     ) -> None:
-        """Ends a step of some units: residuals of their exchanges are kept if it was applied.
+        """Ends a step of some units: residuals of their compressors are kept if it was applied.
 
         Args:
             units: that the step was of.
@@ -148,18 +148,18 @@ class Exchanges:
             used: parameters that had a gradient on some site.
         """
         ending = {id(self._of[unit]) for unit in units if unit in self._of}
-        for exchange, _ in self._units_of:
-            if id(exchange) in ending:
-                exchange.commit(applied=applied)
+        for compressor, _ in self._units_of:
+            if id(compressor) in ending:
+                compressor.commit(applied=applied)
 
     def states(self) -> list[StateDict]:
         """What each remembers between two steps."""
-        return [exchange.state() for exchange, _ in self._units_of]
+        return [compressor.state() for compressor, _ in self._units_of]
 
     def load(self, inheritances: Sequence[Inheritance]) -> None:
         """Each goes on from its own part of what was saved."""
-        for (exchange, _), inheritance in zip(self._units_of, inheritances, strict=True):
-            exchange.load(inheritance)
+        for (compressor, _), inheritance in zip(self._units_of, inheritances, strict=True):
+            compressor.load(inheritance)
 
 
 @dataclass(frozen=True)

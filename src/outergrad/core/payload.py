@@ -31,8 +31,8 @@ Arrived = Factors | Tensor | Entries
 
 
 Payload = Sequence[Tensor | None]
-"""What `Exchange.compress` makes of one slot: a tensor per field, or None for a field of zeros. One
-that is smaller than its field leaves zeros behind it."""
+"""What `Compressor.compress` makes of one slot: a tensor per field, or None for a field of zeros.
+One that is smaller than its field leaves zeros behind it."""
 
 
 class Form(Protocol):
@@ -45,7 +45,7 @@ class Form(Protocol):
 
         Args:
             slot: that it is of.
-            count: how many rows, or entries, as `Exchange.sent_rows` says; 1 or more.
+            count: how many rows, or entries, as `Compressor.sent_rows` says; 1 or more.
             dtype: of its numbers, before they are encoded.
             bias: dtype of the bias gradient; None where it does not travel along.
             codecs: that its numbers go through.

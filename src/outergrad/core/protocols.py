@@ -94,7 +94,7 @@ class Rule(Protocol):
 Rules = Mapping[type[nn.Module], Rule]
 
 
-class Exchange(Protocol):
+class Compressor(Protocol):
     """How the factors of a unit travel: one per method; owns the method's state.
 
     What stands here with a value, or needs none, is right for a method that remembers nothing and
@@ -243,8 +243,8 @@ class Exchange(Protocol):
 class Method(Protocol):
     """A frozen dataclass of settings that the user passes to `distribute`."""
 
-    def exchange(self) -> Exchange | None:
-        """A new exchange, or None where every parameter travels dense."""
+    def compressor(self) -> Compressor | None:
+        """A new compressor, or None where every parameter travels dense."""
         ...
 
 

@@ -179,7 +179,7 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True)
 class Inheritance:
-    """Which saved states of an exchange a site goes on from.
+    """Which saved states of a compressor a site goes on from.
 
     The sites may be more or fewer than there were. What they still owe the mean gradient is the
     mean residual, so a site that takes over from some old ones counts what they had

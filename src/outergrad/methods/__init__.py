@@ -1,4 +1,4 @@
-"""Methods: how gradients travel. A method is a frozen dataclass; its exchange does the work."""
+"""Methods: how gradients travel. A method is a frozen dataclass; its compressor does the work."""
 
 from outergrad.methods.dad import DAD
 from outergrad.methods.dense import Dense

@@ -1,13 +1,13 @@
-"""The method of every parameter, as a policy gives it, and the exchanges of these."""
+"""The method of every parameter, as a policy gives it, and the compressors of these."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from outergrad.core.protocols import Exchange, Method, Policy
+from outergrad.core.protocols import Compressor, Method, Policy
 from outergrad.core.types import Unit
-from outergrad.methods.dense import DenseExchange
+from outergrad.methods.dense import DenseCompressor
 from outergrad.methods.per_layer import Local, PerLayer
 
 
@@ -35,7 +35,7 @@ class _Everywhere(Policy):
 
 
 class Assignment:
-    """Who has which method, and one exchange per method.
+    """Who has which method, and one compressor per method.
 
     Args:
         method: of the model, or a policy as `PerLayer`.
@@ -50,7 +50,7 @@ class Assignment:
     """
 
     def __init__(self, method: Any, names: Sequence[str]) -> None:
-        if not is_policy(method) and not callable(getattr(method, "exchange", None)):
+        if not is_policy(method) and not callable(getattr(method, "compressor", None)):
             raise TypeError(f"method={method!r}: pass og.DAD(...), og.Dense() or another method")
         self._policy: Policy = method if is_policy(method) else _Everywhere(method)
         if isinstance(method, PerLayer):
@@ -60,15 +60,15 @@ class Assignment:
         self._methods = {name: self._method(name, 0) for name in names}
         if not names or set(map(type, self._methods.values())) == {Local}:
             raise ValueError("every parameter is og.Local(): give what is shared another method")
-        self._exchanges: list[tuple[Method, Exchange | None]] = []
+        self._compressors: list[tuple[Method, Compressor | None]] = []
         for method in (m for methods in self._candidates.values() for m in methods):
-            if all(method != known for known, _ in self._exchanges):
-                self._exchanges.append((method, self._new_exchange(method)))
+            if all(method != known for known, _ in self._compressors):
+                self._compressors.append((method, self._new_exchange(method)))
 
-    def _new_exchange(self, method: Method) -> Exchange | None:
-        exchange = method.exchange()
+    def _new_exchange(self, method: Method) -> Compressor | None:
+        compressor = method.compressor()
         changing = self.changes and not isinstance(method, Local)
-        return DenseExchange() if exchange is None and changing else exchange
+        return DenseCompressor() if compressor is None and changing else compressor
 
     def _method(self, name: str, step: int) -> Method:
         method = self._policy.method_of(name, step)
@@ -89,20 +89,20 @@ class Assignment:
 
     def takes_plain(self, name: str) -> bool:
         """Whether some method of the parameter takes its formed gradient, without a rule."""
-        found = [self._exchange(method) for method in self._candidates[name]]
-        return any(exchange is not None and exchange.takes_plain for exchange in found)
+        found = [self._compressor(method) for method in self._candidates[name]]
+        return any(compressor is not None and compressor.takes_plain for compressor in found)
 
-    def exchange_of(self, name: str) -> Exchange | None:
+    def exchange_of(self, name: str) -> Compressor | None:
         """What makes the gradient of the parameter global first; None where it travels dense."""
-        return self._exchange(self._methods[name])
+        return self._compressor(self._methods[name])
 
-    def _exchange(self, method: Method) -> Exchange | None:
-        return next(exchange for known, exchange in self._exchanges if known == method)
+    def _compressor(self, method: Method) -> Compressor | None:
+        return next(compressor for known, compressor in self._compressors if known == method)
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def compressors(self) -> list[Compressor]:
         """One per method, in the order of the parameters."""
-        return [exchange for _, exchange in self._exchanges if exchange is not None]
+        return [compressor for _, compressor in self._compressors if compressor is not None]
 
     def check_together(self, names: Sequence[str]) -> None:
         """Checks that parameters which travel together have one method.
@@ -122,17 +122,17 @@ class Assignment:
     def _told(self, name: str) -> str:
         return ", then ".join(map(repr, self._candidates[name]))
 
-    def units_of(self, units: Sequence[Unit]) -> list[tuple[Exchange, list[Unit]]]:
-        """Each exchange with the units that it may have."""
+    def units_of(self, units: Sequence[Unit]) -> list[tuple[Compressor, list[Unit]]]:
+        """Each compressor with the units that it may have."""
         pairs = [(unit, self._candidates[unit.params[0]]) for unit in units]
         return [
-            (exchange, [unit for unit, methods in pairs if method in methods])
-            for method, exchange in self._exchanges
-            if exchange is not None
+            (compressor, [unit for unit, methods in pairs if method in methods])
+            for method, compressor in self._compressors
+            if compressor is not None
         ]
 
-    def choose(self, unit: Unit, step: int) -> Exchange:
-        """The exchange of a unit in a step.
+    def choose(self, unit: Unit, step: int) -> Compressor:
+        """The compressor of a unit in a step.
 
         Raises:
             ValueError: its parameters have several methods, or one that is no candidate.
@@ -145,9 +145,9 @@ class Assignment:
                     f"{self._policy!r} gives {first!r} and {name!r} different methods in step "
                     f"{step}, but they travel together: give them one"
                 )
-        exchange = self._exchange(methods[first])
-        assert exchange is not None
-        return exchange
+        compressor = self._compressor(methods[first])
+        assert compressor is not None
+        return compressor
 
 
 def _distinct(policy: Policy, name: str) -> list[Method]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad.methods.dense import Dense, DenseExchange
+from outergrad.methods.dense import Dense, DenseCompressor
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CapturedDense(Dense):
     """As `Dense`, but the rows of layers are known to the site that captured them."""
 
-    def exchange(self) -> DenseExchange:  # type: ignore[override]
-        """A new exchange."""
-        return DenseExchange()
+    def compressor(self) -> DenseCompressor:  # type: ignore[override]
+        """A new compressor."""
+        return DenseCompressor()

@@ -10,7 +10,7 @@ from typing import Literal
 from outergrad.comm.cost import cost_of
 from outergrad.core.blocks import UNSENDABLE, Replays
 from outergrad.core.coding import Wire, stacked
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.outer import row_sum
@@ -57,13 +57,13 @@ class DAD(Settings):
         known = self.reveal in ("gradient", "activations")
         require(known, self, "reveal", "'gradient' or 'activations'")
 
-    def exchange(self) -> DADExchange:
-        """A new exchange with these settings."""
+    def compressor(self) -> DADCompressor:
+        """A new compressor with these settings."""
         raw = self.reveal == "activations" and self.every == 1  # of several passes rows are kept
-        return DADExchange(self, Replays(recurrent=raw, raw_inputs=raw))
+        return DADCompressor(self, Replays(recurrent=raw, raw_inputs=raw))
 
 
-class DADExchange(Exchange):
+class DADCompressor(Compressor):
     """Decides by bytes between factors and dense, and makes the factors."""
 
     def __init__(self, method: DAD, replays: Replays | None = None) -> None:

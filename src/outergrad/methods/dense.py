@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outergrad.core.payload import Payload
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Why
 from outergrad.core.types import Part, Route, Slot, Unit
 from outergrad.methods.common import Settings
@@ -23,12 +23,12 @@ class Dense(Settings):
 
     every: int = 1
 
-    def exchange(self) -> None:
+    def compressor(self) -> None:
         """None: nothing travels as factors."""
         return
 
 
-class DenseExchange(Exchange):
+class DenseCompressor(Compressor):
     """That of a unit which travels dense for now."""
 
     bucket_bytes = 1

@@ -8,7 +8,7 @@ from typing import Literal
 from outergrad.core.blocks import Replays
 from outergrad.core.coding import Wire
 from outergrad.methods.common import Settings, require
-from outergrad.methods.dad import DAD, DADExchange
+from outergrad.methods.dad import DAD, DADCompressor
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,8 +56,8 @@ class EDAD(Settings):
         require(self.inputs in ("canonical", "raw"), self, "inputs", "'canonical' or 'raw'")
         require(self.every == 1 or not self.blocks, self, "every", "1 with blocks=")
 
-    def exchange(self) -> DADExchange:
-        """A new exchange with these settings."""
+    def compressor(self) -> DADCompressor:
+        """A new compressor with these settings."""
         raw = self.inputs == "raw"
         rows = DAD(
             always=self.always,
@@ -67,7 +67,7 @@ class EDAD(Settings):
             bucket_bytes=self.bucket_bytes,
         )
         if self.every > 1:
-            return DADExchange(rows)
+            return DADCompressor(rows)
         blocks = tuple(self.blocks)
         replays = Replays(blocks=blocks, chains=True, recurrent=True, raw_inputs=raw)
-        return DADExchange(rows, replays)
+        return DADCompressor(rows, replays)

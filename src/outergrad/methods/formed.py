@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outergrad.comm.cost import cost_of
 from outergrad.core.payload import Payload
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Why
 from outergrad.core.types import (
     Factors,
@@ -31,7 +31,7 @@ from outergrad.methods.common import FLOAT_BYTES, dense_bytes
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 
-class OfFormed(Exchange):
+class OfFormed(Compressor):
     """Sends something of formed gradients, where that is fewer bytes than all of them.
 
     Vectors travel whole. A class that derives from it says what is sent, by `sent_rows`,
@@ -69,7 +69,7 @@ class OfFormed(Exchange):
         return self.forced or shared < dense_bytes(unit, cost)
 
 
-class FormedExchange(OfFormed):
+class FormedCompressor(OfFormed):
     """Sends a payload of each formed gradient, and adds what that lacks to the next one.
 
     A class that derives from it gives the `form` of its payload and writes `encode` and `reveals`;

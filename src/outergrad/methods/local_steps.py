@@ -70,15 +70,15 @@ class LocalSteps:
 
 
 def _check_method(method: Any) -> None:
-    if isinstance(method, LocalSteps) or not callable(getattr(method, "exchange", None)):
+    if isinstance(method, LocalSteps) or not callable(getattr(method, "compressor", None)):
         raise TypeError(
             f"LocalSteps: method={method!r}; use og.Dense(), og.RankDAD(...), og.PowerSGD(...), "
             f"og.Sparse(...) or og.PerLayer({{...}}) of these"
         )
     if getattr(method, "every", 1) != 1:
         raise ValueError(f"LocalSteps: method={method!r}: k says how often; leave every=1")
-    exchange = method.exchange()
-    if exchange is not None and not exchange.takes_plain:
+    compressor = method.compressor()
+    if compressor is not None and not compressor.takes_plain:
         raise ValueError(
             f"LocalSteps: method={method!r}: a change of the weights over several steps has no "
             f"factors that a backward could capture; use og.Dense() or og.RankDAD(...)"

@@ -16,7 +16,7 @@ class Local:
     Its parameters and buffers may differ between sites, in shape and in number, too.
     """
 
-    def exchange(self) -> None:
+    def compressor(self) -> None:
         """None: nothing travels."""
         return
 
@@ -40,7 +40,7 @@ class PerLayer:
         if not self.methods:
             raise ValueError("PerLayer: methods={}; give a method per pattern, as {'*': og.DAD()}")
         for pattern, method in self.methods.items():
-            if isinstance(method, PerLayer) or not callable(getattr(method, "exchange", None)):
+            if isinstance(method, PerLayer) or not callable(getattr(method, "compressor", None)):
                 raise TypeError(
                     f"PerLayer: {pattern!r}: {method!r} is no method of a part; use og.DAD(), "
                     f"og.Dense(), og.Local(), ..., and og.LocalSteps(k, method=og.PerLayer(...)) "

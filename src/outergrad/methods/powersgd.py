@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outergrad.core.coding import Wire, drops, stacked
 from outergrad.methods.common import Settings, require
-from outergrad.methods.low_rank.exchange import LowRankExchange
+from outergrad.methods.low_rank.compressor import LowRankCompressor
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 
@@ -44,8 +44,8 @@ class PowerSGD(Settings):
         summable = not drops(stacked(self.wire))
         require(summable, self, "wire", "BF16() at most: what is sent is added up")
 
-    def exchange(self) -> LowRankExchange:
-        """A new exchange with these settings."""
+    def compressor(self) -> LowRankCompressor:
+        """A new compressor with these settings."""
         settings = _OfMatrices(
             rank=self.rank,
             reduce="all_reduce",
@@ -54,7 +54,7 @@ class PowerSGD(Settings):
             min_ratio=self.min_ratio,
             bucket_bytes=self.bucket_bytes,
         )
-        return LowRankExchange(settings)
+        return LowRankCompressor(settings)
 
 
 class _OfMatrices(LowRankSettings):

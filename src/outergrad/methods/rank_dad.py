@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad.methods.low_rank.exchange import LowRankExchange
+from outergrad.methods.low_rank.compressor import LowRankCompressor
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 
@@ -49,6 +49,6 @@ class RankDAD(LowRankSettings):
             summed up on each site, and what is shared is their mean (docs/methods.md).
     """
 
-    def exchange(self) -> LowRankExchange:
-        """A new exchange with these settings."""
-        return LowRankExchange(self)
+    def compressor(self) -> LowRankCompressor:
+        """A new compressor with these settings."""
+        return LowRankCompressor(self)

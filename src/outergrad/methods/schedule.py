@@ -37,7 +37,7 @@ class Schedule:
             of_parts = isinstance(method, PerLayer)
             if isinstance(method, PerLayer) and method.joint:
                 raise ValueError(f"Schedule: step {step}: PerLayer(joint=True) cannot be changed")
-            if not of_parts and not callable(getattr(method, "exchange", None)):
+            if not of_parts and not callable(getattr(method, "compressor", None)):
                 raise TypeError(
                     f"Schedule: step {step}: {method!r} is no method of a part; use og.DAD(), "
                     f"og.Dense(), og.PerLayer({{...}}), ..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad.methods.entries.exchange import SparseExchange
+from outergrad.methods.entries.compressor import SparseCompressor
 from outergrad.methods.entries.settings import SparseSettings
 
 
@@ -46,6 +46,6 @@ class Sparse(SparseSettings):
             summed up on each site, and what is shared is their mean (docs/methods.md).
     """
 
-    def exchange(self) -> SparseExchange:
-        """A new exchange with these settings."""
-        return SparseExchange(self)
+    def compressor(self) -> SparseCompressor:
+        """A new compressor with these settings."""
+        return SparseCompressor(self)

@@ -1,4 +1,4 @@
-"""Exchanges of a model whose methods change while it trains."""
+"""Compressors of a model whose methods change while it trains."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from typing import Any
 
 from torch import Tensor
 
-from outergrad.core.model import Exchanges
-from outergrad.core.protocols import Exchange
+from outergrad.core.model import Compressors
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Inheritance, Slot, StateDict, Unit
 from outergrad.linalg.outer import formed
 
-Choose = Callable[[Unit, int], Exchange]
-"""The exchange of a unit in a step: the same on every site."""
+Choose = Callable[[Unit, int], Compressor]
+"""The compressor of a unit in a step: the same on every site."""
 
 
-class ChangingExchanges(Exchanges):
-    """Changes exchanges at the beginning of steps, and hands on what the old ones have not sent.
+class ChangingCompressors(Compressors):
+    """Changes compressors at the beginning of steps, and hands on what the old ones have not sent.
 
     Where the new one cannot take it over, the unit travels dense until all of it has arrived.
 
     Args:
-        units_of: each exchange with the units that it may have.
+        units_of: each compressor with the units that it may have.
         choose: says which has which.
     """
 
-    def __init__(self, units_of: Sequence[tuple[Exchange, Sequence[Unit]]], choose: Choose) -> None:
+    def __init__(
+        self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]], choose: Choose
+    ) -> None:
         super().__init__(units_of)
         self._choose, self._step = choose, 0
-        self._owing: dict[Unit, tuple[Exchange, set[str]]] = {}
+        self._owing: dict[Unit, tuple[Compressor, set[str]]] = {}
         """Units that travel dense, who remembers what has to arrive, and of which parameters."""
         self._assign(0)
 
@@ -41,15 +43,15 @@ class ChangingExchanges(Exchanges):
     @property
     def phases(self) -> list[Hashable]:
         """Who has which units, and what else they decide by."""
-        order = {id(exchange): k for k, (exchange, _) in enumerate(self._units_of)}
+        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
         return [
-            tuple(order[id(exchange)] for exchange in self._of.values()),
+            tuple(order[id(compressor)] for compressor in self._of.values()),
             tuple(unit in self._owing for unit in self._of),
             *super().phases,
         ]
 
     def begin(self, step: int, sites: int) -> bool:
-        """Goes over to the exchanges of a step; whether some unit has another one now."""
+        """Goes over to the compressors of a step; whether some unit has another one now."""
         if step == self._step:
             return False
         before = self._of
@@ -60,7 +62,7 @@ class ChangingExchanges(Exchanges):
                 self._hand_over(unit, before[unit], sites)
         return bool(changed)
 
-    def _hand_over(self, unit: Unit, old: Exchange, sites: int) -> None:
+    def _hand_over(self, unit: Unit, old: Compressor, sites: int) -> None:
         new = self._of[unit]
         same_places = {s.place for s in unit.slots} <= {m.place for m in unit.matrices}
         compresses = new.break_even(unit, sites) == float("inf")
@@ -99,8 +101,8 @@ class ChangingExchanges(Exchanges):
     # -- saved and loaded -----------------------------------------------------------------------
 
     def states(self) -> list[StateDict]:
-        """Behind those of the exchanges, the step whose policy holds and what has to arrive."""
-        order = {id(exchange): k for k, (exchange, _) in enumerate(self._units_of)}
+        """Behind those of the compressors, the step whose policy holds and what has to arrive."""
+        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
         owing = {
             unit.params[0]: [order[id(old)], *sorted(names)]
             for unit, (old, names) in self._owing.items()

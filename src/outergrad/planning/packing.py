@@ -15,9 +15,9 @@ from outergrad.buckets.gather import FactorBucket
 from outergrad.buckets.sketch import SketchBucket
 from outergrad.buckets.two_way import TwoWayBucket
 from outergrad.core.cost import CostModel
-from outergrad.core.model import Choice, Exchanges, Model
+from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.owners import owners
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20
@@ -39,8 +39,8 @@ def loads(model: Model, choice: Choice) -> list[tuple[Load, Route]]:
 class Packer:
     """Fills messages; every site does it alike."""
 
-    def __init__(self, model: Model, exchanges: Exchanges, cost: CostModel) -> None:
-        self._model, self._exchanges, self._cost = model, exchanges, cost
+    def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
+        self._model, self._compressors, self._cost = model, compressors, cost
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._owners: dict[Slot | str, int] = {}
         self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
@@ -54,7 +54,7 @@ class Packer:
         Members come in the reverse order of registration, about that in which backward reaches
         them; a unit stands where its last parameter is reached.
         """
-        key = choice, self._exchanges.phases
+        key = choice, self._compressors.phases
         if self._last is None or self._last[0] != key:
             buckets = self._fill(choice)
             self._dense = {b.dense_params: b for b in buckets if isinstance(b, DenseBucket)}
@@ -79,7 +79,7 @@ class Packer:
         ordered = [units[name] for name in self._order if name in units]
         extras = dense if self._may_ride(dense, ordered) else []
         self._owners = self._share_out(ordered, extras)
-        shelf = _Shelf(self, self._exchanges, extras)
+        shelf = _Shelf(self, self._compressors, extras)
         for name in self._order:
             if name in units:
                 shelf.add_unit(*units.pop(name), last=not units)
@@ -91,14 +91,14 @@ class Packer:
         self, route: Route, index: int, loads: Sequence[Load], extras: Sequence[str]
     ) -> Bucket:
         """The message of these units, with these parameters and their own vectors along."""
-        exchange = self._exchanges[loads[0].unit]
+        compressor = self._compressors[loads[0].unit]
         names = [*(name for load in loads for name in load.vectors), *extras]
         along = {name: self._model.params[name] for name in names}
         if route == Route.GATHER:
-            return FactorBucket(index, loads, exchange, along)
+            return FactorBucket(index, loads, compressor, along)
         if route == Route.TWO_WAY:
-            return TwoWayBucket(index, loads, exchange, along, self._owners)
-        return SketchBucket(loads, exchange, self.sketched_in(loads[0]), along)
+            return TwoWayBucket(index, loads, compressor, along, self._owners)
+        return SketchBucket(loads, compressor, self.sketched_in(loads[0]), along)
 
     def _share_out(
         self, ordered: Sequence[tuple[Load, Route, int]], extras: Sequence[str]
@@ -108,7 +108,7 @@ class Packer:
         names = [*(name for load in loads for name in load.vectors), *extras]
         sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
         for unit, slot in ((load.unit, slot) for load in loads for slot in load.slots):
-            merger = self._exchanges[unit].merger
+            merger = self._compressors[unit].merger
             assert merger is not None
             rows = merger.merged_rows(slot, [slot.outputs])
             sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
@@ -150,7 +150,7 @@ class Packer:
         return max(unit.params, key=self._order.index)
 
 
-_Shelved = tuple[Route, torch.dtype, Exchange | None]
+_Shelved = tuple[Route, torch.dtype, Compressor | None]
 """What shares a message: one method's rows of any dtype or its sketches of one; or gradients."""
 
 
@@ -159,12 +159,12 @@ class _Shelf:
 
     Args:
         packer: makes the buckets.
-        exchanges: say how large a bucket of factors becomes.
+        compressors: say how large a bucket of factors becomes.
         extras: parameters that go along with the last unit's bucket.
     """
 
-    def __init__(self, packer: Packer, exchanges: Exchanges, extras: Sequence[str]) -> None:
-        self._packer, self._exchanges, self._extras = packer, exchanges, extras
+    def __init__(self, packer: Packer, compressors: Compressors, extras: Sequence[str]) -> None:
+        self._packer, self._compressors, self._extras = packer, compressors, extras
         self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
         self._limits: dict[_Shelved, int] = {}
         self._closed: list[Bucket] = []
@@ -172,9 +172,9 @@ class _Shelf:
     def add_unit(self, load: Load, route: Route, nbytes: int, *, last: bool) -> None:
         """Adds a unit that travels as factors or sketches; the last one takes the extras."""
         dtype = torch.float32 if route in OF_ROWS else self._packer.sketched_in(load)
-        exchange = self._exchanges[load.unit]
-        key = route, dtype, exchange
-        full = self._add(key, load, nbytes) >= exchange.bucket_bytes
+        compressor = self._compressors[load.unit]
+        key = route, dtype, compressor
+        full = self._add(key, load, nbytes) >= compressor.bucket_bytes
         if full or (last and self._extras):
             self._close(key, self._extras if last else ())
 

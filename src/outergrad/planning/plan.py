@@ -11,7 +11,7 @@ from torch import Tensor
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.cost import CostModel
-from outergrad.core.model import Choice, Exchanges, Model
+from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.reasons import Reason, Why
 from outergrad.core.types import Route, Slot, Unit, overlapping
 from outergrad.messages.header import BlockUse, Header
@@ -34,12 +34,12 @@ class Planner:
 
     Args:
         model: what is shared.
-        exchanges: of its units.
+        compressors: of its units.
         cost: of the transport.
     """
 
-    def __init__(self, model: Model, exchanges: Exchanges, cost: CostModel) -> None:
-        self._model, self._exchanges, self._cost = model, exchanges, cost
+    def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
+        self._model, self._compressors, self._cost = model, compressors, cost
         self._units = frozenset(model.units)
         self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
         self._block_index = {block: k for k, block in enumerate(model.blocks)}
@@ -47,24 +47,24 @@ class Planner:
         """What travels dense because autograd has a gradient for it besides its factors."""
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
-        self._phases = exchanges.phases
+        self._phases = compressors.phases
         self.used: Collection[str] = ()
         """Parameters that have a gradient on some site in this step."""
-        self.packer = Packer(model, exchanges, cost)
+        self.packer = Packer(model, compressors, cost)
         self.header_cache = HeaderCache(self.facts, self._ways)
 
     def of(self, model: Model) -> Planner:
         """The planner of a part of the model, which learns what this one does of mixed units."""
-        part = Planner(model, self._exchanges, self._cost)
+        part = Planner(model, self._compressors, self._cost)
         part._has_autograd_grad = self._has_autograd_grad
         return part
 
     def first_tap_next(self) -> tuple[bool, ...]:
         """What to tap before any rows are known: whatever could pay with a single row."""
-        sites, exchanges = self._cost.sites, self._exchanges
+        sites, compressors = self._cost.sites, self._compressors
         return tuple(
-            (bool(unit.slots) and exchanges[unit].break_even(unit, sites) > 1)
-            or (unit.block is not None and exchanges[unit].replays_block(unit, [1] * sites))
+            (bool(unit.slots) and compressors[unit].break_even(unit, sites) > 1)
+            or (unit.block is not None and compressors[unit].replays_block(unit, [1] * sites))
             for unit in self._model.units
         )
 
@@ -115,23 +115,23 @@ class Planner:
 
     def _piece(self, unit: Unit, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
         use = header.uses[self._slot_index[slot]]
-        return self._exchanges[unit].sent_rows(slot, use.rows, header.rank), use.dtype
+        return self._compressors[unit].sent_rows(slot, use.rows, header.rank), use.dtype
 
     def begin(self, step: int) -> None:
         """A step begins: methods may have changed."""
-        if self._exchanges.begin(step, self._cost.sites):
+        if self._compressors.begin(step, self._cost.sites):
             self._last = None
-        if self._phases != self._exchanges.phases:
-            self._phases = self._exchanges.phases
+        if self._phases != self._compressors.phases:
+            self._phases = self._compressors.phases
             self.header_cache.forget()
 
     def owed(self, name: str) -> Sequence[tuple[Slot, Tensor]]:
-        """As `Exchanges.owed`."""
-        return self._exchanges.owed(name)
+        """As `Compressors.owed`."""
+        return self._compressors.owed(name)
 
     def commit(self, *, applied: bool) -> None:
-        """Tells the exchanges of the model that a step is over, for all sites alike."""
-        self._exchanges.commit(self._units, applied=applied, used=self.used)
+        """Tells the compressors of the model that a step is over, for all sites alike."""
+        self._compressors.commit(self._units, applied=applied, used=self.used)
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""
@@ -143,7 +143,7 @@ class Planner:
         """Decides from what all sites announced; the same again for the same."""
         facts: list[Hashable] = [
             len(self._has_autograd_grad),
-            *self._exchanges.phases,
+            *self._compressors.phases,
             *(header.facts for header in headers),
         ]
         if self._last is None or self._last[0] != facts:
@@ -162,16 +162,16 @@ class Planner:
         rows_SK = [[header.uses[k].rows for k in index] for header in headers]
         taps = self._taps(unit, rows_SK)
         tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
-        if self._exchanges.travels_dense(unit):
+        if self._compressors.travels_dense(unit):
             return _Decision(Route.DENSE, False, taps, 0, Reason(why=Why.OWING))
-        route = self._exchanges[unit].route(unit, rows_SK, tapped=tapped)
+        route = self._compressors[unit].route(unit, rows_SK, tapped=tapped)
         load = Load(unit, tapped)
         size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0
         return _Decision(route, tapped, taps, size, self._why(load, route, tap_next=taps))
 
     def _decided_block(self, unit: Unit, uses_S: Sequence[BlockUse]) -> _Decision:
         nbytes_S = [use.nbytes for use in uses_S]
-        pays = self._exchanges[unit].replays_block(unit, nbytes_S)
+        pays = self._compressors[unit].replays_block(unit, nbytes_S)
         tap_next = unit not in self._has_autograd_grad and pays
         if tap_next and all(use.tapped for use in uses_S):
             return _Decision(Route.GATHER, True, True, max(nbytes_S), Reason(why=Why.REPLAYED))
@@ -193,16 +193,16 @@ class Planner:
     def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         if not unit.slots or unit in self._has_autograd_grad:
             return False
-        return self._exchanges[unit].taps(unit, rows_SK)
+        return self._compressors[unit].taps(unit, rows_SK)
 
     def _why(self, load: Load, route: Route, *, tap_next: bool) -> Reason:
-        unit, auto = load.unit, self._exchanges[load.unit].auto_way
+        unit, auto = load.unit, self._compressors[load.unit].auto_way
         if route == Route.GATHER and load.tapped:
             return Reason(why=Why.FACTORS, auto=auto)
         if route != Route.DENSE:
-            why = self._exchanges[unit].why
+            why = self._compressors[unit].why
             return Reason(why=why, route=route, tapped=load.tapped, auto=auto)
-        if self._exchanges[unit].why == Why.DENSE:
+        if self._compressors[unit].why == Why.DENSE:
             return Reason(why=Why.DENSE)
         if tap_next:
             return Reason(why=Why.NOT_TAPPED)
@@ -214,9 +214,9 @@ class Planner:
         return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
 
     def _size(self, load: Load, rows_K: Sequence[int], site: int) -> int:
-        exchange = self._exchanges[load.unit]
+        compressor = self._compressors[load.unit]
         rows = rows_K if load.tapped else [matrix.outputs for matrix in load.slots]
         pairs = [(slot, n) for slot, n in zip(load.slots, rows, strict=True) if n]
-        counts = [(slot, exchange.sent_rows(slot, n, site)) for slot, n in pairs]
+        counts = [(slot, compressor.sent_rows(slot, n, site)) for slot, n in pairs]
         vectors = 4 * sum(self._model.params[name].numel() for name in load.vectors)
-        return vectors + sum(exchange.payload_bytes(*pair) for pair in counts)
+        return vectors + sum(compressor.payload_bytes(*pair) for pair in counts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from outergrad.comm.cost import cost_of
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import COMPRESSED, AutoWay, Reason, Why
 from outergrad.core.types import Route, Slot, Unit
 
@@ -93,7 +93,7 @@ def coverage(
     local: Collection[str],
     units: Sequence[Unit],
     reasons: Mapping[str, str],
-    exchanges: Sequence[Exchange],
+    compressors: Sequence[Compressor],
     sites: int,
     chosen: Sequence[Reason | None],
     rows: Mapping[Slot, int],
@@ -105,7 +105,7 @@ def coverage(
         local: names of those that each site keeps to itself.
         units: the units of the trainable ones that have a rule.
         reasons: why the others travel dense.
-        exchanges: per unit, its own.
+        compressors: per unit, its own.
         sites: number of sites.
         chosen: per unit, why it travelled as it did in the last step; None before the first.
         rows: per slot, how many there were at this site in the last step.
@@ -115,7 +115,7 @@ def coverage(
     for u, unit in enumerate(units):
         describe = _unit_entry if unit.block is None else _block_entry
         here = sum(rows.get(slot, 0) for slot in unit.slots)
-        entry = describe(unit, exchanges[u], sites, chosen[u], here)
+        entry = describe(unit, compressors[u], sites, chosen[u], here)
         travels.update(dict.fromkeys(unit.params, entry))
         if entry[0] in [why.value for why in COMPRESSED]:
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
@@ -126,46 +126,50 @@ def coverage(
 
 
 def _unit_entry(
-    unit: Unit, exchange: Exchange, sites: int, chosen: Reason | None, rows: int
+    unit: Unit, compressor: Compressor, sites: int, chosen: Reason | None, rows: int
 ) -> _Entry:
     if sites == 1:
         return "dense", "a single site: nothing travels", "nothing"
-    known = chosen or Reason(why=exchange.why)
+    known = chosen or Reason(why=compressor.why)
     if known.why in (Why.OWING, Why.DENSE):
         return _dense_entry(known, "", sites, rows)
-    limit, sparse = exchange.break_even(unit, sites), exchange.why == Why.SPARSE
+    limit, sparse = compressor.break_even(unit, sites), compressor.why == Why.SPARSE
     most = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"
-    pays = "always=True" if exchange.forced else f"factors are fewer bytes for {most} rows per site"
+    pays = (
+        "always=True" if compressor.forced else f"factors are fewer bytes for {most} rows per site"
+    )
     if limit <= 0 or (sparse and chosen is not None and chosen.why != Why.SPARSE):
         return "dense", "all of it is fewer bytes", _dense_reveals(sites)
     if sparse:
-        is_sum = exchange.sketches is not None
-        learnt = f"{_dense_reveals(sites)}, a few entries" if is_sum else exchange.reveals(unit)
-        return "sparse", exchange.amount(unit), learnt
+        is_sum = compressor.sketches is not None
+        learnt = f"{_dense_reveals(sites)}, a few entries" if is_sum else compressor.reveals(unit)
+        return "sparse", compressor.amount(unit), learnt
     if chosen is None:
-        return "factors or dense", pays, exchange.reveals(unit)
+        return "factors or dense", pays, compressor.reveals(unit)
     if chosen.why == Why.FACTORS:
-        return "factors", pays + _auto(chosen.auto), exchange.reveals(unit)
+        return "factors", pays + _auto(chosen.auto), compressor.reveals(unit)
     if chosen.why == Why.LOW_RANK:
         is_sum = chosen.route == Route.REDUCE
-        learnt = f"{_dense_reveals(sites)}, its largest parts" if is_sum else exchange.reveals(unit)
+        learnt = (
+            f"{_dense_reveals(sites)}, its largest parts" if is_sum else compressor.reveals(unit)
+        )
         source = "factors" if chosen.tapped else "the formed gradient"
         return "low rank", f"{_WAYS[chosen.route]} of {source}{_auto(chosen.auto)}", learnt
     if chosen.why == Why.CODED:
-        return chosen.why.value, exchange.amount(unit), exchange.reveals(unit)
+        return chosen.why.value, compressor.amount(unit), compressor.reveals(unit)
     return _dense_entry(chosen, pays, sites, rows)
 
 
 def _block_entry(
-    unit: Unit, exchange: Exchange, sites: int, chosen: Reason | None, rows: int
+    unit: Unit, compressor: Compressor, sites: int, chosen: Reason | None, rows: int
 ) -> _Entry:
-    most = int(cost_of(exchange, sites).share(4 * unit.dense_numel, Route.DENSE))
-    pays = "always=True" if exchange.forced else f"pays below {most} bytes per step and site"
+    most = int(cost_of(compressor, sites).share(4 * unit.dense_numel, Route.DENSE))
+    pays = "always=True" if compressor.forced else f"pays below {most} bytes per step and site"
     cost = f"every site computes forward and backward of all {sites} sites' rows; {pays}"
     if chosen is None:
-        return "replayed or dense", cost, exchange.reveals(unit)
+        return "replayed or dense", cost, compressor.reveals(unit)
     if chosen.why == Why.REPLAYED:
-        return "replayed", cost, exchange.reveals(unit)
+        return "replayed", cost, compressor.reveals(unit)
     return _dense_entry(chosen, pays, sites, rows)
 
 

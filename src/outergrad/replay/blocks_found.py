@@ -12,7 +12,7 @@ from torch import nn
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.core.blocks import Block
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.chain import Chain
 from outergrad.replay.found_block import FoundBlock
@@ -24,24 +24,24 @@ _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 class BlockFinder:
-    """Looks for the blocks that one exchange asks for.
+    """Looks for the blocks that one compressor asks for.
 
     Args:
         model: the model.
-        exchange: what asks.
+        compressor: what asks.
         full_names: by identity, of the trained parameters that belong to it.
-        hosts: where chains run, by identity: those of several exchanges may share one.
+        hosts: where chains run, by identity: those of several compressors may share one.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        exchange: Exchange,
+        compressor: Compressor,
         full_names: Mapping[int, str],
         hosts: dict[int, Host],
     ) -> None:
-        self._replays, self._full_names, self._hosts = exchange.replays, full_names, hosts
-        self._codecs, self._modules = exchange.wire, dict(model.named_modules())
+        self._replays, self._full_names, self._hosts = compressor.replays, full_names, hosts
+        self._codecs, self._modules = compressor.wire, dict(model.named_modules())
         every = model.named_parameters(remove_duplicate=False)
         self._times = Counter(id(p) for _, p in every)
         self.owned: set[int] = set()

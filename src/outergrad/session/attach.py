@@ -121,7 +121,7 @@ def distribute(
         recorders = recorders_of(recorder)
         check_transform(transform)
         inspection = topology.look_at(model, capturing(method, transform), rules)
-        refuse_incapable(repr(method), inspection.exchanges, comm)
+        refuse_incapable(repr(method), inspection.compressors, comm)
         kept = (buffers or topology.buffers) == "local"
         refuse_unfit(transform, model, method, inspection, mesh=mesh is not None, keeps=kept)
         topology.refuse_settings(
@@ -199,14 +199,14 @@ def _device(model: nn.Module) -> torch.device:
 
 def _settle(inspection: Inspection, comm: Comm, measured: Callable[[], Link]) -> None:
     """Tells the methods of the transport; measures its link, once, where one goes by it."""
-    for exchange, _ in inspection.exchanges.items():
-        exchange.settle(comm.cost, comm.capabilities)
+    for compressor, _ in inspection.compressors.items():
+        compressor.settle(comm.cost, comm.capabilities)
     sites = comm.world_size
-    asking = [(e, units) for e, units in inspection.exchanges.items() if e.wants_link(sites)]
+    asking = [(e, units) for e, units in inspection.compressors.items() if e.wants_link(sites)]
     link = measured() if asking else None
-    for exchange, units in asking:
+    for compressor, units in asking:
         assert link is not None
-        exchange.settle_reduce(units, sites, link)
+        compressor.settle_reduce(units, sites, link)
 
 
 def attach(
@@ -231,7 +231,7 @@ def attach(
         ValueError: the model or the method cannot be used.
     """
     inspection = inspect(model, method, rules)
-    refuse_incapable(repr(method), inspection.exchanges, comm)
+    refuse_incapable(repr(method), inspection.compressors, comm)
     _settle(inspection, comm, lambda: link)
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)

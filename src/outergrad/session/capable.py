@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from outergrad.core.model import Exchanges
+from outergrad.core.model import Compressors
 from outergrad.core.transport import Capability, Comm
 from outergrad.core.types import Route
 
@@ -14,18 +14,20 @@ _REMEDIES = {
 }
 
 
-def refuse_incapable(method: str, exchanges: Exchanges, comm: Comm) -> None:
+def refuse_incapable(method: str, compressors: Compressors, comm: Comm) -> None:
     """Checks a method, of which any parameter may come to travel dense.
 
     Args:
         method: as text.
-        exchanges: of the method.
+        compressors: of the method.
         comm: the transport.
 
     Raises:
         ValueError: the transport lacks something; names it, the method and the remedy.
     """
-    needs = {Capability.ALL_REDUCE}.union(*(exchange.needs for exchange, _ in exchanges.items()))
+    needs = {Capability.ALL_REDUCE}.union(
+        *(compressor.needs for compressor, _ in compressors.items())
+    )
     refuse_lacking(f"method={method}", needs, comm)
 
 

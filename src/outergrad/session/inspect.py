@@ -10,14 +10,14 @@ from torch import nn
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
-from outergrad.core.model import Exchanges, Model
-from outergrad.core.protocols import Exchange, Rule, Rules
+from outergrad.core.model import Compressors, Model
+from outergrad.core.protocols import Compressor, Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
 from outergrad.methods.assignment import Assignment, is_local
 from outergrad.methods.per_layer import PerLayer
-from outergrad.planning.changing import ChangingExchanges
+from outergrad.planning.changing import ChangingCompressors
 from outergrad.replay.blocks_found import BlockFinder
 from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host
@@ -47,7 +47,7 @@ class Inspection:
 
     Attributes:
         model: the trainable part that is shared.
-        exchanges: of its units.
+        compressors: of its units.
         layers: whose classes are to be swapped.
         blocks: what is computed again by all sites.
         frozen: shared parameters that are not trained.
@@ -60,7 +60,7 @@ class Inspection:
     """
 
     model: Model
-    exchanges: Exchanges
+    compressors: Compressors
     layers: list[FoundLayer]
     blocks: list[FoundBlock]
     frozen: dict[str, nn.Parameter]
@@ -93,14 +93,14 @@ def inspect(model: nn.Module, method: Any, rules: Rules, *, replays: bool = True
     for slot in (slot for layer in layers for slot in layer.slots):
         look.assignment.check_together(slot.params)
     shared = look.shared_model([slot for layer in layers for slot in layer.slots], blocks)
-    exchanges = look.exchanges(shared)
-    for exchange, units in exchanges.items():
-        exchange.refuse(units)
+    compressors = look.compressors(shared)
+    for compressor, units in compressors.items():
+        compressor.refuse(units)
     joint = isinstance(method, PerLayer) and method.joint
     modules = model.named_modules()
     return Inspection(
         model=shared,
-        exchanges=exchanges,
+        compressors=compressors,
         layers=layers,
         blocks=blocks,
         frozen=look.frozen,
@@ -143,15 +143,15 @@ class _Look:
     def blocks(self) -> list[FoundBlock]:
         """What is computed again; what is in it has no layers."""
         hosts: dict[int, Host] = {}
-        finders = [self._finder(exchange, hosts) for exchange in self.assignment.exchanges]
+        finders = [self._finder(compressor, hosts) for compressor in self.assignment.compressors]
         found = [block for finder in finders for block in finder.found()]
         self._owned = {key for finder in finders for key in finder.owned}
         return found
 
-    def _finder(self, exchange: Exchange, hosts: dict[int, Host]) -> BlockFinder:
+    def _finder(self, compressor: Compressor, hosts: dict[int, Host]) -> BlockFinder:
         of = self.assignment.exchange_of
-        own = {id(p): n for n, p in self.trained.items() if of(n) is exchange}
-        return BlockFinder(self._model, exchange, own, hosts)
+        own = {id(p): n for n, p in self.trained.items() if of(n) is compressor}
+        return BlockFinder(self._model, compressor, own, hosts)
 
     def layers(self) -> Iterator[FoundLayer]:
         """Layers with a rule that are not owned; for the others' parameters, notes the reasons."""
@@ -208,12 +208,12 @@ class _Look:
         plain = [name for name in reasons if self._travels_plain(name)]
         return Model.of(self.trained, slots, reasons, plain, parts)
 
-    def exchanges(self, shared: Model) -> Exchanges:
+    def compressors(self, shared: Model) -> Compressors:
         """Of the units, one per method."""
         units_of = self.assignment.units_of(shared.units)
         if self.assignment.changes:
-            return ChangingExchanges(units_of, self.assignment.choose)
-        return Exchanges(units_of)
+            return ChangingCompressors(units_of, self.assignment.choose)
+        return Compressors(units_of)
 
     def _travels_plain(self, name: str) -> bool:
         """Whether its method takes its formed gradient, without a rule."""

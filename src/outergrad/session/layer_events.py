@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from outergrad.buckets.bucket import StepContext
-from outergrad.core.model import Exchanges, Model
+from outergrad.core.model import Compressors, Model
 from outergrad.events import Layer
 from outergrad.linalg.inner import inner
 from outergrad.record.gauge import Reading
@@ -24,14 +24,14 @@ class LayerEvents:
     Args:
         rank: this site.
         model: what is shared.
-        exchanges: of its units.
+        compressors: of its units.
         every: of each parameter, over how many passes its gradient is a mean.
     """
 
     def __init__(
-        self, rank: int, model: Model, exchanges: Exchanges, every: Mapping[str, int]
+        self, rank: int, model: Model, compressors: Compressors, every: Mapping[str, int]
     ) -> None:
-        self._rank, self._model, self._exchanges, self._every = rank, model, exchanges, every
+        self._rank, self._model, self._compressors, self._every = rank, model, compressors, every
 
     def alone(self, step: int, reading: Reading) -> Iterator[Layer]:
         """Of a single site's step: nothing travels, its gradients are all there are."""
@@ -102,7 +102,7 @@ class LayerEvents:
         squares: defaultdict[str, float] = defaultdict(float)
         for unit in self._model.units:
             for matrix in unit.matrices:
-                residual = self._exchanges[unit].residual(matrix)
+                residual = self._compressors[unit].residual(matrix)
                 if residual is not None:
                     squares[matrix.weight] += inner(residual, residual)
         return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}

@@ -13,7 +13,7 @@ import torch
 from outergrad._version import __version__
 from outergrad.buckets.bucket import StepContext
 from outergrad.comm.cost import RingCost
-from outergrad.core.model import Exchanges, Model
+from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Recorder
 from outergrad.core.types import Slot
 from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
@@ -33,7 +33,7 @@ class Reporter:
         sites: their number.
         method: how gradients travel, as text.
         model: what is shared.
-        exchanges: of its units.
+        compressors: of its units.
         every: of each parameter, over how many passes its gradient is a mean.
     """
 
@@ -44,12 +44,12 @@ class Reporter:
         sites: int,
         method: str,
         model: Model,
-        exchanges: Exchanges,
+        compressors: Compressors,
         every: Mapping[str, int],
     ) -> None:
         self._clients = [Client(recorder) for recorder in recorders]
         self._rank, self._sites, self._method = rank, sites, method
-        self._model, self._layers = model, LayerEvents(rank, model, exchanges, every)
+        self._model, self._layers = model, LayerEvents(rank, model, compressors, every)
         self._told_s, self._steps = 0.0, 0
         self._ending = Ending(self)
         matrices: defaultdict[str, list[Slot]] = defaultdict(list)

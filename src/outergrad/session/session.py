@@ -60,10 +60,10 @@ class Session(Verified):
         """How each parameter travels and why; `print(session.coverage())` shows a table."""
         model = self._model
         params = {**model.params, **self._frozen, **self._local}
-        units, reasons = units_shown(model, self._exchanges)
-        exchanges = [self._exchanges[unit] for unit in units]
+        units, reasons = units_shown(model, self._compressors)
+        compressors = [self._compressors[unit] for unit in units]
         sites, chosen = self._comm.world_size, [self._chosen.get(u) for u in units]
-        told = (units, reasons, exchanges, sites, chosen, self._header_builder.rows)
+        told = (units, reasons, compressors, sites, chosen, self._header_builder.rows)
         lines = self._cadence.noted(coverage(params, self._local, *told))
         return noted(lines, self._transform)
 
@@ -98,7 +98,7 @@ class Session(Verified):
         """
         self._require_group()
         progress = Progress(self._stats.step, self._tap_next, self._planner.has_autograd_grad)
-        state = saved(self._owner, progress, self._exchanges)
+        state = saved(self._owner, progress, self._compressors)
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
@@ -122,7 +122,7 @@ class Session(Verified):
         self._require_group()
         with lost_sites_told(self._comm, "load_state_dict on all sites", self._stats.step):
             progress, inheritances = resumed(state, self._owner, self._comm)
-        self._exchanges.load(inheritances)
+        self._compressors.load(inheritances)
         self._planner.resume(progress.has_autograd_grad)
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
         own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.agree import agree
-from outergrad.core.model import Exchanges, Model
+from outergrad.core.model import Compressors, Model
 from outergrad.core.transport import Comm
 from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 
@@ -62,7 +62,7 @@ class Progress:
     has_autograd_grad: Sequence[str]
 
 
-def saved(owner: Owner, progress: Progress, exchanges: Exchanges) -> StateDict:
+def saved(owner: Owner, progress: Progress, compressors: Compressors) -> StateDict:
     """The state of a session, in tensors of its own."""
     tap_next = progress.tap_next.items()
     return {
@@ -75,14 +75,14 @@ def saved(owner: Owner, progress: Progress, exchanges: Exchanges) -> StateDict:
         "local": list(owner.local),
         "tapped": {place_name(p): taps for unit, taps in tap_next for p in _places(unit)},
         "mixed": list(progress.has_autograd_grad),
-        "exchanges": _copied(exchanges.states()),
+        "exchanges": _copied(compressors.states()),
     }
 
 
 def resumed(
     given: StateDict | Sequence[StateDict], owner: Owner, comm: Comm
 ) -> tuple[Progress, list[Inheritance]]:
-    """What this site and each of its exchanges go on from; nothing has changed yet.
+    """What this site and each of its compressors go on from; nothing has changed yet.
 
     Args:
         given: this site's saved state, or those of all sites that there were.
@@ -102,8 +102,8 @@ def resumed(
     agree(comm, lines, error, _REMEDY)
     first_places = {unit: place_name(_places(unit)[0]) for unit in owner.model.units}
     tap_next = {unit: some["tapped"][place] for unit, place in first_places.items()}
-    exchanges = range(len(some["exchanges"]))
-    inheritances = [_inheritance(states, owner, comm.device, index) for index in exchanges]
+    compressors = range(len(some["exchanges"]))
+    inheritances = [_inheritance(states, owner, comm.device, index) for index in compressors]
     return Progress(some["step"], tap_next, some["mixed"]), inheritances
 
 
@@ -182,8 +182,8 @@ def _common_lines(state: StateDict) -> list[str]:
     """What all sites must have saved alike: the lengths of their messages follow from it."""
     lines = [f"step: {state['step']}", f"saved by {state['sites']} sites"]
     lines += [f"travels dense: {name}" for name in state["mixed"]]
-    for exchange in state["exchanges"]:
-        for what, values in exchange.get("common", {}).items():
+    for compressor in state["exchanges"]:
+        for what, values in compressor.get("common", {}).items():
             lines += [f"{what} of {name}: {value}" for name, value in sorted(values.items())]
     return lines
 
@@ -194,7 +194,7 @@ def _common_lines(state: StateDict) -> list[str]:
 def _inheritance(
     states: Mapping[int, StateDict], owner: Owner, device: torch.device, index: int
 ) -> Inheritance:
-    """Of one exchange. With as many sites as before each goes on from its own state alone."""
+    """Of one compressor. With as many sites as before each goes on from its own state alone."""
     rank, sites = owner.rank, owner.sites
     old = next(iter(states.values()))["sites"]
     like = rank % old

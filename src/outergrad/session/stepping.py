@@ -60,16 +60,16 @@ class Stepping(GivingUp):
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
     ) -> None:
-        model, exchanges = inspection.model, inspection.exchanges
-        self._model, self._comm, self._exchanges = model, comm, exchanges
+        model, compressors = inspection.model, inspection.compressors
+        self._model, self._comm, self._compressors = model, comm, compressors
         self._frozen, self._local, self._number = inspection.frozen, inspection.local, fingerprint
         method = settings.method
         self._local_buffers = inspection.local_buffers
         self._norms_over_sites = inspection.norms_over_sites
-        told = (method, model, exchanges, inspection.every)
+        told = (method, model, compressors, inspection.every)
         self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
-        self._planner = Planner(model, exchanges, comm.cost)
+        self._planner = Planner(model, compressors, comm.cost)
         self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
         self._unit_of: dict[Slot | Block, Unit] = {
             part: unit for unit in model.units for part in (*unit.slots, unit.block) if part

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from outergrad.core.model import Exchanges, Model
+from outergrad.core.model import Compressors, Model
 from outergrad.core.transform import GradientTransform
 from outergrad.core.types import Unit
 from outergrad.methods import Dense, LocalSteps, PerLayer
 from outergrad.methods.captured_dense import CapturedDense
-from outergrad.methods.dense import DenseExchange
+from outergrad.methods.dense import DenseCompressor
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.session.inspect import Inspection
 
@@ -160,9 +160,9 @@ def _of_buffers(model: nn.Module, inspection: Inspection) -> Iterator[str]:
 # -- what the coverage table says -----------------------------------------------------------------
 
 
-def units_shown(model: Model, exchanges: Exchanges) -> tuple[Sequence[Unit], dict[str, str]]:
+def units_shown(model: Model, compressors: Compressors) -> tuple[Sequence[Unit], dict[str, str]]:
     """Units that may travel as rows, and of all other parameters why they travel dense."""
-    dense = [u for u in model.units if isinstance(exchanges[u], DenseExchange)]
+    dense = [u for u in model.units if isinstance(compressors[u], DenseCompressor)]
     why = {name: "the method is dense" for unit in dense for name in unit.params}
     return [unit for unit in model.units if unit not in dense], {**model.reasons, **why}
 

@@ -17,7 +17,7 @@ from outergrad.comm.mirror import MirrorComm
 from outergrad.comm.trace import Tracer
 from outergrad.core.types import Factors, Part, place_name
 from outergrad.launch.links import ShapedLink
-from outergrad.methods.dad import DADExchange
+from outergrad.methods.dad import DADCompressor
 from outergrad.session.attach import attach
 from outergrad.tools.plan.link_time import as_settled
 from outergrad_lab.data import Dataset, load
@@ -54,7 +54,7 @@ class Captured:
         return min(len(self.sigma_K), self.last.d_GRO.shape[1])
 
 
-class _Watched(DADExchange):
+class _Watched(DADCompressor):
     """Exact, and remembers what it was given."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class _Watching:
 
     watched: _Watched = field(default_factory=_Watched)
 
-    def exchange(self) -> _Watched:
+    def compressor(self) -> _Watched:
         """The one there is."""
         return self.watched
 

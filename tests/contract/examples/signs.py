@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from outergrad.core.coding import Field
 from outergrad.core.payload import Form
-from outergrad.methods.formed import FormedExchange
+from outergrad.methods.formed import FormedCompressor
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SignForm(Form):
         return (scale * signs).view(slot.groups, slot.outputs, slot.inputs)
 
 
-class SignExchange(FormedExchange):
+class SignCompressor(FormedCompressor):
     """What each site does in each step; error feedback is the base class's."""
 
     form = SignForm()
@@ -48,6 +48,6 @@ class Signs:
 
     every: int = 1
 
-    def exchange(self):
+    def compressor(self):
         """A new one, with a memory of its own."""
-        return SignExchange()
+        return SignCompressor()

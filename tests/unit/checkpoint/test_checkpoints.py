@@ -183,7 +183,7 @@ def test_no_site_is_shown_what_another_owes(name, tmp_path):
 
 def memories(session) -> set[str]:
     """What is remembered of any place."""
-    own = [exchange.get("own", {}).get("memories", {}) for exchange in session["exchanges"]]
+    own = [compressor.get("own", {}).get("memories", {}) for compressor in session["exchanges"]]
     return {key for found in own for memory in found.values() for key in memory}
 
 
@@ -191,8 +191,8 @@ def owed(states) -> dict[str, torch.Tensor]:
     """What the mean gradient still lacks, per place."""
     total = {}
     for state in states:
-        for exchange in state["exchanges"]:
-            for name, memory in exchange.get("own", {}).get("memories", {}).items():
+        for compressor in state["exchanges"]:
+            for name, memory in compressor.get("own", {}).get("memories", {}).items():
                 if "unsent_deltas" in memory:
                     residual = memory["unsent_deltas"].mT @ memory["unsent_activations"]
                 else:

@@ -80,7 +80,7 @@ def test_a_ring_waits_for_every_hop_a_star_for_every_round():
 @pytest.mark.parametrize("sites", [2, 3, 5])
 def test_a_method_goes_by_the_transport_that_it_is_told_of(sites):
     """In a star the sum costs one gradient, not two: factors pay for fewer rows."""
-    told, untold = og.DAD().exchange(), og.DAD().exchange()
+    told, untold = og.DAD().compressor(), og.DAD().compressor()
     told.settle(StarCost(sites), frozenset(Capability))
     dense, biases = 4 * UNIT.dense_numel, 4 * 40
     limit = (dense / (sites - 1) - biases) / (4 * (40 + 60))
@@ -92,7 +92,7 @@ def test_a_method_goes_by_the_transport_that_it_is_told_of(sites):
 @pytest.mark.parametrize("sites", [3, 5])
 def test_low_rank_in_a_star_is_summed_where_that_is_fewer_bytes(sites):
     """Sums do not grow with the sites there, which pays on a slow link of short delays."""
-    exchange = og.RankDAD(rank=4).exchange()
-    exchange.settle(StarCost(sites), frozenset(Capability))
-    exchange.settle_reduce([UNIT], sites, Link(1e-9, 1e3))
-    assert exchange.auto_way.way == Route.REDUCE
+    compressor = og.RankDAD(rank=4).compressor()
+    compressor.settle(StarCost(sites), frozenset(Capability))
+    compressor.settle_reduce([UNIT], sites, Link(1e-9, 1e3))
+    assert compressor.auto_way.way == Route.REDUCE

@@ -48,7 +48,7 @@ def gradient(slot, step, *, formed):
 def test_together_as_alone(label, formed, small, monkeypatch):
     monkeypatch.setattr(_settings, "_SMALL", small)
     method = METHODS[label]
-    joint, single = method.exchange(), {slot: method.exchange() for slot in SLOTS}
+    joint, single = method.compressor(), {slot: method.compressor() for slot in SLOTS}
     for step in range(5):
         parts = [og.Part(s, gradient(s, step, formed=formed), method.rank) for s in SLOTS]
         for part, found in zip(parts, joint.compress(parts), strict=True):
@@ -58,21 +58,21 @@ def test_together_as_alone(label, formed, small, monkeypatch):
             assert (found.b_GO is None) == (expected.b_GO is None)
             difference = weight_gradient(found) - weight_gradient(expected)
             assert difference.norm() < 1e-4 * weight_gradient(expected).norm()
-        for exchange in (joint, *single.values()):
-            exchange.commit(applied=True)
+        for compressor in (joint, *single.values()):
+            compressor.commit(applied=True)
 
 
 @pytest.mark.parametrize("label", METHODS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_layer_and_is_not_remembered(label, value):
-    exchange = METHODS[label].exchange()
+    compressor = METHODS[label].compressor()
     for step in range(5):
         parts = [og.Part(s, gradient(s, step, formed=True), 4) for s in SLOTS[:4]]
         if step in (0, 2):
             parts[1].gradient[0, 3, 3] = value
-        finite = [bool(weight_gradient(f).isfinite().all()) for f in exchange.compress(parts)]
+        finite = [bool(weight_gradient(f).isfinite().all()) for f in compressor.compress(parts)]
         assert finite == [True, step not in (0, 2), True, True]
-        exchange.commit(applied=True)
+        compressor.commit(applied=True)
 
 
 @pytest.mark.parametrize("reduce", ["gather", "two_way", "all_reduce"])
@@ -93,7 +93,7 @@ def test_of_small_matrices_all_is_remembered(reduce):
 def test_after_steps_without_a_gradient_it_goes_on(label, formed, small, monkeypatch):
     """Nor after one of lower rank: whole rows of outputs never have a gradient."""
     monkeypatch.setattr(_settings, "_SMALL", small)
-    exchange, slot = METHODS[label].exchange(), og.Slot("f", "f.weight", 60, 50)
+    compressor, slot = METHODS[label].compressor(), og.Slot("f", "f.weight", 60, 50)
     generator = torch.Generator().manual_seed(3)
     for scales in ([1.0] * 4, [0.0] * 4, [0.0] * 4, [0.0] * 4, [1.0, 0, 0, 0], [1.0] * 4):
         for _ in range(4):
@@ -101,8 +101,8 @@ def test_after_steps_without_a_gradient_it_goes_on(label, formed, small, monkeyp
             d_GRO[..., :30] = 0.0
             factors = og.Factors(d_GRO.repeat(1, 5, 1), torch.randn(1, 20, 50, generator=generator))
             whole_GOI = factors.d_GRO.mT @ factors.a_GRI
-            (found,) = exchange.compress([og.Part(slot, whole_GOI if formed else factors, 4)])
-            exchange.commit(applied=True)
+            (found,) = compressor.compress([og.Part(slot, whole_GOI if formed else factors, 4)])
+            compressor.commit(applied=True)
     if label == "plain":
         left = weight_gradient(found) - whole_GOI[0]
         assert left.norm() < 1e-4 * whole_GOI.norm(), "four triplets hold all of rank four"
@@ -112,16 +112,16 @@ def test_after_steps_without_a_gradient_it_goes_on(label, formed, small, monkeyp
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_a_batch_of_few_rows_loses_nothing_that_was_owed(rows):
     """It has fewer rows than there are directions, but the memory has rows of its own."""
-    exchange, slot = og.RankDAD(rank=4).exchange(), og.Slot("f", "f.weight", 300, 400)
+    compressor, slot = og.RankDAD(rank=4).compressor(), og.Slot("f", "f.weight", 300, 400)
     generator = torch.Generator().manual_seed(3)
     for count in (64, 64, 64, rows):
         d_GRO = torch.randn(1, count, 300, generator=generator)
         factors = og.Factors(d_GRO, torch.randn(1, count, 400, generator=generator))
-        before = exchange._memories[slot]
-        (found,) = exchange.compress([og.Part(slot, factors, min(4, count))])
-        exchange.commit(applied=True)
+        before = compressor._memories[slot]
+        (found,) = compressor.compress([og.Part(slot, factors, min(4, count))])
+        compressor.commit(applied=True)
     owed = weight_gradient(before.residual) + weight_gradient(factors)
-    after = weight_gradient(exchange._memories[slot].residual)
+    after = weight_gradient(compressor._memories[slot].residual)
     lost = (owed - weight_gradient(found) - after).norm() / owed.norm()
     assert lost < 1e-4
 
@@ -129,12 +129,12 @@ def test_a_batch_of_few_rows_loses_nothing_that_was_owed(rows):
 def test_memory_does_not_grow_where_other_layers_are_used_in_each_step():
     """Views of one tensor for several layers do not outlive what was remembered of the others."""
     slots = [og.Slot(f"{i}", f"{i}.weight", 40, 50) for i in range(20)]
-    exchange = og.RankDAD(rank=4).exchange()
+    compressor = og.RankDAD(rank=4).compressor()
     for used in range(len(slots), 0, -1):
         parts = [og.Part(slot, torch.randn(1, 40, 50), 4) for slot in slots[:used]]
-        exchange.compress(parts)
-        exchange.commit(applied=True)
-    held = [memory for memory in map(exchange._memories.__getitem__, slots) if memory]
+        compressor.compress(parts)
+        compressor.commit(applied=True)
+    held = [memory for memory in map(compressor._memories.__getitem__, slots) if memory]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for memory in held

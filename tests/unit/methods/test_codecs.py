@@ -118,13 +118,13 @@ def test_bytes_on_the_wire_are_those_promised(label, sites):
 def test_a_layer_travels_as_factors_where_encoding_makes_that_pay(label, times):
     slot = og.Slot("l", "l.weight", 500, 400)
     unit = Unit((slot,), ("l.weight",), 500 * 400, (slot,))
-    plain, encoded = (og.DAD(wire=wire).exchange() for wire in ((), CODECS[label]))
+    plain, encoded = (og.DAD(wire=wire).compressor() for wire in ((), CODECS[label]))
     limit = plain.break_even(unit, 2)
     assert encoded.break_even(unit, 2) >= times * limit
     rows = round(1.5 * limit)
     assert plain.route(unit, [[rows]] * 2, tapped=True) == Route.DENSE
     assert encoded.route(unit, [[rows]] * 2, tapped=True) == Route.GATHER
-    ranks = {wire: og.RankDAD(rank=rows, wire=wire).exchange() for wire in ((), CODECS[label])}
+    ranks = {wire: og.RankDAD(rank=rows, wire=wire).compressor() for wire in ((), CODECS[label])}
     ways = [low_rank.route(unit, [[5000]] * 2, tapped=False) for low_rank in ranks.values()]
     assert ways == [Route.DENSE, Route.GATHER]
 
@@ -136,12 +136,12 @@ def test_a_layer_travels_as_factors_where_encoding_makes_that_pay(label, times):
 def test_auto_never_adds_up_what_cannot_be(codecs, layers, sites, link):
     slots = [og.Slot(f"{i}", f"{i}.weight", 1000, 1000) for i in range(layers)]
     units = [Unit((slot,), (slot.weight,), 10**6, (slot,)) for slot in slots]
-    exchange, rows_SK = og.RankDAD(wire=codecs).exchange(), [[10_000]] * sites
+    compressor, rows_SK = og.RankDAD(wire=codecs).compressor(), [[10_000]] * sites
     ways = (Route.GATHER, Route.TWO_WAY)
-    assert exchange.route(units[0], rows_SK, tapped=False) in ways
-    exchange.settle_reduce(units, sites, link)
-    assert exchange.route(units[0], rows_SK, tapped=False) in ways
-    auto = exchange.auto_way
+    assert compressor.route(units[0], rows_SK, tapped=False) in ways
+    compressor.settle_reduce(units, sites, link)
+    assert compressor.route(units[0], rows_SK, tapped=False) in ways
+    auto = compressor.auto_way
     assert Route.REDUCE not in (auto.way, *(way for way, _ in auto.others))
 
 

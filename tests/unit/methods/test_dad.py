@@ -20,36 +20,36 @@ LINEAR = Unit((og.Slot("l", "l.weight", 60, 50, bias="l.bias"),), ("l.weight", "
 @pytest.mark.parametrize("method", [og.DAD(), og.DAD(reveal="activations")])
 @pytest.mark.parametrize("sites", [2, 3, 4, 8])
 def test_break_even_is_where_the_choice_turns(method, sites):
-    exchange = method.exchange()
-    limit = exchange.break_even(LINEAR, sites)
+    compressor = method.compressor()
+    limit = compressor.break_even(LINEAR, sites)
     for rows in range(1, 80):
         if min(rows, 50) == rows:
-            assert exchange.taps(LINEAR, [[rows]] * sites) == (rows < limit)
+            assert compressor.taps(LINEAR, [[rows]] * sites) == (rows < limit)
 
 
 def test_the_site_with_most_rows_decides():
-    exchange = og.DAD().exchange()
-    assert exchange.taps(LINEAR, [[10], [10]])
-    assert not exchange.taps(LINEAR, [[10], [40]])
-    assert exchange.taps(LINEAR, [[0], [20]])
+    compressor = og.DAD().compressor()
+    assert compressor.taps(LINEAR, [[10], [10]])
+    assert not compressor.taps(LINEAR, [[10], [40]])
+    assert compressor.taps(LINEAR, [[0], [20]])
 
 
 def test_one_site_sends_nothing():
-    assert not og.DAD().exchange().taps(LINEAR, [[1]])
-    assert og.DAD(always=True).exchange().taps(LINEAR, [[1]])
+    assert not og.DAD().compressor().taps(LINEAR, [[1]])
+    assert og.DAD(always=True).compressor().taps(LINEAR, [[1]])
 
 
 def test_tied_weights_show_their_sum_alone():
     embed = og.Slot("e", "e.weight", 6, 2000, lookup=True)
     head = og.Slot("h", "e.weight", 2000, 6)
     tied = Unit((embed, head), ("e.weight",), 12_000)
-    assert not og.DAD(always=True).exchange().taps(tied, [[2, 2]] * 2)
-    assert og.DAD(always=True).exchange().taps(tied, [[2, 0]] * 2), "only one of both is used"
-    assert og.DAD(reveal="activations").exchange().taps(tied, [[2, 2]] * 2)
+    assert not og.DAD(always=True).compressor().taps(tied, [[2, 2]] * 2)
+    assert og.DAD(always=True).compressor().taps(tied, [[2, 0]] * 2), "only one of both is used"
+    assert og.DAD(reveal="activations").compressor().taps(tied, [[2, 2]] * 2)
 
 
 def test_always_has_no_break_even():
-    assert math.isinf(og.DAD(always=True).exchange().break_even(LINEAR, 2))
+    assert math.isinf(og.DAD(always=True).compressor().break_even(LINEAR, 2))
 
 
 @pytest.mark.parametrize("sites", [2, 3, 4])

@@ -173,7 +173,7 @@ def test_low_rank_is_sent_where_it_is_fewer_bytes(sites):
     for rank in range(1, 60):
         numbers = rank * 110 + 60
         for min_ratio in (1, 2):
-            gathers = og.RankDAD(rank=rank, min_ratio=min_ratio, reduce="gather").exchange()
+            gathers = og.RankDAD(rank=rank, min_ratio=min_ratio, reduce="gather").compressor()
             pays = min_ratio * sites * numbers < 2 * LINEAR.dense_numel
             expected = Route.GATHER if pays else Route.DENSE
             assert gathers.route(LINEAR, rows_SK, tapped=False) == expected

@@ -64,9 +64,9 @@ COUNTS = {
 
 @pytest.mark.parametrize(("settings", "matrix", "count"), COUNTS.values(), ids=COUNTS)
 def test_so_many_entries_are_sent(settings, matrix, count):
-    exchange = og.Sparse(**settings).exchange()
-    assert exchange.sent_rows(matrix, 10, 0) == count
-    assert exchange.sent_rows(matrix, 0, 0) == 0
+    compressor = og.Sparse(**settings).compressor()
+    assert compressor.sent_rows(matrix, 10, 0) == count
+    assert compressor.sent_rows(matrix, 0, 0) == 0
 
 
 # Of 8000 entries 400 are sent. Their places: 4 low bits of each, in 4 planes of 400 bits, and
@@ -91,7 +91,7 @@ def test_so_many_bytes_travel(method, values, places):
     stats = train(method, 2, 2)[0][2].layers["0.weight"]
     assert stats.sent_bytes == stats.received_bytes == up(values) + up(places)
     assert stats.travels == "sparse"
-    assert method.exchange().payload_bytes(slot(100, 80), stats.kept_rows) == values + places
+    assert method.compressor().payload_bytes(slot(100, 80), stats.kept_rows) == values + places
 
 
 def up(nbytes: int) -> int:
@@ -104,13 +104,13 @@ def test_entries_are_sent_where_they_are_fewer_bytes(select, sites):
     matrix = slot(100, 80)
     unit = Unit((matrix,), ("l.weight",), 8000, (matrix,))
     for percent in range(1, 101):
-        exchange = og.Sparse(density=percent / 100, select=select).exchange()
-        nbytes = exchange.payload_bytes(matrix, exchange.count(matrix))
+        compressor = og.Sparse(density=percent / 100, select=select).compressor()
+        nbytes = compressor.payload_bytes(matrix, compressor.count(matrix))
         sent = 2 / sites * nbytes if select == "random" else nbytes
         way = Route.REDUCE if select == "random" else Route.GATHER
-        route = exchange.route(unit, [[5]] * sites, tapped=False)
+        route = compressor.route(unit, [[5]] * sites, tapped=False)
         assert route == (way if sent < 2 / sites * 4 * 8000 else Route.DENSE), percent
-    forced = og.Sparse(density=1.0, select=select, always=True).exchange()
+    forced = og.Sparse(density=1.0, select=select, always=True).compressor()
     assert forced.route(unit, [[5]] * sites, tapped=False) == way
     assert forced.route(unit, [[5]], tapped=False) == Route.DENSE
 

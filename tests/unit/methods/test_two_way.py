@@ -131,7 +131,7 @@ def test_nothing_is_lost_with_a_dense_memory(sites, rows):
         replica = copy.deepcopy(original)
         session = og.distribute(replica, two_way(2, error_feedback="dense"), group=group)
         found = [backward(replica, batch(rank, step, rows(rank, step))) for step in range(steps)]
-        return found, session._exchanges.states()[0]["own"]["memories"]
+        return found, session._compressors.states()[0]["own"]["memories"]
 
     results = run_on_lasting_groups(sites, body)
     means = [expected(sites, step, rows) for step in range(steps)]
@@ -274,12 +274,12 @@ CHOICES = {
 
 @pytest.mark.parametrize(("link", "sites", "layers", "way"), CHOICES.values(), ids=CHOICES)
 def test_auto_takes_the_fastest_way(link, sites, layers, way):
-    exchange, units = og.RankDAD(rank=4).exchange(), linears(layers)
-    assert exchange.wants_link(sites)
-    exchange.settle_reduce(units, sites, link)
-    assert exchange.route(units[0], [[10_000]] * sites, tapped=False) == way
-    assert exchange.auto_way.way == way
-    assert exchange.auto_way.link == link
+    compressor, units = og.RankDAD(rank=4).compressor(), linears(layers)
+    assert compressor.wants_link(sites)
+    compressor.settle_reduce(units, sites, link)
+    assert compressor.route(units[0], [[10_000]] * sites, tapped=False) == way
+    assert compressor.auto_way.way == way
+    assert compressor.auto_way.link == link
 
 
 def test_of_ways_that_are_about_as_fast_the_better_one():
@@ -294,10 +294,10 @@ def test_of_ways_that_are_about_as_fast_the_better_one():
 
 
 def test_only_auto_among_more_than_two_sites_measures():
-    assert not og.RankDAD().exchange().wants_link(2)
-    assert og.RankDAD().exchange().wants_link(3)
+    assert not og.RankDAD().compressor().wants_link(2)
+    assert og.RankDAD().compressor().wants_link(3)
     for method in (og.RankDAD(reduce="two_way"), og.PowerSGD(), og.DAD()):
-        assert not method.exchange().wants_link(3)
+        assert not method.compressor().wants_link(3)
 
 
 def test_coverage_says_what_was_chosen():

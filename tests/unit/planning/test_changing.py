@@ -44,9 +44,9 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def owed(session: og.Session) -> dict[str, Tensor]:
     """What a site has not sent, of all methods that it has had."""
     found: dict[str, Tensor] = {}
-    for exchange, units in session._exchanges.items():
+    for compressor, units in session._compressors.items():
         for matrix in (m for unit in units for m in unit.matrices):
-            residual = exchange.residual(matrix)
+            residual = compressor.residual(matrix)
             if residual is not None:
                 whole = formed(residual).double().view(matrix.outputs, -1)
                 found[matrix.weight] = found.get(matrix.weight, 0) + whole

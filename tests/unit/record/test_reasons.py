@@ -69,7 +69,7 @@ def told(unit: Unit, reason: Reason) -> tuple[str, str]:
     params = {"weight": nn.Linear(1000, 500, bias=False).weight}
     rows = dict.fromkeys(unit.slots, 12_345)
     method = og.Sparse(density=0.05) if reason.why == Why.SPARSE else og.DAD()
-    (line,) = coverage(params, (), [unit], {}, [method.exchange()], 2, [reason], rows)
+    (line,) = coverage(params, (), [unit], {}, [method.compressor()], 2, [reason], rows)
     return line.travels, line.why
 
 
@@ -90,9 +90,9 @@ def test_what_compressed_would_be_more_bytes_travels_dense(method, sites, learnt
     """It is shown to the other sites, of which there may be none."""
     slot = og.Slot("", "weight", 500, 1000)
     unit = Unit((slot,), ("weight",), 500_000, (slot,))
-    params, exchange = {"weight": nn.Linear(1000, 500, bias=False).weight}, method.exchange()
+    params, compressor = {"weight": nn.Linear(1000, 500, bias=False).weight}, method.compressor()
     for chosen in (None, Reason(why=Why.ROWS), Reason(why=Why.OVERLAPPING)):
-        (line,) = coverage(params, (), [unit], {}, [exchange], sites, [chosen], {slot: 7})
+        (line,) = coverage(params, (), [unit], {}, [compressor], sites, [chosen], {slot: 7})
         why = "all of it is fewer bytes" if sites > 1 else "a single site: nothing travels"
         assert (line.travels, line.why, line.reveals) == ("dense", why, learnt)
 

@@ -169,11 +169,11 @@ def test_sites_whose_transports_differ_would_plan_differently(what):
 def test_low_rank_takes_no_way_that_the_transport_does_not_have():
     """Four sites of a link on which two ways are the fastest."""
     method = og.RankDAD(rank=2)
-    exchange, lacking = method.exchange(), method.exchange()
+    compressor, lacking = method.compressor(), method.compressor()
     units = attach(mlp(200, 200, 5), method, MirrorComm(4, Tracer()), LINK)._model.units
-    for one, kind in ((exchange, MirrorComm), (lacking, Gathering)):
+    for one, kind in ((compressor, MirrorComm), (lacking, Gathering)):
         comm = kind(4, Tracer())
         one.settle(comm.cost, comm.capabilities)
         one.settle_reduce(units, 4, LINK)
-    assert exchange.auto_way.way == Route.TWO_WAY
+    assert compressor.auto_way.way == Route.TWO_WAY
     assert lacking.auto_way.way != Route.TWO_WAY

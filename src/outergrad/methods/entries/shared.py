@@ -18,7 +18,7 @@ from outergrad.methods.entries.settings import SparseSettings
 
 
 class Remembering(Protocol):
-    """What `SparseExchange` does for it."""
+    """What `SparseCompressor` does for it."""
 
     settings: SparseSettings
     steps: int

@@ -47,14 +47,14 @@ class MeshSession(Session):
     ) -> None:
         super().__init__(inspection, levels.site, fingerprint, settings, *more)
         self._levels, self._several = levels, levels.ranks > 1
-        model, exchanges, every = self._model, inspection.exchanges, inspection.every
+        model, compressors, every = self._model, inspection.compressors, inspection.every
         self._parts = self._shares()
-        own = (self._parts, levels.local.rank, exchanges, levels.site.cost)
+        own = (self._parts, levels.local.rank, compressors, levels.site.cost)
         self._planner = SharePlanner(*own, own=inspection.local.keys())
         whole = Share(model, self._planner, self._header_builder)
         self._cadence = Cadence(whole, every, self._accumulator)
         told = (settings.recorders, levels.number, levels.ranks, settings.method)
-        self._reporter = Reporter(*told, model, exchanges, every)
+        self._reporter = Reporter(*told, model, compressors, every)
         about = levels.number, settings.max_bad_steps, self._reporter.mishap
         self._mishaps = Mishaps(model.params, *about)
 

@@ -107,8 +107,8 @@ def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[Inspection, Shar
 
 
 def _check_method(method: Any) -> None:
-    exchange = method.exchange() if callable(getattr(method, "exchange", None)) else None
-    if exchange is not None and not exchange.takes_plain:
+    compressor = method.compressor() if callable(getattr(method, "compressor", None)) else None
+    if compressor is not None and not compressor.takes_plain:
         raise ValueError(
             f"method={method!r} with a model of fully_shard(): the factors of a layer make up the "
             f"gradient of the whole weight, while each rank has some of its rows, already "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from outergrad.core.cost import CostModel
-from outergrad.core.model import Exchanges, Model, part_of
+from outergrad.core.model import Compressors, Model, part_of
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Unit
 from outergrad.planning.plan import Planner
@@ -17,7 +17,7 @@ class SharePlanner(Planner):
     Args:
         shares: what each rank pools of what its site has.
         rank: of this one in its site.
-        exchanges: of all units.
+        compressors: of all units.
         cost: of the transport between the sites.
         own: names of parameters that stay inside the site.
 
@@ -30,12 +30,12 @@ class SharePlanner(Planner):
         self,
         shares: Sequence[Model],
         rank: int,
-        exchanges: Exchanges,
+        compressors: Compressors,
         cost: CostModel,
         own: Set[str] = frozenset(),
     ) -> None:
         self.between = part_of(shares[rank], shares[rank].params.keys() - own)
-        super().__init__(self.between, exchanges, cost)
+        super().__init__(self.between, compressors, cost)
         self._units = frozenset(unit for share in shares for unit in share.units)
         self.shares, self._rank, self._own = shares, rank, own
         self.known: dict[Unit, Reason] = {}
@@ -49,7 +49,7 @@ class SharePlanner(Planner):
     def of(self, model: Model) -> SharePlanner:
         """Of the shares of a part of the model."""
         parts = [part_of(share, model.params) for share in self.shares]
-        part = SharePlanner(parts, self._rank, self._exchanges, self._cost, self._own)
+        part = SharePlanner(parts, self._rank, self._compressors, self._cost, self._own)
         part._has_autograd_grad = self._has_autograd_grad
         return part
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from outergrad.core.types import Factors, Part, Slot
 from outergrad.linalg.outer import row_sum
-from outergrad.methods.dad import DAD, DADExchange
+from outergrad.methods.dad import DAD, DADCompressor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,12 @@ class FirstRows:
         if self.rank < 1:
             raise ValueError(f"FirstRows(rank={self.rank}): use 1 or more")
 
-    def exchange(self) -> "FirstRowsExchange":
-        """A new exchange with these settings."""
-        return FirstRowsExchange(self.rank)
+    def compressor(self) -> "FirstRowsCompressor":
+        """A new compressor with these settings."""
+        return FirstRowsCompressor(self.rank)
 
 
-class FirstRowsExchange(DADExchange):
+class FirstRowsCompressor(DADCompressor):
     """Leaves out all rows but the first."""
 
     exact = False

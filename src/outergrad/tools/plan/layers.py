@@ -111,8 +111,8 @@ class Layers:
         params = [p for p, layer in self._layer_of.items() if layer == name]
         shapes = [tuple(self._inspection.model.params[p].shape) for p in params]
         units = [u for u in self._inspection.model.units if set(u.params) & set(params)]
-        exchanges = self._inspection.exchanges
-        limits = [exchanges[unit].break_even(unit, self._sites) for unit in units]
+        compressors = self._inspection.compressors
+        limits = [compressors[unit].break_even(unit, self._sites) for unit in units]
         rows = [self._rows[slot] for unit in units for slot in unit.slots]
         largest = max(shapes, key=prod, default=())
         limit = (min(limits), max(limits)) if limits else None

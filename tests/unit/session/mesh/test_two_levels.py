@@ -17,7 +17,7 @@ import outergrad as og
 from cases import METHODS, Boom, Case, Events, build, mlp, pooled, relative_error, run
 from covering import covering
 from meshes import ThreadMesh, run_mesh, try_mesh
-from outergrad.methods.dad import DADExchange
+from outergrad.methods.dad import DADCompressor
 from outergrad.session.mesh.pooled import Pooled
 from ranks import run_on_lasting_groups
 
@@ -353,11 +353,11 @@ class Breaks:
     def __repr__(self) -> str:
         return "Breaks()"
 
-    def exchange(self):
-        return BreakingExchange(self.told[0])
+    def compressor(self):
+        return BreakingCompressor(self.told[0])
 
 
-class BreakingExchange(DADExchange):
+class BreakingCompressor(DADCompressor):
     def __init__(self, told: dict[str, bool]) -> None:
         super().__init__(og.DAD(always=True))
         self._told = told

@@ -11,7 +11,7 @@ from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
 from outergrad.core.cost import CostModel
 from outergrad.core.owners import heaviest_share
-from outergrad.core.protocols import Exchange
+from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import AutoWay
 from outergrad.core.transport import Capability
 from outergrad.core.types import (
@@ -50,8 +50,8 @@ _GATHER_SITES = 2
 """Up to so many sites "auto" gathers: it is no more bytes than to reduce, and one round less."""
 
 
-class LowRankExchange(Exchange):
-    """The exchange of `RankDAD` and of `PowerSGD`."""
+class LowRankCompressor(Compressor):
+    """The compressor of `RankDAD` and of `PowerSGD`."""
 
     takes_plain = True
     exact = False

@@ -45,7 +45,7 @@ class _Memory:
     velocity_N: Tensor | None = None
 
 
-class SparseExchange(OfFormed):
+class SparseCompressor(OfFormed):
     """Chooses the entries, and remembers the others."""
 
     why = Why.SPARSE
