@@ -129,6 +129,15 @@ class Compressors:
         """A step begins; whether some unit has another compressor than in the last one."""
         return False
 
+    def next_of(self, unit: Unit) -> Compressor:
+        """What the unit will have in the next step."""
+        return self._of[unit]
+
+    @property
+    def ahead(self) -> Hashable:
+        """What `next_of` follows from besides the step that runs."""
+        return None
+
     def travels_dense(self, unit: Unit) -> bool:
         """Whether a unit travels dense, whatever its compressor says."""
         return False
