@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Reason
-from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit, overlapping
+from outergrad.core.types import Inheritance, Route, Slot, Source, StateDict, Unit, overlapping
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Model:
     def blocks(self) -> list[Block]:
         """What is computed again, in the order of the units."""
         return [unit.block for unit in self.units if unit.block is not None]
+
+    @property
+    def index(self) -> dict[Source, int]:
+        """The place in headers of all that is captured: slots, then blocks."""
+        return {source: k for k, source in enumerate((*self.slots, *self.blocks))}
 
     @staticmethod
     def of(

@@ -97,6 +97,9 @@ Rules = Mapping[type[nn.Module], Rule]
 class Compressor(Protocol):
     """How the factors of a unit travel: one per method; owns the method's state.
 
+    Of a unit that is a block, one source whose rows are the bytes that a site sends of it, only a
+    method with `replays` is asked.
+
     What stands here with a value, or needs none, is right for a method that remembers nothing and
     has nothing to choose: a class that derives from this one writes the rest.
     """
@@ -166,10 +169,6 @@ class Compressor(Protocol):
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
         """Whether its products should be tapped in a forward with so many rows."""
         ...
-
-    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
-        """Whether a unit that is a block is computed again, for what every site would send."""
-        return False
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """R, the rows on the wire for N rows on a site: agreed before they are computed.
