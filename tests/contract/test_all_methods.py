@@ -29,7 +29,7 @@ from asking import (
     piece,
 )
 from cases import build, relative_error
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.types import Route, Unit
 from outergrad.linalg.gradients import as_tensor
 from outergrad.messages.layout import Layout

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, StepContext
 from outergrad.core.blocks import Block
+from outergrad.core.compressor import Compressor
 from outergrad.core.payload import BYTES, Arrived, Payload
-from outergrad.core.protocols import Compressor
 from outergrad.core.types import Factors, Part, Slot, Source
 from outergrad.linalg.gradients import as_gradient
 from outergrad.messages.header import Header

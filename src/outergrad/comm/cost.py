@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel, Traffic
-from outergrad.core.protocols import Compressor
 from outergrad.core.types import Link, Route
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import Reason
 from outergrad.core.types import Inheritance, Route, Slot, Source, StateDict, Unit, overlapping
 

@@ -10,7 +10,7 @@ from typing import Literal
 from outergrad.comm.cost import cost_of
 from outergrad.core.blocks import UNSENDABLE, Replays
 from outergrad.core.coding import Wire, stacked
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.outer import row_sum

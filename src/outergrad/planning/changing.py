@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from outergrad.core.compressor import Compressor
 from outergrad.core.model import Compressors
-from outergrad.core.protocols import Compressor
 from outergrad.core.types import Inheritance, Slot, StateDict, Unit
 from outergrad.linalg.outer import formed
 
