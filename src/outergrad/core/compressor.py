@@ -1,4 +1,4 @@
-"""What stands behind a method: the compressor of its units."""
+"""What stands behind a method: its compressor, by the questions that it answers."""
 
 from __future__ import annotations
 
@@ -9,59 +9,24 @@ from outergrad.core.blocks import Replays
 from outergrad.core.cost import CostModel
 from outergrad.core.payload import FACTOR_ROWS, Form, Payload
 from outergrad.core.reasons import AutoWay, Why
+from outergrad.core.residual_store import ResidualStore
 from outergrad.core.rounds import Merger, Sketches
 from outergrad.core.transport import Capability
-from outergrad.core.types import (
-    Gradient,
-    Inheritance,
-    Link,
-    Part,
-    Route,
-    Slot,
-    StateDict,
-    Unit,
-)
+from outergrad.core.types import Link, Part, Route, Slot, Unit
 from outergrad.wire import Codec
 
 
-class Compressor(Protocol):
-    """How the factors of a unit travel: one per method; owns the method's state.
+class Setup(Protocol):
+    """What a method asks of a model and of a transport, once, before the first step."""
 
-    Of a unit that is a block, one source whose rows are the bytes that a site sends of it, only a
-    method with `replays` is asked.
-
-    What stands here with a value, or needs none, is right for a method that remembers nothing and
-    has nothing to choose: a class that derives from this one writes the rest.
-    """
-
-    bucket_bytes: int
-    """Payload of one message before the next layer opens another."""
-    wire: tuple[Codec, ...] = ()
-    """The codecs that it was given, for what it does not say otherwise in `codecs`."""
-    forced: bool = False
-    """Whether factors are sent even where dense would be fewer bytes."""
-    replays: Replays = Replays()
-    """What is to be computed again by all sites, instead of being sent."""
     takes_plain: bool = False
     """Whether weights without a rule are its business, too: their formed gradients."""
-    form: Form = FACTOR_ROWS
-    """What kind of payload it makes."""
-    sketches: Sketches | None = None
-    """The state of what takes `Route.REDUCE`."""
-    why: Why = Why.LOW_RANK
-    """What is told of a unit that travels compressed."""
-    phase: Hashable = 0
-    """What `route` and `sent_rows` follow from besides their arguments; the same on all sites."""
-    merger: Merger | None = None
-    """What the owner of a slot does on `Route.TWO_WAY`."""
-    exact: bool = True
-    """Whether the rows that it sends have the product of the gradient, but for their codecs."""
-    cost: CostModel | None = None
-    """What collectives cost on its transport; None until it is attached."""
+    replays: Replays = Replays()
+    """What is to be computed again by all sites, instead of being sent."""
     needs: Set[Capability] = frozenset()
     """What it cannot do without, besides what all methods need."""
-    auto_way: AutoWay | None = None
-    """How low rank travels, where that was chosen by the link between the sites."""
+    cost: CostModel | None = None
+    """What collectives cost on its transport; None until it is attached."""
 
     def refuse(self, units: Sequence[Unit]) -> None:
         """Raises ValueError, by name, for what the method cannot do."""
@@ -82,12 +47,27 @@ class Compressor(Protocol):
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Decides for good how low rank travels; the same figures on every site."""
 
+
+class Routing(Protocol):
+    """How a unit travels in a step: the same on every site, from what all have agreed on.
+
+    A block is a unit of one source, whose rows are the bytes that a site sends of it. Only a
+    method with `replays` is asked about blocks.
+    """
+
+    bucket_bytes: int
+    """Payload of one message before the next layer opens another."""
+    forced: bool = False
+    """Whether factors are sent even where dense would be fewer bytes."""
+    phase: Hashable = 0
+    """What `route` and `sent_rows` follow from besides their arguments; the same on all sites."""
+
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
         ...
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """How the unit travels, for the rows of every site (S) and slot (K).
+        """How the unit travels, for the rows of every site (S) and source (K).
 
         Args:
             unit: the unit.
@@ -100,6 +80,21 @@ class Compressor(Protocol):
         """Whether its products should be tapped in a forward with so many rows."""
         ...
 
+
+class Encoding(Protocol):
+    """What is sent of a slot: how much, agreed before it is computed, and the payload itself."""
+
+    form: Form = FACTOR_ROWS
+    """What kind of payload it makes."""
+    wire: tuple[Codec, ...] = ()
+    """The codecs that it was given, for what it does not say otherwise in `codecs`."""
+    exact: bool = True
+    """Whether the rows that it sends have the product of the gradient, but for their codecs."""
+    sketches: Sketches | None = None
+    """The state of what takes `Route.REDUCE`."""
+    merger: Merger | None = None
+    """What the owner of a slot does on `Route.TWO_WAY`."""
+
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """R, the rows on the wire for N rows on a site: agreed before they are computed.
 
@@ -107,14 +102,17 @@ class Compressor(Protocol):
         """
         ...
 
+    def wanted_rows(self, slot: Slot) -> int:
+        """R that this site would like to send in the next step; travels with its factors."""
+        return 0
+
+    def agree(self, slot: Slot, site: int, rows: int) -> None:
+        """Takes note of what a site, this one too, said in `wanted_rows`."""
+
     def payload_bytes(self, slot: Slot, count: int) -> int:
         """About how long the payload of so many rows is, as if all numbers were float32."""
         width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
         return 4 * width * count
-
-    def amount(self, unit: Unit) -> str:
-        """What is sent of a unit that travels sparse or compressed, for the coverage table."""
-        return ""
 
     def codecs(self, slot: Slot) -> tuple[Codec, ...]:
         """What the deltas and activations of a slot go through; none for as they are."""
@@ -132,38 +130,27 @@ class Compressor(Protocol):
         """
         ...
 
-    def wanted_rows(self, slot: Slot) -> int:
-        """R that this site would like to send in the next step; travels with its factors."""
-        return 0
 
-    def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """Takes note of what a site, this one too, said in `wanted_rows`."""
+class Description(Protocol):
+    """What people are told, in the coverage table."""
 
-    def residual(self, slot: Slot) -> Gradient | None:
-        """What it has not sent of the gradients of the steps until now, if it remembers that."""
-        return None
+    why: Why = Why.LOW_RANK
+    """What is told of a unit that travels compressed."""
+    auto_way: AutoWay | None = None
+    """How low rank travels, where that was chosen by the link between the sites."""
 
-    def commit(self, *, applied: bool) -> None:
-        """The step is over: what `compress` left for the next one holds, or is void."""
-
-    def remembers(self, unit: Unit) -> bool:
-        """Whether it keeps what it does not send of a unit, and sends it later."""
-        return False
-
-    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """Forgets what it has not sent of these, and returns it; between two steps."""
-        return {}
-
-    def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Goes on with what another one has not sent; of a unit that it remembers."""
-
-    def state(self) -> StateDict:
-        """What it remembers between two steps; `load` takes it back."""
-        return {}
-
-    def load(self, inheritance: Inheritance) -> None:
-        """Goes on from what was saved, and forgets what it remembers now."""
+    def amount(self, unit: Unit) -> str:
+        """What is sent of a unit that travels sparse or compressed."""
+        return ""
 
     def reveals(self, unit: Unit) -> str:
         """What the other sites can learn from the unit's factors."""
         ...
+
+
+class Compressor(Setup, Routing, Encoding, ResidualStore, Description, Protocol):
+    """What stands behind a method: one for all of its units, with a memory of its own.
+
+    What its parts have with a value, or a body, is right for a method that remembers nothing and
+    has nothing to choose: a class that derives from this one writes the rest.
+    """
