@@ -44,7 +44,8 @@ class FactorBucket(RowBucket):
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if context.state == State.GOOD:
             self.pack(context, own, message, self.travels, comm.cost.copies)
-            self._pack_blocks(context, own, message)
+            if self.blocks:
+                self._pack_blocks(context, own, message)
             book_received(context, layouts, self.travels)
         preamble = self.preamble(context)
         preamble.write(message)

@@ -33,6 +33,7 @@ class RowBucket(Carried):
         extras: parameters whose `grad` travels as it is.
 
     Attributes:
+        blocks: what is computed again.
         sources: what payloads are of: the slots, then the blocks.
     """
 
@@ -45,8 +46,8 @@ class RowBucket(Carried):
     ) -> None:
         super().__init__(loads, extras)
         self._index, self._compressor = index, compressor
-        blocks = (load.unit.block for load in loads if load.unit.block is not None)
-        self.sources: tuple[Source, ...] = (*self.slots, *blocks)
+        self.blocks = [load.unit.block for load in loads if load.unit.block is not None]
+        self.sources: tuple[Source, ...] = (*self.slots, *self.blocks)
         self._layouts: dict[Hashable, Layout] = {}
         self._headers: Sequence[Header] = ()
         self._pieces: Sequence[Sequence[Piece]] = ()
