@@ -8,7 +8,8 @@ from enum import Enum
 from typing import Protocol
 
 from outergrad.core.cost import CostModel
-from outergrad.core.protocols import Compressor, Method
+from outergrad.core.compressor import Compressor
+from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
 
 Rows = Mapping[Unit, Sequence[Sequence[int]]]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from outergrad.core.choosing import Chooser
-from outergrad.core.protocols import Compressor, Method, Policy
+from outergrad.core.compressor import Compressor
+from outergrad.core.protocols import Method, Policy
 from outergrad.core.types import Unit
 from outergrad.methods.dense import DenseCompressor
 from outergrad.methods.per_layer import Local, PerLayer

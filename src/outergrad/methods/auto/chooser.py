@@ -8,7 +8,8 @@ from statistics import median
 
 from outergrad.core.choosing import Chooser, Outcome, Rows, Trial
 from outergrad.core.cost import CostModel
-from outergrad.core.protocols import Compressor, Method
+from outergrad.core.compressor import Compressor
+from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
 from outergrad.methods.auto.gains import lower_bound, medians, paired_gains, slowest_site, turns
 from outergrad.methods.auto.groups import grouped

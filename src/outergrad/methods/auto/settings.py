@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from outergrad.core.protocols import Compressor, Method
+from outergrad.core.compressor import Compressor
+from outergrad.core.protocols import Method
 from outergrad.core.types import Unit
 from outergrad.messages.raw import digest
 from outergrad.methods.auto.chooser import AutoChooser
