@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from outergrad.core.cost import CostModel
 from outergrad.core.compressor import Compressor
+from outergrad.core.cost import CostModel
 from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
 
@@ -77,8 +77,8 @@ class Chooser(Protocol):
         """Goes by what all sites (S) said of their steps (N); returns what was decided, if so."""
         ...
 
-    def method_of(self, unit: Unit) -> Method:
-        """The method that a unit has, but in trials."""
+    def method_of(self, unit: Unit | None) -> Method:
+        """The method that a unit has, but in trials; of None, what is in no unit and dense."""
         ...
 
     def trials_of(self, unit: Unit) -> Sequence[tuple[str, Trial]]:
@@ -90,8 +90,8 @@ class Chooser(Protocol):
         """Median of the last steps of the way that is kept; None before it is known."""
         ...
 
-    def state(self) -> StateDict:
-        """What it knows, in numbers and lists; `load` takes it back."""
+    def state(self, step: int) -> StateDict:
+        """What it knows after a step, in numbers and lists; `load` takes it back."""
         ...
 
     def load(self, state: StateDict, step: int, *, same_sites: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
+from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import Reason
 from outergrad.core.residual_store import ResidualStore
@@ -114,6 +115,9 @@ class Compressors:
     Args:
         units_of: each compressor with its units.
     """
+
+    chooser: Chooser | None = None
+    """What chooses among them step by step, if something does."""
 
     def __init__(self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]]) -> None:
         self._units_of = tuple(units_of)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import Tensor
 
-from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.model import Compressors
 from outergrad.core.residual_store import ResidualStore
@@ -41,26 +40,16 @@ class ChangingCompressors(Compressors):
     def _assign(self, step: int) -> None:
         self._step = step
         self._of = {unit: self._choose(unit, step) for unit in self._of}
-        self._assigned = self._order(self._of.values())
-
-    def _order(self, compressors: Iterable[Compressor]) -> tuple[int, ...]:
-        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
-        return tuple(order[id(compressor)] for compressor in compressors)
 
     @property
     def phases(self) -> list[Hashable]:
         """Who has which units, and what else they decide by."""
-        owing = tuple(unit in self._owing for unit in self._of) if self._owing else ()
-        return [self._assigned, owing, *super().phases]
-
-    def next_of(self, unit: Unit) -> Compressor:
-        """What it will have in the next step."""
-        return self._choose(unit, self._step + 1)
-
-    @property
-    def ahead(self) -> Hashable:
-        """Who will have which units."""
-        return self._order(map(self.next_of, self._of))
+        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
+        return [
+            tuple(order[id(compressor)] for compressor in self._of.values()),
+            tuple(unit in self._owing for unit in self._of),
+            *super().phases,
+        ]
 
     def begin(self, step: int, sites: int) -> bool:
         """Goes over to the compressors of a step; whether some unit has another one now."""
@@ -132,55 +121,6 @@ class ChangingCompressors(Compressors):
             by_name[name]: (self.stores[k], set(names))
             for name, (k, *names) in saved["owing"].items()
         }
-
-
-class ChosenCompressors(ChangingCompressors):
-    """Goes by a chooser, which has a state of its own.
-
-    Args:
-        units_of: each compressor with the units that it may have.
-        chooser: says which has which.
-
-    Attributes:
-        chooser: the same.
-    """
-
-    def __init__(
-        self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]], chooser: Chooser
-    ) -> None:
-        self.chooser = chooser
-        super().__init__(units_of, chooser.compressor)
-
-    def begin(self, step: int, sites: int) -> bool:
-        """As there; most steps are as the last one."""
-        if self.chooser.same(step, self._step):
-            self._step = step
-            return False
-        return super().begin(step, sites)
-
-    def next_of(self, unit: Unit) -> Compressor:
-        """What it will have in the next step."""
-        same = self.chooser.same(self._step, self._step + 1)
-        return self._of[unit] if same else super().next_of(unit)
-
-    @property
-    def ahead(self) -> Hashable:
-        """Who will have which units, if others than now."""
-        same = self.chooser.same(self._step, self._step + 1)
-        return None if same else super().ahead
-
-    def states(self) -> list[StateDict]:
-        """With what the chooser knows."""
-        *own, last = super().states()
-        return [*own, {"common": {**last["common"], "choice": self.chooser.state()}}]
-
-    def load(self, inheritances: Sequence[Inheritance]) -> None:
-        """As they were; among other sites, what steps took is forgotten."""
-        last = inheritances[-1]
-        common = last.first["common"]
-        step = common["policy"]["step"]
-        self.chooser.load(common["choice"], step, same_sites=last.same_sites)
-        super().load(inheritances)
 
 
 def _slots(unit: Unit) -> list[Slot]:

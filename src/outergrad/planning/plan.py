@@ -19,7 +19,6 @@ from outergrad.messages.header import Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
 
-
 _MOST_CACHES = 8
 """How many combinations of methods are foreseen for: a policy may go back and forth."""
 
@@ -193,9 +192,7 @@ class Planner:
         """Whether a unit would be tapped if every site had so many rows per slot (K)."""
         return self._taps(unit, [rows_K] * self._cost.sites, self._compressors[unit])
 
-    def _taps(
-        self, unit: Unit, rows_SK: Sequence[Sequence[int]], compressor: Compressor
-    ) -> bool:
+    def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]], compressor: Compressor) -> bool:
         if not unit.sources or unit in self._has_autograd_grad:
             return False
         return compressor.taps(unit, rows_SK)

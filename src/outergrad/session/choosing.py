@@ -10,7 +10,7 @@ import torch
 from outergrad.comm.words import words_of_all
 from outergrad.core.choosing import Chooser, Rows, Trial
 from outergrad.core.errors import ExchangeError
-from outergrad.core.model import Model
+from outergrad.core.model import Compressors, Model
 from outergrad.core.transport import Comm
 from outergrad.messages.header import Header
 from outergrad.session.figures import Figures
@@ -27,6 +27,10 @@ class Choosing:
         model: of the session.
         comm: the transport.
         fingerprint: of the session.
+
+    Attributes:
+        chooser: the same.
+        clock: seconds from some point on.
     """
 
     def __init__(self, chooser: Chooser, model: Model, comm: Comm, fingerprint: int) -> None:
@@ -36,7 +40,7 @@ class Choosing:
         self._last: float | None = None
 
     def ended(self, step: int, headers: list[Header]) -> Trial | None:
-        """A shared step is over, on all sites; returns what was decided in it, if something was.
+        """A shared step is over, on all sites; returns the trial that it decided, if it did.
 
         Args:
             step: its number.
@@ -68,6 +72,15 @@ class Choosing:
         with suppress(ExchangeError):
             if not self._figures.is_silent:
                 self._figures.heard()
+
+
+def choosing_of(
+    compressors: Compressors, model: Model, comm: Comm, fingerprint: int
+) -> Choosing | None:
+    """What measures for the chooser of a session; None where there is nothing to choose."""
+    if compressors.chooser is None or comm.world_size == 1:
+        return None
+    return Choosing(compressors.chooser, model, comm, fingerprint)
 
 
 def measured_flops(comm: Comm) -> float:

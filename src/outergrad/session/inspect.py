@@ -18,7 +18,8 @@ from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES
 from outergrad.methods.assignment import Assignment, is_local
 from outergrad.methods.per_layer import PerLayer
-from outergrad.planning.changing import ChangingCompressors, ChosenCompressors
+from outergrad.planning.changing import ChangingCompressors
+from outergrad.planning.chosen import ChosenCompressors
 from outergrad.replay.blocks_found import BlockFinder
 from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host

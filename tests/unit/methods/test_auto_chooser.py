@@ -5,17 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-
-import pytest
 
 import outergrad as og
 from outergrad.comm.cost import RingCost
-from outergrad.core.choosing import Outcome, Rows, Trial
+from outergrad.core.choosing import Rows, Trial
 from outergrad.core.types import Link, Slot, Unit
 from outergrad.methods.auto.chooser import AutoChooser
-from outergrad.methods.auto.gains import lower_bound
-from outergrad.methods.auto.groups import MOST_GROUPS, grouped
 from outergrad.methods.auto.knowledge import Arm
 from outergrad.methods.dense import DenseCompressor
 
@@ -70,7 +65,9 @@ class Training:
         sites: how many.
     """
 
-    def __init__(self, truth: Truth, noise: float = 0.0, sites: int = 2, seed: int = 0, link: Link = FAST) -> None:
+    def __init__(
+        self, truth: Truth, noise: float = 0.0, sites: int = 2, seed: int = 0, link: Link = FAST
+    ) -> None:
         self.truth, self.noise, self.rng = truth, noise, random.Random(seed)
         self.sites = [Site(new_chooser(link=link)) for _ in range(sites)]
         self.arms: list[Arm] = []

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from outergrad.core.choosing import Chooser, Outcome, Rows, Trial
-from outergrad.core.cost import CostModel
 from outergrad.core.compressor import Compressor
+from outergrad.core.cost import CostModel
 from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
 from outergrad.methods.auto.gains import lower_bound, medians, paired_gains, slowest_site, turns
@@ -241,8 +241,10 @@ class AutoChooser(Chooser):
 
     # -- what is told and saved -----------------------------------------------------------------
 
-    def method_of(self, unit: Unit) -> Method:
-        """The method that is kept for a unit."""
+    def method_of(self, unit: Unit | None) -> Method:
+        """The method that is kept for a unit; of None, dense."""
+        if unit is None:
+            return self._methods[0]
         return self._methods[self._kept[self._group_of[unit]]]
 
     def trials_of(self, unit: Unit) -> Sequence[tuple[str, Trial]]:
@@ -269,11 +271,12 @@ class AutoChooser(Chooser):
         """Median of the last steps without a trial."""
         return self._usual_s
 
-    def state(self) -> StateDict:
-        """What it keeps, what steps took, and what came of trials."""
+    def state(self, step: int) -> StateDict:
+        """What it keeps, how the last step went, what steps took, and what came of trials."""
         purse, tried = self._purse, self._knowledge.tried.items()
         return {
             "kept": list(self._kept),
+            "last": list(self._arm(step)),
             "seconds": [self._usual_s, self._level_s, self._ways.slowdown],
             "purse": [purse.elapsed_s, purse.spent_s],
             "tried": [[list(arm), *found.plain()] for arm, found in tried],
@@ -281,7 +284,8 @@ class AutoChooser(Chooser):
 
     def load(self, state: StateDict, step: int, *, same_sites: bool) -> None:
         """Goes on with it; among other sites, with what was kept alone."""
-        self._kept = self._before = tuple(state["kept"])
+        self._kept, self._before = tuple(state["kept"]), tuple(state["last"])
+        self._since = step + 1
         self._told, self._gains, self._drifted = [], [], 0
         self._usual_s = self._level_s = None
         self._knowledge.tried = {}

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outergrad.core.cost import CostModel
 from outergrad.core.compressor import Compressor
+from outergrad.core.cost import CostModel
 from outergrad.core.types import Link, Route, Slot, Unit
 from outergrad.methods.common import FLOAT_BYTES
 

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 
 from outergrad.comm.cost import RingCost
 from outergrad.core.choosing import Rows
-from outergrad.core.cost import CostModel
 from outergrad.core.compressor import Compressor
+from outergrad.core.cost import CostModel
 from outergrad.core.types import Link, Route, Unit
 from outergrad.methods.auto.forecast import Forecast, Forecaster, route_of
 from outergrad.methods.auto.knowledge import Arm
