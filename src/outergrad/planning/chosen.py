@@ -23,7 +23,7 @@ class ChosenCompressors(ChangingCompressors):
     def __init__(
         self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]], chooser: Chooser
     ) -> None:
-        self.chooser = chooser
+        self.chooser = self._chooser = chooser
         super().__init__(units_of, chooser.compressor)
 
     def _assign(self, step: int) -> None:
@@ -42,7 +42,7 @@ class ChosenCompressors(ChangingCompressors):
 
     def begin(self, step: int, sites: int) -> bool:
         """As there; most steps are as the last one."""
-        if self.chooser.same(step, self._step):
+        if self._chooser.same(step, self._step):
             self._step = step
             return False
         return super().begin(step, sites)
@@ -54,7 +54,7 @@ class ChosenCompressors(ChangingCompressors):
     @property
     def ahead(self) -> Hashable:
         """Who will have which units, if others than now."""
-        same = self.chooser.same(self._step, self._step + 1)
+        same = self._chooser.same(self._step, self._step + 1)
         return None if same else self._order(map(self.next_of, self._of))
 
     # -- saved and loaded -----------------------------------------------------------------------
@@ -62,12 +62,12 @@ class ChosenCompressors(ChangingCompressors):
     def states(self) -> list[StateDict]:
         """With what the chooser knows."""
         *own, last = super().states()
-        return [*own, {"common": {**last["common"], "choice": self.chooser.state(self._step)}}]
+        return [*own, {"common": {**last["common"], "choice": self._chooser.state(self._step)}}]
 
     def load(self, inheritances: Sequence[Inheritance]) -> None:
         """As they were; among other sites, what steps took is forgotten."""
         last = inheritances[-1]
         common = last.first["common"]
         step = common["policy"]["step"]
-        self.chooser.load(common["choice"], step, same_sites=last.same_sites)
+        self._chooser.load(common["choice"], step, same_sites=last.same_sites)
         super().load(inheritances)

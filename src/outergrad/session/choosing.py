@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -39,7 +40,7 @@ class Choosing:
         self.clock = time.perf_counter
         self._last: float | None = None
 
-    def ended(self, step: int, headers: list[Header]) -> Trial | None:
+    def ended(self, step: int, headers: Sequence[Header]) -> Trial | None:
         """A shared step is over, on all sites; returns the trial that it decided, if it did.
 
         Args:
@@ -59,7 +60,7 @@ class Choosing:
             self._figures.say(step, said)
         return trial
 
-    def _rows(self, headers: list[Header]) -> Rows:
+    def _rows(self, headers: Sequence[Header]) -> Rows:
         index = {slot: k for k, slot in enumerate(self._model.slots)}
         return {
             unit: [[header.uses[index[slot]].rows for slot in unit.slots] for header in headers]

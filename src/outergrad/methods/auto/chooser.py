@@ -173,11 +173,17 @@ class AutoChooser(Chooser):
         kept_s, other_s = medians(seconds)
         self._spend(over.arms.count(arm), other_s - usual_s)
         self._gains += paired_gains(seconds)
-        faster = lower_bound(self._gains) > 0
-        if not faster and median(self._gains) > 0 and len(self._gains) < _ENOUGH_GAINS:
+        open_still = lower_bound(self._gains) <= 0 < median(self._gains)
+        if open_still and len(self._gains) < _ENOUGH_GAINS:
             return None, self._turns(step, arm)
-        outcome = Outcome.FASTER if faster else Outcome.NO_FASTER
-        return self._trial(step, arm, other_s, kept_s, outcome), None
+        return self._trial(step, arm, other_s, kept_s, self._outcome()), None
+
+    def _outcome(self) -> Outcome:
+        """What all pairs of steps so far say."""
+        if lower_bound(self._gains) > 0:
+            return Outcome.FASTER
+        slower = lower_bound([-gain for gain in self._gains]) > 0
+        return Outcome.SLOWER if slower else Outcome.NO_FASTER
 
     def _after_glance(
         self, step: int, arm: Arm, seconds: Sequence[float], usual_s: float
@@ -198,18 +204,11 @@ class AutoChooser(Chooser):
         self._purse.spent_s += steps * max(more_s, 0.0)
 
     def _trial(self, step: int, arm: Arm, took_s: float, kept_s: float, outcome: Outcome) -> Trial:
-        if outcome == Outcome.FASTER:
-            self._knowledge.note(self._kept, step, kept_s, took_s, Outcome.SLOWER)
-            self._keep(arm, step + 2)
-        else:
-            self._knowledge.note(arm, step, took_s, kept_s, outcome)
-        return Trial(
-            step=step + 1,
-            methods=tuple(repr(self._methods[k]) for k in arm),
-            seconds=took_s,
-            kept_seconds=kept_s,
-            outcome=outcome,
-        )
+        if outcome != Outcome.FASTER:
+            return self._told_of(arm, self._knowledge.note(arm, step + 1, took_s, kept_s, outcome))
+        self._knowledge.note(self._kept, step + 1, kept_s, took_s, Outcome.SLOWER)
+        self._keep(arm, step + 2)
+        return self._told_of(arm, Tried(step + 1, took_s, kept_s, outcome, 1))
 
     def _turns(self, step: int, arm: Arm) -> _Stretch:
         arms = tuple(arm if other else self._kept for other in turns(_ROUNDS))
