@@ -12,6 +12,7 @@ from cases import METHODS, Case, pooled, relative_error, run
 from ranks import run_on_lasting_groups
 
 STEPS = 3
+EVERY = METHODS | {"auto": og.Auto()}
 ALONE = {name: METHODS[name] for name in ("dad forced", "edad raw forced", "rank-dad, full rank")}
 """What is not plain autograd on a single site."""
 
@@ -40,7 +41,7 @@ def by_ddp(case: Case, rank: int, group: Any) -> dict[str, Tensor | None]:
 
 def assert_exact(case: Case, sites: int) -> None:
     """In every step; a first one with taps, and what follows from it."""
-    expected, methods = pooled(case, sites), ALONE if sites == 1 else METHODS
+    expected, methods = pooled(case, sites), ALONE if sites == 1 else EVERY
 
     def body(rank, group):
         peer = by_ddp(case, rank, group)

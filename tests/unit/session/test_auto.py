@@ -15,9 +15,10 @@ from torch import Tensor
 import outergrad as og
 from cases import Boom, mlp, relative_error
 from outergrad.core.errors import ExchangeError
-from outergrad.core.types import StateDict
+from outergrad.core.types import Link, StateDict
 from outergrad.linalg.outer import formed
 from outergrad.methods.auto.chooser import AutoChooser
+from outergrad.session import attach
 from outergrad.session.figures import Figures
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
@@ -99,6 +100,13 @@ def pooled(k: int, sites: int) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """The same link and machine every time: by these, dense is best."""
+    monkeypatch.setattr(attach, "measured_link", lambda comm: Link(1e-5, 1e12))
+    monkeypatch.setattr(attach, "measured_flops", lambda comm: 1e10)
+
+
 @pytest.fixture
 def at_every_step(monkeypatch):
     """Another way in nearly every step, as no trial would go."""
@@ -157,7 +165,7 @@ def test_the_fastest_way_is_found_and_told():
 
     def body(rank, group):
         site = Site(rank, group, LOSSY)
-        for k in range(160):
+        for k in range(110):
             site.step(k)
         told = str(site.session.coverage()), site.session.choice(), site.told.trials
         site.session.detach()
@@ -172,7 +180,7 @@ def test_the_fastest_way_is_found_and_told():
     assert [(t.step, t.methods, t.seconds, t.outcome) for t in trials] == [
         (t.step, t.methods, t.seconds, t.outcome) for t in heard
     ]
-    assert any(t.outcome == "faster" for t in trials)
+    assert {t.outcome for t in trials} >= {"faster", "twice as long"}
 
 
 def test_a_frozen_choice_repeats_to_the_bit():
@@ -238,7 +246,7 @@ def test_another_number_of_sites_goes_on_with_what_was_kept():
 
     def save(rank, group):
         site = Site(rank, group, LOSSY)
-        for k in range(160):
+        for k in range(110):
             site.step(k)
         state = site.session.state_dict()
         site.session.detach()
@@ -264,7 +272,7 @@ def test_steps_that_come_to_nothing_change_nothing_of_the_turns():
 
     def body(rank, group):
         site = Site(rank, group, LOSSY, at_random)
-        for k in range(80):
+        for k in range(45):
             bad = k % 7 == 3
             site.model.zero_grad()
             y = Boom.apply(site.model[0](batch(rank, k)), bad and rank == 1)
