@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 import outergrad as og
-from cases import METHODS, Case, pooled, relative_error, run
+from cases import EVERY, METHODS, Case, pooled, relative_error, run
 from ranks import run_on_lasting_groups
 
 STEPS = 3
-EVERY = METHODS | {"auto": og.Auto()}
 ALONE = {name: METHODS[name] for name in ("dad forced", "edad raw forced", "rank-dad, full rank")}
 """What is not plain autograd on a single site."""
 
