@@ -29,7 +29,7 @@ from asking import (
     piece,
 )
 from cases import build, relative_error
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.types import Route, Unit
 from outergrad.linalg.gradients import as_tensor
 from outergrad.messages.layout import Layout
@@ -275,12 +275,9 @@ def answers(compressor: Compressor, unit: Unit, sites: int) -> None:
     assert compressor.reveals(unit)
     assert isinstance(compressor.amount(unit), str)
     assert compressor.break_even(unit, sites) >= 0
-    if unit.block is not None:
-        assert compressor.replays_block(unit, [100] * sites) in (True, False)
-        return
     for rows in (0, 1, 1000):
-        rows_SK = [[rows] * len(unit.slots)] * sites
-        tapped = bool(unit.slots) and compressor.taps(unit, rows_SK)
+        rows_SK = [[rows] * len(unit.sources)] * sites
+        tapped = bool(unit.sources) and compressor.taps(unit, rows_SK)
         assert isinstance(compressor.route(unit, rows_SK, tapped=tapped), Route)
 
 

@@ -112,9 +112,9 @@ class Answers:
 # -- what is exchanged around a step --------------------------------------------------------------
 
 USES = tuple(SlotUse(n, n % 2 == 0, headers.DTYPES[n % 4]) for n in range(5))
+BLOCK_USES = (BlockUse(4096, True), BlockUse(0, False))
 HEADER = Header(
-    *(77, 5, 1, (True, False) * 35, USES),
-    blocks=(BlockUse(4096, True), BlockUse(0, False)),
+    *(77, 5, 1, (True, False) * 35, (*USES, *BLOCK_USES)),
     joint=(2, 99),
     weight=3,
     buffers=(True, False, True),
@@ -122,14 +122,15 @@ HEADER = Header(
 
 
 def header() -> Target:
-    expected = Header(*(77, 5, 0, HEADER.used, USES), blocks=HEADER.blocks, buffers=HEADER.buffers)
+    expected = Header(*(77, 5, 0, HEADER.used, HEADER.uses), buffers=HEADER.buffers)
 
     def read(t: Tensor) -> None:
         found = Header.parse(as_words(t), expected, 1)
         assert 0 <= found.weight < 1 << 53
         assert isinstance(found.join, Join)
-        assert all(0 <= use.rows < 1 << 41 and use.dtype in headers.DTYPES for use in found.uses)
-        assert all(0 <= use.nbytes < 1 << 41 for use in found.blocks)
+        assert all(0 <= use.rows < 1 << 41 for use in found.uses)
+        assert all(use.dtype in headers.DTYPES for use in found.uses[: len(USES)])
+        assert {use.dtype for use in found.uses[len(USES) :]} == {torch.uint8}
         assert 0 <= found.joint[0] < 1 << 31
         assert len(found.used) == 70
         assert torch.tensor(found.words()).dtype == torch.int64
@@ -163,7 +164,7 @@ def vote() -> Target:
 
 
 def report() -> Target:
-    expected = Header(*(77, 5, 0, HEADER.used, USES), blocks=HEADER.blocks, buffers=HEADER.buffers)
+    expected = Header(*(77, 5, 0, HEADER.used, HEADER.uses), buffers=HEADER.buffers)
 
     def read(t: Tensor) -> None:
         found = Report.parse(as_words(t), expected, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.types import Factors, Inheritance, Link, Part, Route, Slot, Unit, place_name
 from outergrad.messages.wire import Piece
 from outergrad.session.inspect import inspect

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.types import Unit
 from outergrad.linalg.gradients import as_tensor
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outergrad.core.protocols import FactorsOf
 from outergrad.core.transport import Comm
-from outergrad.core.types import Gradient, Slot, Unit, tensors_of
+from outergrad.core.types import Gradient, Slot, Source, Unit, tensors_of
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.gradients import scaled
 from outergrad.messages.header import Header
@@ -123,7 +123,7 @@ class StepContext:
         comm: the transport.
         params: trainable parameters by name.
         header: this site's.
-        slot_index: place of each slot in the headers.
+        index: place in the headers of each slot and block.
         factors_of: this site's raw rows of a slot, all its uses stacked, as many as announced.
         has_autograd_grad: parameters that autograd has a gradient for on this site, besides
             factors.
@@ -144,7 +144,7 @@ class StepContext:
     comm: Comm
     params: Mapping[str, nn.Parameter]
     header: Header
-    slot_index: Mapping[Slot, int]
+    index: Mapping[Source, int]
     factors_of: FactorsOf
     has_autograd_grad: set[str]
     blocks: Blocks
@@ -184,7 +184,7 @@ class StepContext:
 
         The step is bad if it is not finite.
         """
-        announced = self.header.uses[self.slot_index[slot]].rows if tapped else 0
+        announced = self.header.uses[self.index[slot]].rows if tapped else 0
         own = self.factors_of(slot, announced) if tapped else formed(slot, self.params)
         gradient = scaled(own, self.scale)
         if self.skips_bad:

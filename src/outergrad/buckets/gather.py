@@ -10,6 +10,8 @@ from torch import Tensor
 
 from outergrad.buckets.bucket import Pending, Result, StepContext
 from outergrad.buckets.message import RowBucket, book_received, sums_of_extras
+from outergrad.core.blocks import Block
+from outergrad.core.payload import Arrived
 from outergrad.core.reasons import Why
 from outergrad.core.transport import Work
 from outergrad.linalg.gradients import add_gradients
@@ -43,8 +45,8 @@ class FactorBucket(RowBucket):
         if context.state == State.GOOD:
             self.pack(context, own, message, self.travels, comm.cost.copies)
             if self.blocks:
-                self.pack_blocks(context, own, message, comm.cost.copies)
-            book_received(context, layouts, self.travels, self.blocks)
+                self._pack_blocks(context, own, message)
+            book_received(context, layouts, self.travels)
         preamble = self.preamble(context)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
@@ -52,8 +54,16 @@ class FactorBucket(RowBucket):
 
     def layouts(self, context: StepContext) -> list[Layout]:
         """Of every site's message."""
-        pairs = zip(self.pieces(context), context.headers, strict=True)
-        return [self.layout(pieces, blobs=self.blobs(context, site)) for pieces, site in pairs]
+        return [self.layout(pieces) for pieces in self.pieces(context)]
+
+    def _pack_blocks(self, context: StepContext, layout: Layout, message: Tensor) -> None:
+        """Fills in what all sites compute again, and books it."""
+        for piece, view in layout.filled(message, Block):
+            sent, out = context.blocks.message(piece.slot), view.read()
+            assert isinstance(out, Tensor)
+            context.check(piece.slot.params[0], sent.tensors)
+            sent.write(out, context.scale)
+            context.add(piece.slot.label, "replayed", sent=piece.nbytes * context.comm.cost.copies)
 
 
 class _FactorPending(Pending):
@@ -78,27 +88,25 @@ class _FactorPending(Pending):
         means: dict[str, Tensor] = {}
         additions: dict[str, Tensor] = {}
         parts_KS = zip(*gradients_of(self._layouts, messages, context.comm.rank), strict=True)
-        for (slot, tapped), parts_S in zip(bucket.tapped.items(), parts_KS, strict=True):
+        for source, parts_S in zip(bucket.sources, parts_KS, strict=True):
+            if isinstance(source, Block):
+                additions.update(self._computed_again(source, parts_S))
+                continue
             parts, share = [part for part in parts_S if part is not None], 1 / len(parts_S)
             if context.reading is not None:
-                context.reading.record_mean(slot, parts, share)
+                context.reading.record_mean(source, parts, share)
             if parts:
-                add_gradients(additions if tapped else means, slot, parts, context.params, share)
-        if bucket.blocks:
-            additions.update(self._computed_again(messages))
+                into = additions if bucket.tapped[source] else means
+                add_gradients(into, source, parts, context.params, share)
         if bucket.extras:
             means.update(sums_of_extras(self._layouts, messages))
         return Result(means, additions, state, has_autograd_grad, digest)
 
-    def _computed_again(self, messages: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The mean gradients of blocks, which every site computes for all sites."""
-        pairs = zip(self._layouts, messages, strict=True)
-        blobs_BS = zip(*(layout.blobs(message) for layout, message in pairs), strict=True)
-        context, rank = self._context, self._context.comm.rank
-        gradients: dict[str, Tensor] = {}
-        for block, data_S in zip(self._bucket.blocks, blobs_BS, strict=True):
-            began = time.perf_counter()
-            found = block_gradients(context.blocks[block], data_S, 1 / len(data_S), rank)
-            context.add(block.name, "replayed", replay_s=time.perf_counter() - began)
-            gradients.update({name: g.to(context.params[name].dtype) for name, g in found.items()})
-        return gradients
+    def _computed_again(self, block: Block, sent_S: Sequence[Arrived | None]) -> dict[str, Tensor]:
+        """The mean gradients of a block, which every site computes for all sites."""
+        context, began = self._context, time.perf_counter()
+        data_S = [data if isinstance(data, Tensor) else None for data in sent_S]
+        tapped, rank = context.blocks[block], context.comm.rank
+        found = block_gradients(tapped, data_S, 1 / len(data_S), rank)
+        context.add(block.label, "replayed", replay_s=time.perf_counter() - began)
+        return {name: g.to(context.params[name].dtype) for name, g in found.items()}

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, StepContext
 from outergrad.core.blocks import Block
-from outergrad.core.payload import Arrived, Payload
-from outergrad.core.protocols import Compressor
-from outergrad.core.types import Factors, Part, Slot
+from outergrad.core.compressor import Compressor
+from outergrad.core.payload import BYTES, Arrived, Payload
+from outergrad.core.types import Factors, Part, Slot, Source
 from outergrad.linalg.gradients import as_gradient
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
@@ -31,6 +31,10 @@ class RowBucket(Carried):
         loads: what travels as factors.
         compressor: makes the factors.
         extras: parameters whose `grad` travels as it is.
+
+    Attributes:
+        blocks: what is computed again.
+        sources: what payloads are of: the slots, then the blocks.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class RowBucket(Carried):
         super().__init__(loads, extras)
         self._index, self._compressor = index, compressor
         self.blocks = [load.unit.block for load in loads if load.unit.block is not None]
+        self.sources: tuple[Source, ...] = (*self.slots, *self.blocks)
         self._layouts: dict[Hashable, Layout] = {}
         self._headers: Sequence[Header] = ()
         self._pieces: Sequence[Sequence[Piece]] = ()
@@ -57,17 +62,20 @@ class RowBucket(Carried):
         return Preamble(*own, context.state, flags, wanted_rows)
 
     def pieces(self, context: StepContext) -> Sequence[Sequence[Piece]]:
-        """What every site (S) has of each slot (K), from the agreed rows and dtypes."""
+        """What every site (S) has of each source (K), from the agreed rows and dtypes."""
         if self._headers is not context.headers:
-            self._headers, pieces_KS = context.headers, [self._of(s, context) for s in self.slots]
+            self._headers, pieces_KS = context.headers, [self._of(s, context) for s in self.sources]
             self._pieces = list(zip(*pieces_KS, strict=True)) or [()] * len(context.headers)
         return self._pieces
 
-    def _of(self, slot: Slot, context: StepContext) -> list[Piece]:
-        """What every site has of a slot."""
+    def _of(self, slot: Source, context: StepContext) -> list[Piece]:
+        """What every site has of a slot or a block."""
         compressor, headers = self._compressor, context.headers
+        if isinstance(slot, Block):
+            uses = [header.uses[context.index[slot]] for header in headers]
+            return [Piece(slot, use.rows, use.dtype, None, form=BYTES) for use in uses]
         if self.tapped[slot]:
-            k = context.slot_index[slot]
+            k = context.index[slot]
             rows_S, dtype = [header.uses[k].rows for header in headers], _delta_dtype(k, headers)
         else:
             rows_S = [slot.outputs if slot.weight in context.used else 0] * len(headers)
@@ -78,25 +86,22 @@ class RowBucket(Carried):
         return [Piece(slot, rows, *own) for rows in sent_S]
 
     def layout(
-        self,
-        pieces: Sequence[Piece],
-        extras: Mapping[str, nn.Parameter] | None = None,
-        blobs: Sequence[int] = (),
+        self, pieces: Sequence[Piece], extras: Mapping[str, nn.Parameter] | None = None
     ) -> Layout:
-        """A message of these pieces and extras, all of the bucket's if None, and blobs of bytes."""
+        """A message of these pieces and extras, all of the bucket's if None."""
         extras = self.extras if extras is None else extras
-        key = tuple(extras), tuple(pieces), tuple(blobs)
+        key = tuple(extras), tuple(pieces)
         if key not in self._layouts:
             if len(self._layouts) == _KEPT_LAYOUTS:
                 self._layouts.clear()
             start = Preamble.nbytes(len(self.names), len(self.slots))
-            self._layouts[key] = Layout(start, extras, pieces, blobs)
+            self._layouts[key] = Layout(start, extras, pieces)
         return self._layouts[key]
 
     def pack(
         self, context: StepContext, layout: Layout, message: Tensor, travels: str, receivers: int
     ) -> None:
-        """Fills a message with what this site has, and books it; stops if that is not finite.
+        """Fills in what this site has of slots, and books it; stops if that is not finite.
 
         Args:
             context: this site.
@@ -110,15 +115,15 @@ class RowBucket(Carried):
             context.add(name, "dense", sent=view.nbytes * receivers)
             context.check(name, [view])
         began = time.perf_counter()
-        pairs = zip(layout.pieces, layout.views(message), strict=True)
-        filled = [(piece, view) for piece, view in pairs if view is not None]
+        filled = layout.filled(message, Slot)
         parts = [self._part(context, piece) for piece, _ in filled]
         if context.state != State.GOOD:
             return
         compressed = self._compressor.compress(parts)
         for (_, view), payload in zip(filled, compressed, strict=True):
             view.fill(payload)
-        book(context, layout.pieces, travels, receivers, time.perf_counter() - began)
+        pieces = [piece for piece in layout.pieces if isinstance(piece.slot, Slot)]
+        book(context, pieces, travels, receivers, time.perf_counter() - began)
         if context.reading is not None:
             for part, (piece, view), payload in zip(parts, filled, compressed, strict=True):
                 self._measure(context.reading, part, piece, payload, view.read())
@@ -130,20 +135,6 @@ class RowBucket(Carried):
             reading.sent_all(part, payload, arrives if piece.codecs else None)
         else:
             reading.sent(part, self._compressor.residual(part.slot), as_gradient(arrives))
-
-    def pack_blocks(
-        self, context: StepContext, layout: Layout, message: Tensor, receivers: int
-    ) -> None:
-        """Fills in what is sent of blocks, and books it."""
-        for block, view in zip(self.blocks, layout.blobs(message), strict=True):
-            if view is not None:
-                context.check(block.params[0], context.blocks.message(block).tensors)
-                context.blocks.message(block).write(view, context.scale)
-                context.add(block.name, "replayed", sent=view.nbytes * receivers)
-
-    def blobs(self, context: StepContext, site: Header) -> list[int]:
-        """Bytes that one site has of each block, as agreed."""
-        return [site.blocks[context.blocks.index(block)].nbytes for block in self.blocks]
 
     def _part(self, context: StepContext, piece: Piece) -> Part:
         gradient = context.gradient_of(piece.slot, tapped=self.tapped[piece.slot])
@@ -180,7 +171,7 @@ def book(
     whole = sum(sizes) or 1
     for piece, size in zip(pieces, sizes, strict=True):
         context.add(
-            piece.slot.weight,
+            piece.slot.label,
             travels,
             sent=piece.nbytes * receivers,
             rows=piece.rows,
@@ -188,24 +179,20 @@ def book(
         )
 
 
-def book_received(
-    context: StepContext, layouts: Sequence[Layout], travels: str, blocks: Sequence[Block] = ()
-) -> None:
+def book_received(context: StepContext, layouts: Sequence[Layout], travels: str) -> None:
     """Books what comes from every other site.
 
     Args:
         context: this site.
         layouts: of every site's message to this one.
         travels: what the rows are called.
-        blocks: of which there are blobs in the messages.
     """
     for layout in (one for rank, one in enumerate(layouts) if rank != context.comm.rank):
         for name, p in layout.extras.items():
             context.add(name, "dense", received=p.nbytes)
         for piece in layout.pieces:
-            context.add(piece.slot.weight, travels, received=piece.nbytes)
-        for block, nbytes in zip(blocks, layout.blob_nbytes, strict=False):
-            context.add(block.name, "replayed", received=nbytes)
+            called = "replayed" if isinstance(piece.slot, Block) else travels
+            context.add(piece.slot.label, called, received=piece.nbytes)
 
 
 def _delta_dtype(k: int, headers: Sequence[Header]) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, Pending, Result, StepContext
 from outergrad.core.coding import sum_dtype
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.transport import Comm, Work
 from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.gradients import add_gradients, add_rows

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Load, Pending, Result, StepContext
 from outergrad.buckets.message import RowBucket, book, book_received, sums_of_extras
+from outergrad.core.compressor import Compressor
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.payload import Arrived
-from outergrad.core.protocols import Compressor
 from outergrad.core.transport import Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from outergrad.core.compressor import Setup
 from outergrad.core.cost import CostModel, Traffic
-from outergrad.core.protocols import Compressor
 from outergrad.core.types import Link, Route
 
 
@@ -105,7 +105,7 @@ class StarCost:
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2}[way]
 
 
-def cost_of(compressor: Compressor, sites: int) -> CostModel:
+def cost_of(compressor: Setup, sites: int) -> CostModel:
     """What a method goes by: until it is attached, what torch.distributed costs."""
     return compressor.cost or RingCost(sites)
 

@@ -182,7 +182,7 @@ class TorchComm(Comm):
             sends = self._sends(outgoing, _TAG + lane)
         else:
             parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
-            receives, sends = self._compressor(outgoing, parts, _TAG + lane)
+            receives, sends = self._exchange(outgoing, parts, _TAG + lane)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> list[Tensor]:
@@ -191,7 +191,7 @@ class TorchComm(Comm):
 
         return TorchWork(receives, result, self.pace, ready, sends)
 
-    def _compressor(
+    def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
     ) -> tuple[_Receives, list[dist.Work]]:
         """Starts to send every other site its tensor and to receive the other parts."""

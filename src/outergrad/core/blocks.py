@@ -24,6 +24,11 @@ class Block:
     name: str
     params: tuple[str, ...]
 
+    @property
+    def label(self) -> str:
+        """What its bytes are booked on."""
+        return self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replays:

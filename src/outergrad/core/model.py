@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import Reason
-from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit, overlapping
+from outergrad.core.residual_store import ResidualStore
+from outergrad.core.types import Inheritance, Route, Slot, Source, StateDict, Unit, overlapping
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Model:
     def blocks(self) -> list[Block]:
         """What is computed again, in the order of the units."""
         return [unit.block for unit in self.units if unit.block is not None]
+
+    @property
+    def index(self) -> dict[Source, int]:
+        """The place in headers of all that is captured: slots, then blocks."""
+        return {source: k for k, source in enumerate((*self.slots, *self.blocks))}
 
     @staticmethod
     def of(
@@ -121,6 +127,11 @@ class Compressors:
         return self._units_of
 
     @property
+    def stores(self) -> Sequence[ResidualStore]:
+        """What each has not sent, in their order."""
+        return [compressor for compressor, _ in self._units_of]
+
+    @property
     def phases(self) -> list[Hashable]:
         """What each decides by besides what it is asked."""
         return [compressor.phase for compressor, _ in self._units_of]
@@ -148,18 +159,18 @@ class Compressors:
             used: parameters that had a gradient on some site.
         """
         ending = {id(self._of[unit]) for unit in units if unit in self._of}
-        for compressor, _ in self._units_of:
-            if id(compressor) in ending:
-                compressor.commit(applied=applied)
+        for store in self.stores:
+            if id(store) in ending:
+                store.commit(applied=applied)
 
     def states(self) -> list[StateDict]:
         """What each remembers between two steps."""
-        return [compressor.state() for compressor, _ in self._units_of]
+        return [store.state() for store in self.stores]
 
     def load(self, inheritances: Sequence[Inheritance]) -> None:
         """Each goes on from its own part of what was saved."""
-        for (compressor, _), inheritance in zip(self._units_of, inheritances, strict=True):
-            compressor.load(inheritance)
+        for store, inheritance in zip(self.stores, inheritances, strict=True):
+            store.load(inheritance)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class Entries(NamedTuple):
 
 
 Arrived = Factors | Tensor | Entries
-"""A weight gradient as it is read of a message; a tensor is the gradient itself, (G, O, I)."""
+"""A weight gradient as it is read of a message; a tensor is the gradient itself, (G, O, I).
+Of a block it is a tensor of bytes, of which every site computes the gradients."""
 
 
 Payload = Sequence[Tensor | None]
@@ -88,7 +89,21 @@ class FactorRows:
         return factors
 
 
-FACTOR_ROWS = FactorRows()
+class Bytes:
+    """So many bytes, which say themselves what they mean."""
+
+    def fields(
+        self, slot: object, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
+    ) -> list[Field]:
+        """One of that length: what they hold was encoded before."""
+        return [Field((count,), torch.uint8)]
+
+    def read(self, tensors: Sequence[Tensor], slot: object, count: int) -> Tensor:
+        """As they came."""
+        return tensors[0]
+
+
+FACTOR_ROWS, BYTES = FactorRows(), Bytes()
 
 
 def _check_ids(slot: Slot, ids_R: Tensor) -> None:

@@ -1,32 +1,15 @@
-"""The protocols between the rooms of outergrad: what a rule, a method, a transport must do."""
+"""The protocols between the rooms of outergrad: what a rule, a method, a recorder must do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from outergrad.core.blocks import Replays
-from outergrad.core.cost import CostModel
-from outergrad.core.payload import FACTOR_ROWS, Form, Payload
-from outergrad.core.reasons import AutoWay, Why
-from outergrad.core.rounds import Merger, Sketches
-from outergrad.core.transport import Capability
-from outergrad.core.types import (
-    Call,
-    Factors,
-    Gradient,
-    Inheritance,
-    Link,
-    Part,
-    Route,
-    Slot,
-    StateDict,
-    Unit,
-)
+from outergrad.core.compressor import Compressor
+from outergrad.core.types import Call, Factors, Slot
 from outergrad.events import Event
-from outergrad.wire import Codec
 
 
 class TapFn(Protocol):
@@ -92,152 +75,6 @@ class Rule(Protocol):
 
 
 Rules = Mapping[type[nn.Module], Rule]
-
-
-class Compressor(Protocol):
-    """How the factors of a unit travel: one per method; owns the method's state.
-
-    What stands here with a value, or needs none, is right for a method that remembers nothing and
-    has nothing to choose: a class that derives from this one writes the rest.
-    """
-
-    bucket_bytes: int
-    """Payload of one message before the next layer opens another."""
-    wire: tuple[Codec, ...] = ()
-    """The codecs that it was given, for what it does not say otherwise in `codecs`."""
-    forced: bool = False
-    """Whether factors are sent even where dense would be fewer bytes."""
-    replays: Replays = Replays()
-    """What is to be computed again by all sites, instead of being sent."""
-    takes_plain: bool = False
-    """Whether weights without a rule are its business, too: their formed gradients."""
-    form: Form = FACTOR_ROWS
-    """What kind of payload it makes."""
-    sketches: Sketches | None = None
-    """The state of what takes `Route.REDUCE`."""
-    why: Why = Why.LOW_RANK
-    """What is told of a unit that travels compressed."""
-    phase: Hashable = 0
-    """What `route` and `sent_rows` follow from besides their arguments; the same on all sites."""
-    merger: Merger | None = None
-    """What the owner of a slot does on `Route.TWO_WAY`."""
-    exact: bool = True
-    """Whether the rows that it sends have the product of the gradient, but for their codecs."""
-    cost: CostModel | None = None
-    """What collectives cost on its transport; None until it is attached."""
-    needs: Set[Capability] = frozenset()
-    """What it cannot do without, besides what all methods need."""
-    auto_way: AutoWay | None = None
-    """How low rank travels, where that was chosen by the link between the sites."""
-
-    def refuse(self, units: Sequence[Unit]) -> None:
-        """Raises ValueError, by name, for what the method cannot do."""
-
-    def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
-        """Takes note of the transport before anything is asked of a step.
-
-        Args:
-            cost: of its collectives.
-            capabilities: what it can do; `needs` is among it.
-        """
-        self.cost = cost
-
-    def wants_link(self, sites: int) -> bool:
-        """Whether the way of low rank depends on the link."""
-        return False
-
-    def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
-        """Decides for good how low rank travels; the same figures on every site."""
-
-    def break_even(self, unit: Unit, sites: int) -> float:
-        """Rows per site from which on the unit travels dense; inf for never, 0 for always."""
-        ...
-
-    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """How the unit travels, for the rows of every site (S) and slot (K).
-
-        Args:
-            unit: the unit.
-            rows_SK: as agreed.
-            tapped: whether every site has the factors; otherwise they have formed gradients.
-        """
-        ...
-
-    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Whether its products should be tapped in a forward with so many rows."""
-        ...
-
-    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
-        """Whether a unit that is a block is computed again, for what every site would send."""
-        return False
-
-    def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
-        """R, the rows on the wire for N rows on a site: agreed before they are computed.
-
-        A formed gradient counts as O rows. Of another payload than rows, how many entries.
-        """
-        ...
-
-    def payload_bytes(self, slot: Slot, count: int) -> int:
-        """About how long the payload of so many rows is, as if all numbers were float32."""
-        width = slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
-        return 4 * width * count
-
-    def amount(self, unit: Unit) -> str:
-        """What is sent of a unit that travels sparse or compressed, for the coverage table."""
-        return ""
-
-    def codecs(self, slot: Slot) -> tuple[Codec, ...]:
-        """What the deltas and activations of a slot go through; none for as they are."""
-        return self.wire
-
-    def sends_bias(self, slot: Slot) -> bool:
-        """Whether `Factors.b_GO` travels; otherwise it is the sum of the deltas."""
-        ...
-
-    def compress(self, parts: Sequence[Part]) -> Sequence[Payload]:
-        """A payload of each part of a message, in the order of the parts.
-
-        Of rows exactly `rows`, for an exact method with the same product. The parts are of
-        different slots; what is alike may be computed together.
-        """
-        ...
-
-    def wanted_rows(self, slot: Slot) -> int:
-        """R that this site would like to send in the next step; travels with its factors."""
-        return 0
-
-    def agree(self, slot: Slot, site: int, rows: int) -> None:
-        """Takes note of what a site, this one too, said in `wanted_rows`."""
-
-    def residual(self, slot: Slot) -> Gradient | None:
-        """What it has not sent of the gradients of the steps until now, if it remembers that."""
-        return None
-
-    def commit(self, *, applied: bool) -> None:
-        """The step is over: what `compress` left for the next one holds, or is void."""
-
-    def remembers(self, unit: Unit) -> bool:
-        """Whether it keeps what it does not send of a unit, and sends it later."""
-        return False
-
-    def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
-        """Forgets what it has not sent of these, and returns it; between two steps."""
-        return {}
-
-    def take_over(self, slot: Slot, residual: Gradient) -> None:
-        """Goes on with what another one has not sent; of a unit that it remembers."""
-
-    def state(self) -> StateDict:
-        """What it remembers between two steps; `load` takes it back."""
-        return {}
-
-    def load(self, inheritance: Inheritance) -> None:
-        """Goes on from what was saved, and forgets what it remembers now."""
-
-    def reveals(self, unit: Unit) -> str:
-        """What the other sites can learn from the unit's factors."""
-        ...
 
 
 class Method(Protocol):

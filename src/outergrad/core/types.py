@@ -56,6 +56,11 @@ class Slot:
         return self.weight, self.weight_rows
 
     @property
+    def label(self) -> str:
+        """What its bytes are booked on."""
+        return self.weight
+
+    @property
     def numel(self) -> int:
         """Elements of its part of the weight."""
         return self.groups * self.outputs * self.inputs
@@ -80,17 +85,22 @@ def overlapping(slots: Sequence[Slot]) -> bool:
     return any(a.overlaps(b) for a, b in combinations(slots, 2))
 
 
+Source = Slot | Block
+"""What a payload is of."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """Slots that share parameters, directly or through each other: they travel the same way.
 
     Attributes:
-        slots: the slots, in the order of the model.
+        slots: the slots, in the order of the model; none of a block.
         params: full names of all their parameters.
         dense_numel: number of elements of these parameters.
         matrices: the parts of the weights as slots that do not overlap, for when the gradient is
             formed: a table of an embedding, a tied weight are one each. None where the slots
             leave some part of a weight out.
+        block: what is computed again by all sites, if the unit is that.
     """
 
     slots: tuple[Slot, ...]
@@ -98,6 +108,11 @@ class Unit:
     dense_numel: int
     matrices: tuple[Slot, ...] = ()
     block: Block | None = None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What is captured of it, in the order of headers: its slots, or the block."""
+        return self.slots if self.block is None else (self.block,)
 
     @property
     def vectors(self) -> tuple[str, ...]:

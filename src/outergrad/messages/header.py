@@ -74,20 +74,14 @@ class SlotUse:
 
 
 @dataclass(frozen=True)
-class BlockUse:
-    """How a block is used in one step on one site.
+class BlockUse(SlotUse):
+    """How a block is used: its rows are the bytes that the site sends of it."""
 
-    Attributes:
-        nbytes: of what the site sends of it; about that, where it was not captured.
-        tapped: whether it will be captured.
-    """
-
-    nbytes: int
-    tapped: bool
+    dtype: torch.dtype = torch.uint8
 
     def encode(self) -> int:
         """One word of the header."""
-        return self.nbytes << 1 | int(self.tapped)
+        return self.rows << 1 | int(self.tapped)
 
     @staticmethod
     def decode(word: int) -> BlockUse:
@@ -108,10 +102,9 @@ class Header:
         step: synchronised steps before this one.
         rank: the sender.
         used: per parameter, whether this site has a gradient for it.
-        uses: per slot, how this site uses it.
+        uses: per slot, and behind these per block, how this site uses it.
         alone: whether no other session of this site shares the group: only then may later steps
             leave their headers out, which tell sessions apart.
-        blocks: per block, how this site uses it.
         joint: how many deltas are averaged below shared parts, and a fingerprint of their shapes.
         weight: how much this site's gradient counts beside the others'.
         join: where this site is in `session.join()`.
@@ -124,7 +117,6 @@ class Header:
     used: tuple[bool, ...]
     uses: tuple[SlotUse, ...]
     alone: bool = True
-    blocks: tuple[BlockUse, ...] = ()
     joint: tuple[int, int] = (0, 0)
     weight: int = 1
     join: Join = Join.NONE
@@ -133,7 +125,7 @@ class Header:
     @property
     def facts(self) -> tuple[Hashable, ...]:
         """What the plan of a step depends on."""
-        return self.uses, self.blocks, self.about_loop
+        return self.uses, self.about_loop
 
     @property
     def about_loop(self) -> tuple[Hashable, ...]:
@@ -144,15 +136,13 @@ class Header:
     def length(self) -> int:
         """In words; small models share one, so that a mix-up is seen, not fatal."""
         flags = words_for(len(self.used)) + words_for(len(self.buffers))
-        count = _BITS + flags + len(self.uses) + len(self.blocks)
-        return math.ceil(count / _FIXED_WORDS) * _FIXED_WORDS
+        return math.ceil((_BITS + flags + len(self.uses)) / _FIXED_WORDS) * _FIXED_WORDS
 
     def words(self) -> list[int]:
         """Its int64 words."""
         fixed = [MAGIC, self.fingerprint, self.step, self.rank, int(self.alone) | self.join << 1]
         words = [*fixed, self.weight, *self.joint, 0, *bit_words(self.used)]
         words += [*bit_words(self.buffers), *(use.encode() for use in self.uses)]
-        words += [use.encode() for use in self.blocks]
         words += [0] * (self.length - len(words))
         words[_SUM] = sum_of_words(words[KNOWN:])
         return words
@@ -195,14 +185,12 @@ class Header:
         used = bits(words[_BITS:], len(expected.used))
         start = after + words_for(len(expected.buffers))
         buffers = bits(words[after:], len(expected.buffers))
-        middle = start + len(expected.uses)
-        stop = middle + len(expected.blocks)
-        uses = tuple(SlotUse.decode(word) for word in words[start:middle])
-        blocks = tuple(BlockUse.decode(word) for word in words[middle:stop])
+        ours = zip(expected.uses, words[start:], strict=False)
+        uses = tuple(use.decode(word) for use, word in ours)
         own = (expected.fingerprint, expected.step, rank)
         joint = bounded("joint deltas:", words[6], _MOST_JOINT), words[7]
         loop = (weight, join, buffers)
-        return Header(*own, used, uses, bool(words[4] & 1), blocks, joint, *loop)
+        return Header(*own, used, uses, bool(words[4] & 1), joint, *loop)
 
 
 def _check_join(rank: int, join: Join, expected: Header) -> None:

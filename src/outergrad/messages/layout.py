@@ -1,4 +1,4 @@
-"""Where the preamble, whole gradients and the payloads of slots stand in one message."""
+"""Where the preamble, whole gradients and payloads stand in one message."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from torch import Tensor, nn
 from outergrad.core.coding import Field, aligned, decode, encode
 from outergrad.core.errors import RefusedError
 from outergrad.core.payload import Arrived, Payload
+from outergrad.core.types import Source
 from outergrad.messages.wire import Piece
 
 
 class Layout:
-    """A message of a preamble, of whole gradients (the extras), and of the payloads of slots.
+    """A message of a preamble, of whole gradients (the extras), and of payloads.
 
     Extras of one dtype stand side by side, so that they can be added in one piece.
 
     Args:
         start: length of the preamble, bytes.
         extras: parameters, by name, whose gradients it holds whole.
-        pieces: what it holds of slots.
-        blobs: lengths of what belongs to no slot.
+        pieces: its payloads.
 
     Attributes:
         nbytes: length of the message.
-        blob_nbytes: lengths of what belongs to no slot.
     """
 
     def __init__(
@@ -36,10 +35,9 @@ class Layout:
         start: int,
         extras: Mapping[str, nn.Parameter],
         pieces: Sequence[Piece],
-        blobs: Sequence[int] = (),
     ) -> None:
         self.nbytes = start
-        self.extras, self.pieces, self.blob_nbytes = extras, pieces, blobs
+        self.extras, self.pieces = extras, pieces
         dtypes = dict.fromkeys(p.dtype for p in extras.values())
         self._extras = [{n: p for n, p in extras.items() if p.dtype == d} for d in dtypes]
         self._flats = [
@@ -51,7 +49,6 @@ class Layout:
             [[self._spot(*tensor) for tensor in field.tensors()] for field in fields]
             for fields in self._fields
         ]
-        self._blobs = [self._spot((nbytes,), torch.uint8) for nbytes in blobs]
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
         """The place of the next tensor, behind those before it."""
@@ -74,7 +71,7 @@ class Layout:
         return views
 
     def views(self, message: Tensor) -> list[PieceView | None]:
-        """What it holds of each slot, to be filled or read; None where there is nothing."""
+        """Each payload, to be filled or read; None where there is nothing."""
         dtypes = {spot.dtype for fields in self._spots for spots in fields for spot in spots}
         typed = {dtype: message.view(dtype) for dtype in dtypes}
         written = [
@@ -83,6 +80,11 @@ class Layout:
         ]
         triples = zip(self.pieces, self._fields, written, strict=True)
         return [PieceView(*own) if own[1] else None for own in triples]
+
+    def filled(self, message: Tensor, kind: type[Source]) -> list[tuple[Piece, PieceView]]:
+        """What there is of slots, or of blocks, with its place in a message."""
+        pairs = zip(self.pieces, self.views(message), strict=True)
+        return [(p, view) for p, view in pairs if view is not None and isinstance(p.slot, kind)]
 
     def gradients(self, message: Tensor, site: int | None = None) -> list[Arrived | None]:
         """What it holds: views of it where they are not encoded; None where there is nothing.
@@ -102,11 +104,6 @@ class Layout:
                 raise
             what = f"a message of site {site} cannot be read: {error}"
             raise RefusedError(what, site) from error
-
-    def blobs(self, message: Tensor) -> list[Tensor | None]:
-        """Views of what belongs to no slot; None where there is nothing."""
-        views = (spot.view(message) for spot in self._blobs)
-        return [view if len(view) else None for view in views]
 
 
 def gradients_of(
@@ -138,7 +135,7 @@ class _Spot(NamedTuple):
 
 
 class PieceView:
-    """What a message holds of one slot, as views of it.
+    """One payload of a message, as views of it.
 
     Args:
         piece: what it is.

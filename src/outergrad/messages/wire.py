@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from outergrad.core.coding import Codecs, Field, aligned
 from outergrad.core.errors import RefusedError
 from outergrad.core.payload import FACTOR_ROWS, Form
-from outergrad.core.types import Slot
 from outergrad.messages.checksum import checksum
 from outergrad.messages.header import (
     MAGIC,
@@ -56,18 +56,18 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a message holds of one slot.
+    """One payload of a message.
 
     Attributes:
-        slot: the slot.
-        rows: R, or how many entries.
+        slot: the slot that it is of, or the block.
+        rows: R, or how many entries, or bytes.
         dtype: of the numbers, before they are encoded.
         bias: dtype of b_GO; None where it does not travel.
         codecs: that the numbers go through.
         form: what kind of payload it is.
     """
 
-    slot: Slot
+    slot: Any
     rows: int
     dtype: torch.dtype
     bias: torch.dtype | None

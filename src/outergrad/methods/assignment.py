@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outergrad.core.protocols import Compressor, Method, Policy
+from outergrad.core.compressor import Compressor
+from outergrad.core.protocols import Method, Policy
 from outergrad.core.types import Unit
 from outergrad.methods.dense import DenseCompressor
 from outergrad.methods.per_layer import Local, PerLayer

@@ -10,7 +10,7 @@ from typing import Literal
 from outergrad.comm.cost import cost_of
 from outergrad.core.blocks import UNSENDABLE, Replays
 from outergrad.core.coding import Wire, stacked
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.types import Factors, Gradient, Part, Route, Slot, Unit
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.outer import row_sum
@@ -79,12 +79,15 @@ class DADCompressor(Compressor):
             return math.inf
         if sites == 1:
             return 0.0
+        dense = dense_bytes(unit, cost_of(self, sites))
+        if unit.block is not None:
+            return dense  # its rows are bytes
         per_row = sum(row_bytes(slot, self.wire) for slot in unit.slots)
         biases = bias_bytes(slot for slot in unit.slots if self.sends_bias(slot))
-        return (dense_bytes(unit, cost_of(self, sites)) - biases) / per_row
+        return (dense - biases) / per_row
 
     def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Factors where they pay and are there."""
+        """Factors, or what a block is computed again from, where they pay and are there."""
         return Route.GATHER if tapped and self.taps(unit, rows_SK) else Route.DENSE
 
     def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
@@ -95,21 +98,13 @@ class DADCompressor(Compressor):
         together (tied weights) travel dense under reveal="gradient": apart they would show more
         than their sum.
         """
-        if self._canonical and tied_in_use(unit, rows_SK):
+        if unit.slots and self._canonical and tied_in_use(unit, rows_SK):
             return False
-        if self.forced:
-            return True
-        if len(rows_SK) == 1:
+        if len(rows_SK) == 1 and not self.forced:
             return False
         largest = max(self._sent_bytes(unit, rows_K) for rows_K in rows_SK)
-        return largest < dense_bytes(unit, cost_of(self, len(rows_SK)))
-
-    def replays_block(self, unit: Unit, nbytes_S: Sequence[int]) -> bool:
-        """Whether no site sends more than its share of the dense all-reduce would be."""
-        if self.forced:
-            return max(nbytes_S) < UNSENDABLE
-        sites = len(nbytes_S)
-        return sites > 1 and max(nbytes_S) < dense_bytes(unit, cost_of(self, sites))
+        most = UNSENDABLE if self.forced else dense_bytes(unit, cost_of(self, len(rows_SK)))
+        return largest < most
 
     def sent_rows(self, slot: Slot, rows: int, site: int = 0) -> int:
         """N raw rows, or the largest rank that N rows can have."""
@@ -143,6 +138,8 @@ class DADCompressor(Compressor):
         return "this site's gradient" if self._canonical else "activations and deltas of each row"
 
     def _sent_bytes(self, unit: Unit, rows_K: Sequence[int]) -> int:
+        if unit.block is not None:
+            return sum(rows_K)  # they are bytes
         used = used_slots(unit, rows_K)
         biases = bias_bytes(slot for slot, _ in used if self.sends_bias(slot))
         return biases + sum(self.sent_rows(s, rows) * row_bytes(s, self.wire) for s, rows in used)

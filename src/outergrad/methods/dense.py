@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outergrad.core.compressor import Compressor
 from outergrad.core.payload import Payload
-from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Why
 from outergrad.core.types import Part, Route, Slot, Unit
 from outergrad.methods.common import Settings

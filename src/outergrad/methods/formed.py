@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.cost import cost_of
+from outergrad.core.compressor import Compressor
 from outergrad.core.payload import Payload
-from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Why
 from outergrad.core.types import (
     Factors,

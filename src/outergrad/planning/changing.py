@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from outergrad.core.compressor import Compressor
 from outergrad.core.model import Compressors
-from outergrad.core.protocols import Compressor
+from outergrad.core.residual_store import ResidualStore
 from outergrad.core.types import Inheritance, Slot, StateDict, Unit
 from outergrad.linalg.outer import formed
 
@@ -32,7 +33,7 @@ class ChangingCompressors(Compressors):
     ) -> None:
         super().__init__(units_of)
         self._choose, self._step = choose, 0
-        self._owing: dict[Unit, tuple[Compressor, set[str]]] = {}
+        self._owing: dict[Unit, tuple[ResidualStore, set[str]]] = {}
         """Units that travel dense, who remembers what has to arrive, and of which parameters."""
         self._assign(0)
 
@@ -62,7 +63,7 @@ class ChangingCompressors(Compressors):
                 self._hand_over(unit, before[unit], sites)
         return bool(changed)
 
-    def _hand_over(self, unit: Unit, old: Compressor, sites: int) -> None:
+    def _hand_over(self, unit: Unit, old: ResidualStore, sites: int) -> None:
         new = self._of[unit]
         same_places = {s.place for s in unit.slots} <= {m.place for m in unit.matrices}
         compresses = new.break_even(unit, sites) == float("inf")
@@ -102,7 +103,7 @@ class ChangingCompressors(Compressors):
 
     def states(self) -> list[StateDict]:
         """Behind those of the compressors, the step whose policy holds and what has to arrive."""
-        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
+        order = {id(store): k for k, store in enumerate(self.stores)}
         owing = {
             unit.params[0]: [order[id(old)], *sorted(names)]
             for unit, (old, names) in self._owing.items()
@@ -117,7 +118,7 @@ class ChangingCompressors(Compressors):
         self._assign(saved["policy"]["step"])
         by_name = {unit.params[0]: unit for unit in self._of}
         self._owing = {
-            by_name[name]: (self._units_of[k][0], set(names))
+            by_name[name]: (self.stores[k], set(names))
             for name, (k, *names) in saved["owing"].items()
         }
 

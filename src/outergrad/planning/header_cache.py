@@ -45,7 +45,7 @@ class HeaderCache:
         if self._facts(truly) != self._facts(foreseen):
             return True
         before, now = (
-            self._ways([replace(header, uses=own.uses, blocks=own.blocks) for header in foreseen])
+            self._ways([replace(header, uses=own.uses) for header in foreseen])
             for own in (foreseen[ours.rank], ours)
         )
         return before != now

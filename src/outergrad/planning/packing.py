@@ -14,10 +14,10 @@ from outergrad.buckets.dense import DenseBucket
 from outergrad.buckets.gather import FactorBucket
 from outergrad.buckets.sketch import SketchBucket
 from outergrad.buckets.two_way import TwoWayBucket
+from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.owners import owners
-from outergrad.core.protocols import Compressor
 from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Load
-from outergrad.core.blocks import UNSENDABLE
+from outergrad.core.blocks import UNSENDABLE, Block
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.reasons import Reason, Why
-from outergrad.core.types import Route, Slot, Unit, overlapping
-from outergrad.messages.header import BlockUse, Header
+from outergrad.core.types import Route, Slot, Source, Unit, overlapping
+from outergrad.messages.header import Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
 
@@ -41,8 +41,7 @@ class Planner:
     def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
         self._model, self._compressors, self._cost = model, compressors, cost
         self._units = frozenset(model.units)
-        self._slot_index = {slot: k for k, slot in enumerate(model.slots)}
-        self._block_index = {block: k for k, block in enumerate(model.blocks)}
+        self._index = model.index
         self._has_autograd_grad: set[Unit] = set()
         """What travels dense because autograd has a gradient for it besides its factors."""
         self._outside: set[str] = set()
@@ -63,8 +62,7 @@ class Planner:
         """What to tap before any rows are known: whatever could pay with a single row."""
         sites, compressors = self._cost.sites, self._compressors
         return tuple(
-            (bool(unit.slots) and compressors[unit].break_even(unit, sites) > 1)
-            or (unit.block is not None and compressors[unit].replays_block(unit, [1] * sites))
+            bool(unit.sources) and compressors[unit].break_even(unit, sites) > 1
             for unit in self._model.units
         )
 
@@ -103,19 +101,19 @@ class Planner:
         """What the headers decide: the choice, the length of every message, who has gradients."""
         choice = self.choose(headers)
         of_rows = [load for load, route in loads(self._model, choice) if route in OF_ROWS]
-        slots = [(load.unit, slot) for load in of_rows if load.tapped for slot in load.slots]
-        pieces = tuple(self._piece(*pair, header) for pair in slots for header in headers)
-        indices = [self._block_index[x.unit.block] for x in of_rows if x.unit.block is not None]
-        nbytes = tuple(header.blocks[k].nbytes for k in indices for header in headers)
-        return choice, pieces, nbytes, tuple(header.about_loop for header in headers)
+        sources = [(x.unit, source) for x in of_rows if x.tapped for source in x.unit.sources]
+        pieces = tuple(self._piece(*pair, header) for pair in sources for header in headers)
+        return choice, pieces, tuple(header.about_loop for header in headers)
 
     def _ways(self, headers: Sequence[Header]) -> Hashable:
         choice = self.choose(headers)
         return choice.routes, choice.tap_next
 
-    def _piece(self, unit: Unit, slot: Slot, header: Header) -> tuple[int, torch.dtype]:
-        use = header.uses[self._slot_index[slot]]
-        return self._compressors[unit].sent_rows(slot, use.rows, header.rank), use.dtype
+    def _piece(self, unit: Unit, source: Source, header: Header) -> tuple[int, torch.dtype]:
+        use = header.uses[self._index[source]]
+        if isinstance(source, Block):
+            return use.rows, use.dtype
+        return self._compressors[unit].sent_rows(source, use.rows, header.rank), use.dtype
 
     def begin(self, step: int) -> None:
         """A step begins: methods may have changed."""
@@ -135,8 +133,8 @@ class Planner:
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""
-        slots = [k for slot, k in self._slot_index.items() if name in slot.params]
-        in_block = any(name in block.params for block in self._block_index)
+        slots = [self._index[slot] for slot in self._model.slots if name in slot.params]
+        in_block = any(name in block.params for block in self._model.blocks)
         return in_block or any(header.uses[k].rows for header in headers for k in slots)
 
     def choose(self, headers: Sequence[Header]) -> Choice:
@@ -155,45 +153,40 @@ class Planner:
         return Choice(*zip(*decided, strict=True)) if decided else Choice((), (), (), (), ())
 
     def _decided(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
-        if unit.block is not None:
-            k = self._block_index[unit.block]
-            return self._decided_block(unit, [header.blocks[k] for header in headers])
-        index = [self._slot_index[slot] for slot in unit.slots]
+        index = [self._index[source] for source in unit.sources]
         rows_SK = [[header.uses[k].rows for k in index] for header in headers]
         taps = self._taps(unit, rows_SK)
         tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
         if self._compressors.travels_dense(unit):
             return _Decision(Route.DENSE, False, taps, 0, Reason(why=Why.OWING))
         route = self._compressors[unit].route(unit, rows_SK, tapped=tapped)
+        if unit.block is not None:  # its rows are bytes
+            nbytes = max(map(sum, rows_SK))
+            reason = self._why_block(unit, nbytes, tapped=tapped, tap_next=taps)
+            return _Decision(route, tapped, taps, nbytes if tapped else 0, reason)
         load = Load(unit, tapped)
         size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0
         return _Decision(route, tapped, taps, size, self._why(load, route, tap_next=taps))
-
-    def _decided_block(self, unit: Unit, uses_S: Sequence[BlockUse]) -> _Decision:
-        nbytes_S = [use.nbytes for use in uses_S]
-        pays = self._compressors[unit].replays_block(unit, nbytes_S)
-        tap_next = unit not in self._has_autograd_grad and pays
-        if tap_next and all(use.tapped for use in uses_S):
-            return _Decision(Route.GATHER, True, True, max(nbytes_S), Reason(why=Why.REPLAYED))
-        return _Decision(Route.DENSE, False, tap_next, 0, self._why_dense(unit, nbytes_S, tap_next))
-
-    def _why_dense(self, unit: Unit, nbytes_S: Sequence[int], tap_next: bool) -> Reason:
-        if tap_next:
-            return Reason(why=Why.NOT_CAPTURED)
-        if unit in self._has_autograd_grad:
-            return Reason(why=Why.USED_OUTSIDE_BLOCK)
-        if max(nbytes_S) >= UNSENDABLE:
-            return Reason(why=Why.UNSENDABLE)
-        return Reason(why=Why.BYTES, nbytes=max(nbytes_S))
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
         """Whether a unit would be tapped if every site had so many rows per slot (K)."""
         return self._taps(unit, [rows_K] * self._cost.sites)
 
     def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        if not unit.slots or unit in self._has_autograd_grad:
+        if not unit.sources or unit in self._has_autograd_grad:
             return False
         return self._compressors[unit].taps(unit, rows_SK)
+
+    def _why_block(self, unit: Unit, nbytes: int, *, tapped: bool, tap_next: bool) -> Reason:
+        if tapped:
+            return Reason(why=Why.REPLAYED)
+        if tap_next:
+            return Reason(why=Why.NOT_CAPTURED)
+        if unit in self._has_autograd_grad:
+            return Reason(why=Why.USED_OUTSIDE_BLOCK)
+        if nbytes >= UNSENDABLE:
+            return Reason(why=Why.UNSENDABLE)
+        return Reason(why=Why.BYTES, nbytes=nbytes)
 
     def _why(self, load: Load, route: Route, *, tap_next: bool) -> Reason:
         unit, auto = load.unit, self._compressors[load.unit].auto_way

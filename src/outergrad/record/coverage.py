@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from outergrad.comm.cost import cost_of
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import COMPRESSED, AutoWay, Reason, Why
 from outergrad.core.types import Route, Slot, Unit
 

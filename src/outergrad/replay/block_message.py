@@ -129,10 +129,6 @@ class Blocks:
     def __getitem__(self, block: Block) -> TappedBlock:
         return self._tapped[block]
 
-    def index(self, block: Block) -> int:
-        """Its place in a header."""
-        return list(self._tapped).index(block)
-
     def announce(self, block: Block) -> BlockMessage:
         """What the current backward will capture of it."""
         tapped = self._tapped[block]

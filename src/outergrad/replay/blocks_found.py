@@ -12,7 +12,7 @@ from torch import nn
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.core.blocks import Block
-from outergrad.core.protocols import Compressor
+from outergrad.core.compressor import Compressor
 from outergrad.replay.block_tap import TappedBlock
 from outergrad.replay.chain import Chain
 from outergrad.replay.found_block import FoundBlock

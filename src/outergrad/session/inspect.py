@@ -10,8 +10,9 @@ from torch import nn
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
+from outergrad.core.compressor import Compressor
 from outergrad.core.model import Compressors, Model
-from outergrad.core.protocols import Compressor, Rule, Rules
+from outergrad.core.protocols import Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for
 from outergrad.messages.header import DTYPES

@@ -62,7 +62,7 @@ class LayerEvents:
         residuals: Mapping[str, float],
     ) -> Layer:
         header, reading = context.header, context.reading
-        uses = [header.uses[k] for slot, k in context.slot_index.items() if slot.weight == name]
+        uses = [header.uses[k] for source, k in context.index.items() if source.label == name]
         by_rows = layer.travels in ("factors", "low rank")
         found: dict[str, Any] = reading.sums[name].measured() if reading is not None else {}
         if layer.travels == "dense":

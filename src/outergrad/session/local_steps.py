@@ -63,7 +63,7 @@ class LocalStepsSession(Session):
             RuntimeError: this site lost the others.
         """
         if self._attached and self._counter.any_made:
-            self._compressor()
+            self._exchange()
 
     @contextmanager
     def join(self, *, step: Callable[[], Any] | None = None) -> Iterator[None]:
@@ -144,12 +144,12 @@ class LocalStepsSession(Session):
             return
         self._counter.count(holder)
         if self._counter.due:
-            self._compressor()
+            self._exchange()
 
     # -- an exchange ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _compressor(self) -> None:
+    def _exchange(self) -> None:
         self._require_group()
         self._refuse_converted()
         for name, p in self._start.items():

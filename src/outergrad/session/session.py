@@ -98,7 +98,7 @@ class Session(Verified):
         """
         self._require_group()
         progress = Progress(self._stats.step, self._tap_next, self._planner.has_autograd_grad)
-        state = saved(self._owner, progress, self._compressors)
+        state = saved(self._owner, progress, self._compressors.states())
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:

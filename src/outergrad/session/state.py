@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.agree import agree
-from outergrad.core.model import Compressors, Model
+from outergrad.core.model import Model
 from outergrad.core.transport import Comm
 from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 
@@ -62,8 +62,8 @@ class Progress:
     has_autograd_grad: Sequence[str]
 
 
-def saved(owner: Owner, progress: Progress, compressors: Compressors) -> StateDict:
-    """The state of a session, in tensors of its own."""
+def saved(owner: Owner, progress: Progress, remembered: Sequence[StateDict]) -> StateDict:
+    """The state of a session, with what its compressors remember, in tensors of its own."""
     tap_next = progress.tap_next.items()
     return {
         "version": VERSION,
@@ -75,7 +75,7 @@ def saved(owner: Owner, progress: Progress, compressors: Compressors) -> StateDi
         "local": list(owner.local),
         "tapped": {place_name(p): taps for unit, taps in tap_next for p in _places(unit)},
         "mixed": list(progress.has_autograd_grad),
-        "exchanges": _copied(compressors.states()),
+        "exchanges": _copied(remembered),
     }
 
 

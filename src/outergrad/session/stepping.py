@@ -14,7 +14,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.core.reasons import Reason
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
-from outergrad.core.types import Slot, Unit
+from outergrad.core.types import Unit
 from outergrad.messages.header import Header, Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
@@ -71,9 +71,7 @@ class Stepping(GivingUp):
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
         self._planner = Planner(model, compressors, comm.cost)
         self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
-        self._unit_of: dict[Slot | Block, Unit] = {
-            part: unit for unit in model.units for part in (*unit.slots, unit.block) if part
-        }
+        self._unit_of = {source: unit for unit in model.units for source in unit.sources}
         self._layers: list[TappedLayer] = []
         self._graphs = GraphTaps()
         self._blocks = Blocks()

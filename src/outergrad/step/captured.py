@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outergrad.core.blocks import Block, SentRun
 from outergrad.core.model import Model
-from outergrad.core.types import Factors, Slot
+from outergrad.core.types import Factors, Slot, Source
 from outergrad.linalg.gradients import add_gradients
 from outergrad.linalg.outer import stack
 from outergrad.messages.header import Header
@@ -52,7 +52,7 @@ class Captured:
         self._uses: list[tuple[Block, Use]] = []
         self._of_slot = _known(before.stacked)
         self.has_autograd_grad: set[str] = set()
-        self.settled: set[Slot | Block] = set()
+        self.settled: set[Source] = set()
         self._touching: dict[str, list[Slot]] = {}
         for slot in model.slots:
             for name in slot.params:
@@ -126,13 +126,9 @@ class Captured:
 
     def unsettled(self, header: Header) -> Header:
         """A header that says of what is settled that `param.grad` has it."""
-        slots = zip(self.model.slots, header.uses, strict=True)
-        blocks = zip(self.model.blocks, header.blocks, strict=True)
-        return replace(
-            header,
-            uses=tuple(replace(u, tapped=u.tapped and s not in self.settled) for s, u in slots),
-            blocks=tuple(replace(u, tapped=u.tapped and b not in self.settled) for b, u in blocks),
-        )
+        pairs = zip(self.model.index, header.uses, strict=True)
+        uses = (replace(u, tapped=u.tapped and s not in self.settled) for s, u in pairs)
+        return replace(header, uses=tuple(uses))
 
     def _compute_again(self, block: Block, use: Use) -> None:
         gradients = self._blocks[block].gradients([SentRun([use.as_sent], use.deltas)])

@@ -84,20 +84,20 @@ class HeaderBuilder:
         waiting = {name for name in about.unshared if params[name].grad is not None}
         has_gradient = tuple(name in about.used or name in waiting for name in params)
         formed = waiting - about.carried_over.params
-        uses = tuple(self._use(slot, formed, about.carried_over) for slot in self._model.slots)
+        uses = [self._use(slot, formed, about.carried_over) for slot in self._model.slots]
+        uses += [self._block_use(block, formed) for block in self._model.blocks]
         alone = len(on_transport(self._comm.key).attached) == 1 and joint is None
         alone = alone and loop.join == Join.NONE
-        blocks = tuple(self._block_use(block, formed) for block in self._model.blocks)
         own = (self._fingerprint, about.step, self._comm.rank)
-        return Header(*own, has_gradient, uses, alone, blocks, joint or (0, 0), *loop)
+        return Header(*own, has_gradient, tuple(uses), alone, joint or (0, 0), *loop)
 
     def absent(self, step: int, loop: Loop) -> Header:
         """Of a site that uses nothing in a step."""
         no_rows, nothing = SlotUse(0, True, torch.float32), BlockUse(0, True)
         model, own = self._model, (self._fingerprint, step, self._comm.rank)
-        used, uses = (False,) * len(model.params), (no_rows,) * len(model.slots)
-        blocks = (nothing,) * len(model.blocks)
-        return Header(*own, used, uses, False, blocks, (0, 0), *loop)
+        used = (False,) * len(model.params)
+        uses = (*(no_rows,) * len(model.slots), *(nothing,) * len(model.blocks))
+        return Header(*own, used, uses, False, (0, 0), *loop)
 
     def _block_use(self, block: Block, formed: set[str]) -> BlockUse:
         nbytes, untapped = self._blocks.announce(block).nbytes, self._blocks[block].untapped_nbytes

@@ -153,7 +153,7 @@ class JointStep:
             RefusedError: a message is not as it was sent; the step is to be voted down.
         """
         self._waiting.remove(point)
-        messages, expected = self._compressor(point, delta, State.GOOD)
+        messages, expected = self._exchange(point, delta, State.GOOD)
         preambles, state = read_all(messages, expected)
         self._digests.append(combined(preamble.total for preamble in preambles))
         if state != State.GOOD:
@@ -168,9 +168,9 @@ class JointStep:
         of these lengths. Autograd runs what was made last first.
         """
         while self._waiting:
-            self._compressor(self._waiting.pop(), None, State.FAILED)
+            self._exchange(self._waiting.pop(), None, State.FAILED)
 
-    def _compressor(
+    def _exchange(
         self, point: Point, delta: Tensor | None, state: State
     ) -> tuple[list[Tensor], Preamble]:
         """The messages of all sites, and how they should begin."""

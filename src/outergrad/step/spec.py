@@ -73,7 +73,7 @@ class StepSpec:
             comm=self.comm,
             params=self.model.params,
             header=self.header,
-            slot_index={slot: k for k, slot in enumerate(self.model.slots)},
+            index=self.model.index,
             factors_of=captured.rows,
             has_autograd_grad=captured.has_autograd_grad,
             blocks=self.blocks,

@@ -9,13 +9,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outergrad import Slot
+from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.messages.header import DTYPES, Header, Join, SlotUse
+from outergrad.core.payload import BYTES
+from outergrad.messages.header import DTYPES, BlockUse, Header, Join, SlotUse
 from outergrad.messages.layout import Layout
 from outergrad.messages.vote import WORDS, Vote
 from outergrad.messages.wire import Piece, Preamble, State
 
-uses = st.builds(SlotUse, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES))
+uses = st.one_of(
+    st.builds(SlotUse, st.integers(0, 2**40), st.booleans(), st.sampled_from(DTYPES)),
+    st.builds(BlockUse, st.integers(0, 2**40), st.booleans()),
+)
 headers = st.builds(
     Header,
     st.integers(0, 2**62 - 1),
@@ -110,20 +115,22 @@ def test_messages_hold_their_tensors_apart(dtype, bias, lookup):
     slot = Slot("l", "l.w", 5, 7, bias="l.b", groups=1 if lookup else 3, lookup=lookup)
     piece = Piece(slot, 9, dtype, None if lookup else bias)
     nothing = Piece(slot, 0, dtype, bias)
+    of_block = Piece(Block("b", ("b.w",)), 77, torch.uint8, None, form=BYTES)
     extras = {
         "a": nn.Parameter(torch.zeros(3, 2)),
         "b": nn.Parameter(torch.zeros(5, dtype=torch.float64)),
         "c": nn.Parameter(torch.zeros(7)),
     }
     start = Preamble.nbytes(3, 3)
-    layout = Layout(start, extras, [piece, nothing, piece])
+    layout = Layout(start, extras, [piece, nothing, piece, of_block])
     message = torch.zeros(layout.nbytes, dtype=torch.uint8)
 
     def views():
-        rows, none, more = layout.gradients(message)
+        rows, none, more, content = layout.gradients(message)
         assert none is None
+        assert content.shape == (77,)
         named = layout.by_name(layout.flats(message))
-        return [*rows, *more, *named.values()], named
+        return [*rows, *more, content, *named.values()], named
 
     found = [view for view in views()[0] if view is not None]
     for i, view in enumerate(found):
@@ -131,7 +138,7 @@ def test_messages_hold_their_tensors_apart(dtype, bias, lookup):
     for i, view in enumerate(view for view in views()[0] if view is not None):
         assert bool((view == i + 1).all())
     assert found[0].shape == (slot.groups, 9, 5)
-    assert len(found) == 2 * (2 + (bias is not None and not lookup)) + len(extras)
+    assert len(found) == 2 * (2 + (bias is not None and not lookup)) + 1 + len(extras)
     named = views()[1]
     assert {n: (v.shape, v.dtype) for n, v in named.items()} == {
         n: (p.shape, p.dtype) for n, p in extras.items()
@@ -141,3 +148,4 @@ def test_messages_hold_their_tensors_apart(dtype, bias, lookup):
 
 def test_no_rows_no_bytes():
     assert Piece(Slot("l", "l.w", 5, 7, bias="l.b"), 0, torch.float32, None).nbytes == 0
+    assert Piece(Block("b", ("b.w",)), 0, torch.uint8, None, form=BYTES).nbytes == 0

@@ -9,9 +9,9 @@ from dataclasses import replace
 from outergrad.comm.cost import cost_of
 from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
+from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.owners import heaviest_share
-from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import AutoWay
 from outergrad.core.transport import Capability
 from outergrad.core.types import (

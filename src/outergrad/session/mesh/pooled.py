@@ -11,12 +11,13 @@ from outergrad.buckets.bucket import copy_scaled
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.model import Model
+from outergrad.core.payload import BYTES
 from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
 from outergrad.messages.raw import as_tensor
-from outergrad.messages.wire import State
+from outergrad.messages.wire import Piece, State
 from outergrad.session.mesh.mesh_step import MeshStep, Spread
 from outergrad.session.mesh.pooling import Pooling, message_bytes, pool
 from outergrad.session.mesh.rank_reports import (
@@ -155,8 +156,8 @@ class Pooled:
                 param_grad.overwrite(share.params, means)
             flags = self._told[rank][1 + len(share.params) :]
             tap_next.update(zip(share.units, map(bool, flags), strict=True))
-            text = layout.blobs(part)[0]
-            if text is not None:
+            (text,) = layout.gradients(part)
+            if isinstance(text, Tensor):
                 told = told_reasons(text.cpu().numpy().tobytes(), rank, len(share.units))
                 known.update(zip(share.units, told, strict=True))
         self._buffers.take_pooled(self._site_buffers)
@@ -167,9 +168,9 @@ class Pooled:
         message = torch.zeros(message_bytes(own), dtype=torch.uint8, device=comm.device)
         for name, view in own.by_name(own.flats(message)).items():
             copy_scaled(name, own.extras[name], view, 1.0)
-        for view in own.blobs(message):
+        for view in own.views(message):
             if view is not None:
-                view.copy_(as_tensor(self._text))
+                view.fill([as_tensor(self._text)])
         return comm.all_gather(message, [message_bytes(layout) for layout in layouts]).wait()
 
     def _layout(self, rank: int) -> Layout:
@@ -178,4 +179,5 @@ class Pooled:
         if not 0 <= length < _MOST_TEXT:
             raise ExchangeError(f"local rank {rank} announced {length} bytes of words")
         pairs = zip(share.params.items(), flags[: len(share.params)], strict=True)
-        return Layout(0, {name: p for (name, p), used in pairs if used}, [], [length])
+        words = Piece(None, length, torch.uint8, None, form=BYTES)
+        return Layout(0, {name: p for (name, p), used in pairs if used}, [words])
