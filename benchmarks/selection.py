@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from outergrad.linalg.selection import above, random_k, top_blocks, top_k
+from outergrad.linalg.selection import above, entries_of, random_k, top_blocks, top_k
 from outergrad.linalg.sidco import exceeding, threshold
 from outergrad.linalg.tail_fits import FITS
 from outergrad.messages.places import block_nbytes, nbytes, packed, unpacked
@@ -118,7 +118,13 @@ def ways_to_select(flat: Tensor, magnitudes: Tensor, k: int) -> dict[str, Callab
         "top_k": lambda: top_k(flat, k),
         "blocks": lambda: top_blocks(flat, k, BLOCK),
         "random": lambda: random_k(len(flat), k, 0),
+        "random blocks": lambda: random_blocks(len(flat), k),
     }
+
+
+def random_blocks(n: int, k: int) -> Tensor:
+    """The places of k entries of n, in blocks that are drawn."""
+    return entries_of(random_k(-(-n // BLOCK), -(-k // BLOCK), 0), n, BLOCK)
 
 
 def print_times(rounds: int) -> None:
@@ -127,13 +133,13 @@ def print_times(rounds: int) -> None:
     flat = torch.randn(ENTRIES) * torch.randn(ENTRIES).exp()
     magnitudes = flat.abs()
     ways = ways_to_select(flat, magnitudes, 1)
-    print("threads density " + " ".join(f"{way:>10}" for way in ways) + "   above / topk")
+    print("threads density " + " ".join(f"{way:>13}" for way in ways) + "   above / topk")
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for density in DENSITIES:
             k = round(density * ENTRIES)
             ms = fastest_ms(ways_to_select(flat, magnitudes, k), rounds)
-            shown = " ".join(f"{value:7.1f} ms" for value in ms.values())
+            shown = " ".join(f"{value:10.1f} ms" for value in ms.values())
             ratio = ms["above"] / ms["torch.topk"]
             print(f"{threads:7} {density:<7g} {shown}   {ratio:12.2f}", flush=True)
 

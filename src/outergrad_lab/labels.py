@@ -29,6 +29,7 @@ NAMES = {
     "sparse-topk": "sparse, top-k",
     "sparse-blocks": "sparse, blocks",
     "sparse-random": "sparse, random",
+    "sparse-random_blocks": "sparse, random blocks",
     "local-steps": "LocalSteps",
 }
 """Families of methods, for humans."""
@@ -52,6 +53,7 @@ LOOKS: dict[str, Style] = {
     "sparse-topk": {"color": "#117733", "linestyle": ":", "marker": "p"},
     "sparse-blocks": {"color": "#44aa99", "marker": "h"},
     "sparse-random": {"color": "#999933", "marker": "X"},
+    "sparse-random_blocks": {"color": "#999933", "linestyle": ":", "marker": "X"},
     "local-steps": {"color": "#8c564b", "marker": "*"},
 }
 """Per family. Exact methods lie on one another: the wider lie below, and all can be seen."""

@@ -56,6 +56,7 @@ REMEMBERS_ALL = {
     "sparse, topk": og.Sparse(density=0.1, select="topk", always=True),
     "sparse, blocks": og.Sparse(density=0.1, select="blocks", block=4, always=True),
     "sparse, random": og.Sparse(density=0.1, select="random", always=True),
+    "sparse, random blocks": og.Sparse(density=0.1, select="random_blocks", block=4, always=True),
     "sparse, bf16": og.Sparse(density=0.1, wire=og.wire.BF16(), always=True),
     "sparse, warm-up": og.Sparse(density=0.1, warmup=3, always=True),
     "signs": Signs(),

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from examples.signs import Signs
-from torch import Tensor
+from examples.transposed import Transposed, TransposedRule
+from torch import Tensor, nn
 
 import outergrad as og
 from cases import mlp, relative_error
@@ -21,7 +22,7 @@ from ranks import run_on_lasting_groups
 from watched import Watched, residuals
 
 PAGE = REPOSITORY / "docs" / "extending.md"
-EXAMPLE = REPOSITORY / "tests" / "contract" / "examples" / "signs.py"
+EXAMPLES = REPOSITORY / "tests" / "contract" / "examples"
 STEPS, LR = 60, 0.05
 
 
@@ -39,11 +40,7 @@ def penalised(model, x):
 
 @pytest.mark.parametrize("loss_of", [squared, penalised])
 def test_the_documented_rule_is_exact(loss_of):
-    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
-    definitions, _ = code.split("session = ")
-    names: dict = {}
-    exec(compile(definitions, str(PAGE), "exec"), names)
-    model, rules = names["model"], {**og.RULES, names["Transposed"]: names["TransposedRule"]()}
+    model, rules = nn.Sequential(Transposed(20, 30)), {**og.RULES, Transposed: TransposedRule()}
     batches = [torch.randn(4 + rank, 20) for rank in range(2)]
 
     def body(rank, group):
@@ -75,15 +72,16 @@ def test_the_documented_transport_shares_gradients():
 def test_the_documented_transport_is_the_one_that_is_tested():
     section = PAGE.read_text().split("## A transport")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
-    tested = (REPOSITORY / "tests/contract/examples/queue_transport.py").read_text()
+    tested = (EXAMPLES / "queue_transport.py").read_text()
     assert tested.endswith(code)
     assert len(code.splitlines()) < 60
 
 
-def test_the_documented_method_is_the_tested_file_and_short():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert EXAMPLE.read_text() in blocks
-    assert len(EXAMPLE.read_text().splitlines()) < 60
+@pytest.mark.parametrize("name", ["transposed", "signs", "settling", "int4"])
+def test_a_documented_example_is_the_tested_file_and_short(name):
+    code = (EXAMPLES / f"{name}.py").read_text()
+    assert code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(code.splitlines()) < 60
 
 
 @dataclass
@@ -140,9 +138,3 @@ def test_the_documented_method_trains(sites):
     expected = sum(sum(seen.gradients) for seen in found) / sites
     assert relative_error(applied + owed, expected) < 1e-5
     assert owed.norm() > 1e-3 * expected.norm()
-
-
-def test_the_documented_policy_is_the_tested_file_and_short():
-    code = (REPOSITORY / "tests/contract/examples/settling.py").read_text()
-    assert code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(code.splitlines()) < 60

@@ -10,12 +10,13 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from examples.privacy import DPSGD, ClippedLayers, ClippedSite, Half
+from examples.transposed import Transposed, TransposedRule
+from torch import nn
 
 import outergrad as og
 from by_sample import Gradients, SampleCase, built, by_sample, length, loss_of, times, total
@@ -251,19 +252,8 @@ def test_the_documented_transform_is_dp_sgd():
 
 
 def test_a_rule_of_ones_own_tells_samples_apart():
-    """The documented rule, with the method and the argument that the page speaks of."""
-    names: dict[str, Any] = {}
-    exec(compile(documented("A layer").split("session = ")[0], "docs", "exec"), names)
-
-    class Rule(names["TransposedRule"]):
-        def forward(self, module, tap, x):
-            return super().forward(module, partial(tap, samples=len(x)), x)
-
-        def by_sample(self, module, slot, call, samples):
-            return og.transforms.sampled(self.factors(module, slot, call), samples)
-
-    case = SampleCase(names["model"], [torch.randn(n, 4, 20) for n in (3, 2)])
-    rules = {**og.RULES, names["Transposed"]: Rule()}
+    model, rules = nn.Sequential(Transposed(20, 30)), {**og.RULES, Transposed: TransposedRule()}
+    case = SampleCase(model, [torch.randn(n, 4, 20) for n in (3, 2)])
     expected = TRANSFORMS["dp-sgd without noise"].expected
 
     def body(rank, group):

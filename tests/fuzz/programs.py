@@ -36,6 +36,7 @@ EXACT: dict[str, Any] = {
     "powersgd": og.PowerSGD(rank=FULL, min_ratio=1),
     "sparse": og.Sparse(density=1.0, always=True),
     "sparse, random": og.Sparse(density=1.0, select="random", always=True),
+    "sparse, random blocks": og.Sparse(density=1.0, select="random_blocks", block=5, always=True),
 }
 
 LOW_RANK: dict[str, Any] = {

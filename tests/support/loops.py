@@ -21,7 +21,7 @@ METHODS: dict[str, Any] = {
     "all_reduce": og.RankDAD(rank=8, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=8, min_ratio=1),
     "sparse": og.Sparse(density=1.0, always=True),
-    "random": og.Sparse(density=1.0, select="random", always=True),
+    "random blocks": og.Sparse(density=1.0, select="random_blocks", always=True),
     "edad": og.EDAD(blocks=["block"], always=True),
     "per layer": og.PerLayer({"first.*": og.DAD(always=True), "*": og.RankDAD(rank=8)}),
 }

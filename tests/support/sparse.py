@@ -13,7 +13,8 @@ import outergrad as og
 from low_rank import backward, batch, error, expected, model, total
 from ranks import run_on_lasting_groups
 
-SELECTS = ("threshold", "topk", "blocks", "random")
+SELECTS = ("threshold", "topk", "blocks", "random", "random_blocks")
+SUMMED = ("random", "random_blocks")
 WEIGHTS = ("0.weight", "3.weight")
 """Of the model of `low_rank`."""
 

@@ -13,7 +13,7 @@ from outergrad.core.protocols import Method, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.integrations._sites import agree_on, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
-from outergrad.layers._common import computed_reason, join, rows_of
+from outergrad.layers._common import join, rows_of
 from outergrad.methods import LocalSteps, PerLayer
 from outergrad.record.recorders import Recorders
 from outergrad.session.session import Session
@@ -37,8 +37,8 @@ class Conv1DRule:
     owns: tuple[str, ...] = ()
 
     def objection(self, module: Conv1D) -> str | None:
-        """Parametrised weights are no leaves."""
-        return computed_reason(module, "weight")
+        """None, ever."""
+        return None
 
     def slots(self, module: Conv1D, name: str) -> list[Slot]:
         """The weight, whose rows are inputs: activations and deltas change places."""

@@ -47,5 +47,13 @@ def rule_for(module: nn.Module, rules: Rules) -> tuple[Rule | None, str]:
     for method in getattr(rules[known], "relies_on", ("forward",)):
         if getattr(type(module), method) is not getattr(known, method) or method in vars(module):
             return None, f"{type(module).__name__} has a {method} of its own"
-    objection = rules[known].objection(module)
+    objection = rules[known].objection(module) or _computed(module, rules[known])
     return (None, objection) if objection else (rules[known], "")
+
+
+def _computed(module: nn.Module, rule: Rule) -> str:
+    """Whether a parameter is computed from others, as by `weight_norm`, and so is none."""
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    wanted = (name for slot in rule.slots(module, "") for name in slot.params)
+    computed = next((name for name in wanted if name not in own), None)
+    return f"its {computed} is computed from others" if computed else ""

@@ -19,6 +19,10 @@ class LinearProducts:
 
     owns: tuple[str, ...] = ()
 
+    def objection(self, module: Any) -> str | None:
+        """None, ever."""
+        return None
+
     def factors(self, module: nn.Module, slot: int, call: Call) -> Factors:
         """Input and delta in delta's dtype, which is what autograd multiplies under autocast."""
         d_GNO = rows_of(call.d, call.d.shape[-1])
@@ -56,21 +60,6 @@ def tapped_linear(
         samples = x.shape[0] if x.dim() > 1 else 1
     tapped = tap(y_NO, flat_NI, slot, samples=samples, positions_first=positions_first)
     return tapped.view(*x.shape[:-1], weight.shape[0])
-
-
-def computed_reason(module: nn.Module, *names: str) -> str | None:
-    """Why a module travels dense of which one of these weights is computed from others, if so."""
-    if is_plain(module, *names):
-        return None
-    return f"{'its weight' if len(names) == 1 else 'one of its weights'} is computed from others"
-
-
-def is_plain(module: nn.Module, *names: str) -> bool:
-    """Whether these parameters are the module's own leaves, not computed from others.
-
-    `weight_norm` and the other parametrisations replace them by computed tensors.
-    """
-    return all(isinstance(vars(module)["_parameters"].get(name), nn.Parameter) for name in names)
 
 
 def matrix_slot(module: Any, name: str, weight: str = "weight", bias: str = "bias") -> Slot:

@@ -14,7 +14,6 @@ from outergrad.core.types import Slot
 from outergrad.layers._common import (
     LinearProducts,
     detached,
-    is_plain,
     join,
     matrix_slot,
     tapped_linear,
@@ -39,14 +38,6 @@ class MultiheadAttentionRule(LinearProducts):
     """
 
     owns: tuple[str, ...] = ("out_proj",)
-
-    def objection(self, module: nn.MultiheadAttention) -> str | None:
-        """Parametrised weights are no leaves."""
-        packed = module.in_proj_weight is not None
-        weights = ["in_proj_weight"] if packed else [f"{part}_proj_weight" for part in "qkv"]
-        if is_plain(module, *weights) and is_plain(module.out_proj, "weight"):
-            return None
-        return "one of its weights is computed from others"
 
     def slots(self, module: nn.MultiheadAttention, name: str) -> list[Slot]:
         """q, k, v, then, where they share one weight, kv and qkv; last the output."""

@@ -12,7 +12,6 @@ from outergrad.core.protocols import TapFn
 from outergrad.core.types import Slot
 from outergrad.layers._common import (
     LinearProducts,
-    computed_reason,
     input_of,
     matrix_slot,
     tapped_linear,
@@ -55,10 +54,8 @@ class CellRule(LinearProducts):
         self._step = step
 
     def objection(self, module: nn.RNNCellBase) -> str | None:
-        """Parametrised weights are no leaves; without inputs there is nothing to flatten."""
-        if not module.input_size:
-            return "it has no inputs"
-        return computed_reason(module, "weight_ih", "weight_hh")
+        """Without inputs there is nothing to flatten."""
+        return None if module.input_size else "it has no inputs"
 
     def slots(self, module: nn.RNNCellBase, name: str) -> list[Slot]:
         """The weight of the input and that of the hidden state, all gates of each together."""

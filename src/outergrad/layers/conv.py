@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outergrad.core.protocols import TapFn
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import computed_reason, detached, input_of, matrix_slot
+from outergrad.layers._common import detached, input_of, matrix_slot
 from outergrad.linalg.site_gradient import sampled
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -26,8 +26,8 @@ class ConvRule:
     relies_on: tuple[str, ...] = ("forward", "_conv_forward")
 
     def objection(self, module: nn.Module) -> str | None:
-        """Parametrised weights are no leaves."""
-        return computed_reason(module, "weight")
+        """None, ever."""
+        return None
 
     def slots(self, module: Conv, name: str) -> list[Slot]:
         """One: I is a patch (channels of a group x kernel), O the output channels of a group."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outergrad.core.protocols import TapFn
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors, Slot
-from outergrad.layers._common import computed_reason, input_of, join
+from outergrad.layers._common import input_of, join
 from outergrad.linalg.outer import coalesce
 from outergrad.linalg.site_gradient import sample_of_rows
 
@@ -39,9 +39,7 @@ class EmbeddingRule:
                 "sparse=True is not supported; set sparse=False "
                 "(og.DAD still sends only the rows that were looked up)"
             )
-        if module.scale_grad_by_freq:
-            return "scale_grad_by_freq"
-        return computed_reason(module, "weight")
+        return "scale_grad_by_freq" if module.scale_grad_by_freq else None
 
     def slots(self, module: nn.Embedding, name: str) -> list[Slot]:
         """One lookup: O is the width of the table, I its number of rows."""

@@ -10,7 +10,6 @@ from outergrad.core.protocols import TapFn
 from outergrad.core.types import Slot
 from outergrad.layers._common import (
     LinearProducts,
-    computed_reason,
     input_of,
     matrix_slot,
     tapped_linear,
@@ -23,8 +22,8 @@ class LinearRule(LinearProducts):
     traceable: bool = True
 
     def objection(self, module: nn.Linear) -> str | None:
-        """Parametrised weights are no leaves; without inputs there is nothing to flatten."""
-        return computed_reason(module, "weight") if module.in_features else "it has no inputs"
+        """Without inputs there is nothing to flatten."""
+        return None if module.in_features else "it has no inputs"
 
     def slots(self, module: nn.Linear, name: str) -> list[Slot]:
         """One: the whole weight."""

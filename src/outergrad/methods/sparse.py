@@ -28,7 +28,7 @@ class Sparse(SparseSettings):
             an estimated threshold. "blocks": the blocks of `block` entries with the largest norm,
             whose places are fewer bytes. "random": the same random ones on all sites, so that
             their places need not be sent and their values are all-reduced: bytes do not grow with
-            the sites.
+            the sites. "random_blocks": likewise, but whole blocks, of consecutive entries.
         block: entries of a block.
         error_feedback: whether what was not sent in one step is added to the next gradient, in a
             memory of the size of the model.
@@ -36,10 +36,11 @@ class Sparse(SparseSettings):
             chooses. Use an optimizer without momentum for these weights then. What travels whole
             has no momentum of this: see `session.coverage()`. 0 for none.
         warmup: shared steps in which the density falls from 0.25, in four stages; 0 for none.
-        seed: of "random".
+        seed: of what is random.
         wire: codecs of `og.wire` that the values go through. What they lose is sent later, with
-            error feedback. "random" takes `og.wire.BF16()` at most, because sums travel; what is
-            lost in rounding a sum, no site knows, and it is not sent later.
+            error feedback. What is random takes `og.wire.BF16()` at most, because sums travel:
+            what a site rounds before it is added is sent later, but what is lost in rounding a
+            sum, at most 2⁻⁹ of it per site, no site knows.
         always: send entries even where the dense gradient is fewer bytes.
         bucket_bytes: payload of one message before the next layer opens another.
         every: share at every so many-th synchronised backward; between these the gradients are

@@ -11,7 +11,7 @@ from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Comm
 
 _SOON_S = 2.0
-_FAREWELL_S = 0.25
+FAREWELL_S = 0.25
 """How long a site whose connection was closed has to say why: Python ends after it closed."""
 
 
@@ -47,19 +47,49 @@ def find_out(comm: Comm, standing: Standing) -> Findings:
     began = time.monotonic()
 
     def enough(texts: Sequence[str | None]) -> bool:
-        found = _readable(texts)
-        missing = {site for site, text in enumerate(texts) if text is None}
-        gone = {site for one in found.values() for site in one.gone}
-        asked = gone if standing.voted else gone.union(*(one.silent for one in found.values()))
-        patient = time.monotonic() - began < _FAREWELL_S
-        return missing <= asked and not (missing & gone and patient)
+        return is_enough(standing, texts, time.monotonic() - began)
 
-    patience_s = comm.patience_s if standing.voted else min(_SOON_S, comm.patience_s)
+    patience_s = patience_for(standing, comm.patience_s)
     final = replace(standing, settled=True).text()
     texts = comm.give_up(standing.text(), final, enough, patience_s, standing.session)
+    return conclude(standing, texts, comm.rank, comm.world_size, comm.host)
+
+
+def patience_for(standing: Standing, message_s: float) -> float:
+    """How long a site waits for the word of others, where a message may take so long."""
+    return message_s if standing.voted else min(_SOON_S, message_s)
+
+
+def is_enough(standing: Standing, texts: Sequence[str | None], waited_s: float) -> bool:
+    """Whether a site that gave up need not wait for more.
+
+    Args:
+        standing: its own.
+        texts: what every site has left so far, None for those that have left nothing.
+        waited_s: how long it has waited for them.
+    """
+    found = _readable(texts)
+    missing = {site for site, text in enumerate(texts) if text is None}
+    gone = {site for one in found.values() for site in one.gone}
+    asked = gone if standing.voted else gone.union(*(one.silent for one in found.values()))
+    return missing <= asked and not (missing & gone and waited_s < FAREWELL_S)
+
+
+def conclude(
+    standing: Standing, texts: Sequence[str | None] | None, rank: int, sites: int, host: int | None
+) -> Findings:
+    """What follows for one site from what it knows in the end.
+
+    Args:
+        standing: its own.
+        texts: what every site has left; None if the store is gone.
+        rank: which site this is.
+        sites: how many there are.
+        host: the site that the store ends with, if any.
+    """
     if texts is None:
-        return _alone(comm, standing)
-    return _found(comm.rank, standing, texts)
+        return _alone(standing, rank, sites, host)
+    return _found(rank, standing, texts)
 
 
 def _readable(texts: Sequence[str | None]) -> dict[int, Standing]:
@@ -102,7 +132,7 @@ def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[
     """
     suspects = {site for one in found.values() for site in (*one.silent, *one.gone)}
     left = missing | {site for site, one in found.items() if one.ended}
-    late = {site for one in found.values() for site in one.silent}
+    late = late_sites({site: one.silent for site, one in found.items()})
     erred = {site for site, one in found.items() if one.why}
     timed_out = {site for site, one in found.items() if one.timed_out}
     if timed_out and not late:
@@ -110,6 +140,20 @@ def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[
         late = {min(found, key=lambda site: found[site].waited_s)}
     who = left & suspects or left or late - {rank} or erred - {rank} or timed_out - {rank}
     return tuple(sorted(who))
+
+
+def late_sites(silent: Mapping[int, Sequence[int]]) -> set[int]:
+    """For whom sites have waited in vain.
+
+    A site that stood still finds all the others late when it goes on: where somebody has waited
+    for it, too, its own word counts only if there is no other.
+
+    Args:
+        silent: per site, those that it has waited for.
+    """
+    late = {site for sites in silent.values() for site in sites}
+    told = {site for one, sites in silent.items() if one not in late for site in sites}
+    return told or late
 
 
 def _told(one: Standing) -> str:
@@ -124,16 +168,16 @@ def _steps(one: Standing) -> str:
     return f"{steps} step{'s' * (steps != 1)}"
 
 
-def _alone(comm: Comm, standing: Standing) -> Findings:
+def _alone(standing: Standing, rank: int, sites: int, host: int | None) -> Findings:
     """What there is to find without the store: it is usually gone with the site that holds it.
 
     Whose connection was closed tells nothing then: that of a site that gave up is closed, too.
     """
     suspects = tuple(sorted({*standing.gone, *standing.silent}))
     return Findings(
-        lost=suspects if comm.host in (None, comm.rank) else (comm.host,),
+        lost=suspects if host in (None, rank) else (host,),
         certain=not standing.voted,
-        may_differ=tuple(site for site in range(comm.world_size) if site != comm.rank),
+        may_differ=tuple(site for site in range(sites) if site != rank),
         doubt="the store of the group is gone",
     )
 

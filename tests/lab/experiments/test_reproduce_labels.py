@@ -25,6 +25,7 @@ LABELS = {
     "sparse:density=0.01": "sparse, density = 0.01",
     "sparse:density=0.01:select=threshold": "sparse, density = 0.01",
     "sparse:density=0.01:select=random": "sparse, random, density = 0.01",
+    "sparse:select=random_blocks:block=16": "sparse, random blocks, block = 16",
     "sparse:select=topk:momentum=0.9": "sparse, top-k, momentum = 0.9",
     "new": "new",
 }

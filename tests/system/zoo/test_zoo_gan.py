@@ -31,6 +31,7 @@ METHODS: dict[str, Any] = {
     "dad forced": og.DAD(always=True),
     "dad raw forced": og.DAD(always=True, reveal="activations"),
     "rank-dad": og.RankDAD(rank=1000, reduce="gather"),
+    "sparse": og.Sparse(density=1.0, always=True),
     "edad": og.EDAD(always=True),
 }
 """Those that leave the backward of every layer as it is, and those that tap layers."""

@@ -22,6 +22,7 @@ METHODS = {
     "plain": og.RankDAD(rank=2, min_ratio=1.0),
     "own": og.PerLayer({"0.*": og.Local(), "*": og.RankDAD(rank=2, min_ratio=1.0)}),
     "local steps": og.LocalSteps(3, method=og.RankDAD(rank=2, min_ratio=1.0)),
+    "sparse": og.Sparse(density=0.1, always=True),
 }
 
 

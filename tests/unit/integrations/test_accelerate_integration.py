@@ -23,6 +23,7 @@ METHODS: dict[str, Any] = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),
     "rank-dad": og.RankDAD(rank=2),
+    "sparse": og.Sparse(density=0.1, always=True),
     "local-steps": og.LocalSteps(2),
     "local": og.PerLayer({"0.*": og.Local(), "*": og.RankDAD(rank=2)}),
 }

@@ -24,6 +24,7 @@ METHODS: dict[str, Any] = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),
     "rank-dad": og.RankDAD(rank=2),
+    "sparse": og.Sparse(density=0.1, always=True),
     "local-steps": og.LocalSteps(2),
 }
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: the outputs of PyTorch's own, and the gradients that autograd finds there."""
+"""What is of recurrent layers alone: packed sequences, states, dropout, what they refuse."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-from torch.utils.checkpoint import checkpoint
 
-import outergrad as og
-from outergrad.core.types import Call
+from tapped import Tapped, changed_in_place, compare, weighted
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 
@@ -38,47 +35,6 @@ LENGTHS = {
     "packed one": [5],
 }
 SHAPES = {"batch": (6, 4), "unbatched": (6,), "one step": (1, 4), "no sequences": (6, 0)}
-FORMS = [*SHAPES, *LENGTHS]
-
-
-class Capture(torch.autograd.Function):
-    """What a tap does, for one process: the factors of every slot are multiplied at once."""
-
-    @staticmethod
-    def forward(ctx, y, a, taken, slot, *params):
-        ctx.save_for_backward(a)
-        ctx.taken, ctx.slot = taken, slot
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, delta):
-        ctx.taken.add(ctx.slot, Call(ctx.saved_tensors[0], delta))
-        return delta, *(None for _ in ctx.needs_input_grad[1:])
-
-
-class Tapped:
-    """A module computed by its rule; the gradients of its parameters by name, from factors."""
-
-    def __init__(self, module: nn.RNNBase) -> None:
-        self.module, self.rule = module, og.RULES[type(module)]
-        self.slots = self.rule.slots(module, "")
-        self.gradients = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-        self.rows = [0] * len(self.slots)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.rule.forward(self.module, self._tap, *args)
-
-    def add(self, slot: int, call: Call) -> None:
-        factors, here = self.rule.factors(self.module, slot, call), self.slots[slot]
-        self.rows[slot] += factors.d_GRO.shape[1]
-        self.gradients[here.weight] += (factors.d_GRO.mT @ factors.a_GRI)[0]
-        if here.bias is not None:
-            self.gradients[here.bias] += factors.d_GRO.sum((0, 1))
-
-    def _tap(self, y: Tensor, a: Tensor, slot: int = 0, **_: Any) -> Tensor:
-        params = [self.module.get_parameter(name) for name in self.slots[slot].params]
-        return Capture.apply(y, a, self, slot, *params)
 
 
 def build(name: str, **more: Any) -> nn.RNNBase:
@@ -86,78 +42,57 @@ def build(name: str, **more: Any) -> nn.RNNBase:
     return kind(5, 4, **{**options, **more}).double()
 
 
-def leaves(module: nn.RNNBase, form: str, given: bool = True) -> list[Tensor]:
+def shapes(module: nn.RNNBase, form: str) -> tuple[list[int], tuple[int, ...]]:
+    """Of the input, and of sequences in a state."""
+    lengths = LENGTHS.get(form)
+    steps, *count = (max(lengths), len(lengths)) if lengths else SHAPES[form]
+    return [*([*count, steps] if module.batch_first else [steps, *count]), 5], tuple(count)
+
+
+def arguments(module: nn.RNNBase, form: str, given: bool = True) -> tuple[Any, ...]:
     """The input and, if they are given, the first states."""
-    lengths, first = LENGTHS.get(form), module.batch_first
-    shape = (max(lengths), len(lengths)) if lengths else SHAPES[form]
-    turned = first and len(shape) == 2
+    shape, count = shapes(module, form)
+    x = torch.randn(shape, dtype=torch.float64)
     widths = [module.proj_size or module.hidden_size, module.hidden_size]
-    widths = widths[: given * (2 if isinstance(module, nn.LSTM) else 1)]
-    shapes = [(*(reversed(shape) if turned else shape), 5)]
-    shapes += [(len(module.all_weights), *shape[1:], width) for width in widths]
-    return [torch.randn(*s, dtype=torch.float64).requires_grad_() for s in shapes]
+    first = [torch.randn(len(module.all_weights), *count, w, dtype=x.dtype) for w in widths]
+    return (x, *([tuple(first)] if isinstance(module, nn.LSTM) else first[:1])) if given else (x,)
 
 
-def arguments(module: nn.RNNBase, form: str, x: Tensor, *states: Tensor) -> tuple[Any, ...]:
-    """What the module is called with."""
-    sequence: Any = x
-    if form in LENGTHS:
-        options = {"batch_first": module.batch_first, "enforce_sorted": False}
-        sequence = pack_padded_sequence(x, LENGTHS[form], **options)
-    if not states:
-        return (sequence,)
-    return sequence, states if isinstance(module, nn.LSTM) else states[0]
+def packed(module: nn.RNNBase, form: str, x: Tensor) -> Any:
+    """As the module is given it."""
+    if form not in LENGTHS:
+        return x
+    return pack_padded_sequence(x, LENGTHS[form], module.batch_first, enforce_sorted=False)
 
 
-def flat(output: tuple[Any, Any]) -> list[Tensor]:
-    """The output and the last states."""
-    y, last = output
-    y = y.data if isinstance(y, PackedSequence) else y
-    return [y, last] if isinstance(last, Tensor) else [y, *last]
+def check(
+    module: nn.RNNBase, form: str, given: bool = True, *, around: Any = None, **about: Any
+) -> None:
+    """That a module and its rule agree; packing is part of what is called."""
+    args = arguments(module, form, given)
 
+    def packing(call: Any) -> Any:
+        def forward(x: Tensor, *states: Any) -> tuple[Tensor, Any]:
+            y, last = call(packed(module, form, x), *states)
+            return y.data if isinstance(y, PackedSequence) else y, last
 
-def loss(outputs: list[Tensor]) -> Tensor:
-    """Another weight for every element."""
-    weights = [torch.linspace(-1, 2, t.numel()).to(t.dtype).view(t.shape) for t in outputs]
-    return sum((t * w + t.square()).sum() for t, w in zip(outputs, weights, strict=True))
+        return around(forward) if around else forward
 
-
-def gradients(call: Any, module: nn.RNNBase, form: str, inputs: list[Tensor], used=slice(None)):
-    """Outputs, and the gradients of a loss of the used ones by inputs."""
-    copies = [t.detach().clone().requires_grad_() for t in inputs]
-    outputs = flat(call(*arguments(module, form, *copies)))
-    loss(outputs[used]).backward()
-    return outputs, [torch.zeros_like(t) if t.grad is None else t.grad for t in copies]
-
-
-def own_gradients(module: nn.RNNBase) -> dict[str, Tensor]:
-    """What autograd has left in the parameters."""
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in module.named_parameters()
-    }
-
-
-def compare(module: nn.RNNBase, form: str, given: bool = True, used=slice(None)) -> Tapped:
-    """That a module and its rule agree on everything."""
-    tapped, inputs = Tapped(module), leaves(module, form, given)
-    torch.manual_seed(3)
-    expected = gradients(module, module, form, inputs, used)
-    torch.manual_seed(3)
-    found = gradients(tapped, module, form, inputs, used)
-    close = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(found, expected, **close)
-    torch.testing.assert_close(tapped.gradients, own_gradients(module), **close)
-    for output, own in zip(found[0], expected[0], strict=True):
-        assert output.stride() == own.stride()
-    return tapped
+    tapped, _ = compare(module, args, around=packing, **about)
+    assert tapped.rule.rows(module, (packed(module, form, args[0]),), {}) == tapped.told
+    assert tapped.rows == tapped.told
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "zeros"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*SHAPES, *LENGTHS])
 @pytest.mark.parametrize("name", LAYERS)
-def test_outputs_and_gradients_are_those_of_autograd(name, form, given):
-    compare(build(name), form, given)
+def test_outputs_gradients_and_rows_are_those_of_the_module(name, form, given):
+    check(build(name), form, given)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_packed_outputs_may_be_changed_in_place(name):
+    check(build(name), "packed unsorted", around=changed_in_place)
 
 
 @pytest.mark.parametrize("used", [0, 1, 2])
@@ -165,88 +100,14 @@ def test_outputs_and_gradients_are_those_of_autograd(name, form, given):
 def test_outputs_that_nobody_uses_count_for_nothing(name, used):
     module = build(name)
     if used < 2 or isinstance(module, nn.LSTM):
-        compare(module, "packed unsorted", used=slice(used, used + 1))
+        check(module, "packed unsorted", loss=lambda outputs: weighted([outputs[used]]))
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("form", ["batch", "packed unsorted"])
 @pytest.mark.parametrize("name", ["relu", "gru both ways", "projected both ways"])
 def test_dropout_draws_what_the_module_draws(name, form, training):
-    compare(build(name, dropout=0.4).train(training), form)
-
-
-@pytest.mark.parametrize("form", ["batch", "packed"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_rows_are_told_before(name, form):
-    module = build(name)
-    tapped = compare(module, form)
-    args = arguments(module, form, *leaves(module, form))
-    assert tapped.rule.rows(module, args, {}) == tapped.rows
-    assert tapped.rule.rows(module, (), {"input": args[0]}) == tapped.rows
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_second_backward_adds_the_same(name):
-    module = build(name)
-    tapped, inputs = Tapped(module), leaves(module, "packed")
-    result = loss(flat(tapped(*arguments(module, "packed", *inputs))))
-    result.backward(retain_graph=True)
-    once = [t.clone() for t in (*tapped.gradients.values(), *(t.grad for t in inputs))]
-    result.backward()
-    twice = [*tapped.gradients.values(), *(t.grad for t in inputs)]
-    torch.testing.assert_close(twice, [2 * t for t in once])
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_checkpoint_recomputes_the_same(name):
-    module = build(name, **({"dropout": 0.4} if "both" in name else {}))
-    tapped, inputs = Tapped(module), leaves(module, "packed unsorted")
-
-    def recomputed(*args):
-        return checkpoint(tapped, *args, use_reentrant=False)
-
-    torch.manual_seed(3)
-    found = gradients(recomputed, module, "packed unsorted", inputs)
-    torch.manual_seed(3)
-    torch.testing.assert_close(found, gradients(module, module, "packed unsorted", inputs))
-    torch.testing.assert_close(tapped.gradients, own_gradients(module))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("form", ["batch", "packed", "unbatched"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_outputs_may_be_changed_in_place(name, form, dtype):
-    module = build(name).to(dtype)
-    tapped, inputs = Tapped(module), [t.to(dtype) for t in leaves(module, form)]
-
-    def changed(*args):
-        outputs = flat(tapped(*args))
-        return outputs[0].mul_(3), outputs[1:]
-
-    def tripled(*args):
-        outputs = flat(module(*args))
-        return outputs[0] * 3, outputs[1:]
-
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
-    found = gradients(changed, module, form, inputs)
-    torch.testing.assert_close(found, gradients(tripled, module, form, inputs), **close)
-    torch.testing.assert_close(tapped.gradients, own_gradients(module), **close)
-
-
-@pytest.mark.parametrize("form", ["batch", "packed"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_under_autocast_dtypes_are_the_modules_own(name, form):
-    module = build(name).float()
-    inputs = [t.detach().float() for t in leaves(module, form)]
-    tapped = Tapped(module)
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = (gradients(c, module, form, inputs) for c in (tapped, module))
-    for output, own in zip(found[0], expected[0], strict=True):
-        assert output.dtype == own.dtype
-    for t, own in zip(found[1], expected[1], strict=True):
-        assert (t - own).norm() < 0.03 * own.norm()
-    for key, own in own_gradients(module).items():
-        assert (tapped.gradients[key] - own).norm() < 0.03 * own.norm(), key
+    check(build(name, dropout=0.4).train(training), form)
 
 
 MISTAKES: dict[str, tuple[Any, ...]] = {
@@ -272,11 +133,3 @@ def test_what_the_module_refuses_is_refused(kind, mistake):
         module(x, hx)
     with pytest.raises(own.type):
         Tapped(module)(x, hx)
-
-
-@pytest.mark.parametrize("name", ["weight_hh_l0", "bias_ih_l0_reverse"])
-def test_weights_computed_from_others_travel_dense(name):
-    module = nn.GRU(5, 4, bidirectional=True)
-    assert og.RULES[nn.GRU].objection(module) is None
-    register_parametrization(module, name, nn.Tanh())
-    assert "computed from others" in og.RULES[nn.GRU].objection(module)

@@ -13,7 +13,7 @@ from covering import covering
 from low_rank import backward, error, expected, gradients_around_a_void_step, mean_gradients
 from outergrad.core.types import Route, Unit
 from ranks import run_on_lasting_groups
-from sparse import SELECTS, WEIGHTS, linear, owed, train
+from sparse import SELECTS, SUMMED, WEIGHTS, linear, owed, train
 
 MISTAKES = {
     "density": ({"density": 0.0}, r"a number in \(0, 1\]"),
@@ -27,6 +27,10 @@ MISTAKES = {
     "wire": ({"wire": "bf16"}, "codecs of og.wire"),
     "picks twice": ({"wire": og.wire.TopK(0.1)}, "codecs that keep all values"),
     "sums": ({"select": "random", "wire": og.wire.Int8()}, r"BF16\(\) at most"),
+    "sums of blocks": (
+        {"wire": og.wire.Int8(), "select": "random_blocks"},
+        r"BF16\(\) at most: select='random_blocks'",
+    ),
     "bucket_bytes": ({"bucket_bytes": 0}, "a positive number"),
     "every": ({"every": 0}, "1 or more"),
 }
@@ -58,6 +62,7 @@ COUNTS = {
     "whole blocks": ({"density": 0.05, "select": "blocks"}, slot(100, 80), 6 * 64),
     "a block at least": ({"density": 0.001, "select": "blocks"}, slot(100, 80), 64),
     "less than a block": ({"density": 0.1, "select": "blocks"}, slot(7, 5), 35),
+    "random blocks": ({"density": 0.05, "select": "random_blocks"}, slot(100, 80), 6 * 64),
     "all blocks": ({"density": 1.0, "select": "blocks"}, slot(10, 13), 130),
 }
 
@@ -78,6 +83,7 @@ BYTES = {
     "threshold": (og.Sparse(density=0.05), 4 * 400, PLACES),
     "blocks": (og.Sparse(density=0.05, select="blocks"), 4 * 384, BLOCKS),
     "random": (og.Sparse(density=0.05, select="random"), 4 * 400, 0),
+    "random blocks": (og.Sparse(density=0.05, select="random_blocks"), 4 * 384, 0),
     "bf16": (og.Sparse(density=0.05, wire=og.wire.BF16()), 2 * 400, PLACES),
     "bf16 random": (og.Sparse(density=0.05, select="random", wire=og.wire.BF16()), 2 * 400, 0),
     "int8": (og.Sparse(density=0.05, wire=og.wire.Int8()), 400 + 2 * 4, PLACES),
@@ -106,8 +112,8 @@ def test_entries_are_sent_where_they_are_fewer_bytes(select, sites):
     for percent in range(1, 101):
         compressor = og.Sparse(density=percent / 100, select=select).compressor()
         nbytes = compressor.payload_bytes(matrix, compressor.count(matrix))
-        sent = 2 / sites * nbytes if select == "random" else nbytes
-        way = Route.REDUCE if select == "random" else Route.GATHER
+        sent = 2 / sites * nbytes if select in SUMMED else nbytes
+        way = Route.REDUCE if select in SUMMED else Route.GATHER
         route = compressor.route(unit, [[5]] * sites, tapped=False)
         assert route == (way if sent < 2 / sites * 4 * 8000 else Route.DENSE), percent
     forced = og.Sparse(density=1.0, select=select, always=True).compressor()
@@ -138,12 +144,12 @@ def test_the_number_of_entries_follows_the_warmup(select):
             backward(replica, torch.randn(5, 80))
             found.append(session.stats().layers["weight"].kept_rows)
             applied = replica.weight.grad.count_nonzero()
-            assert found[-1] <= applied <= (1 if select == "random" else 2) * found[-1]
+            assert found[-1] <= applied <= (1 if select in SUMMED else 2) * found[-1]
         session.detach()
         return found
 
     stages = [1000, 500, 250, 125, 62]
-    if select == "blocks":
+    if select.endswith("blocks"):
         stages = [1000, 504, 248, 128, 64]
     assert run_on_lasting_groups(2, body) == [[n for n in stages for _ in range(2)]] * 2
 
@@ -188,14 +194,15 @@ def test_steps_of_other_parts_are_no_steps_of_a_warmup():
     assert run_on_lasting_groups(2, body) == [[1000, 447, 200, 89, 40, 40]] * 2
 
 
-def test_random_places_are_the_same_on_all_sites_and_others_in_every_step():
-    """Also of weights of the same shape, and by another seed."""
+@pytest.mark.parametrize("select", SUMMED)
+def test_random_places_are_the_same_on_all_sites_and_others_in_every_step(select):
+    """Also of weights of the same shape, and by another seed; whole blocks."""
 
     def body(rank, group):
         found = []
         for seed in (0, 1):
             replica = nn.Sequential(linear(40, 40, 1), nn.Tanh(), linear(40, 40, 2))
-            method = og.Sparse(density=0.05, select="random", seed=seed)
+            method = og.Sparse(density=0.05, select=select, block=8, seed=seed)
             session = og.distribute(replica, method, group=group)
             for step in range(4):
                 x = torch.randn(5, 40, generator=torch.Generator().manual_seed(9 * step + rank))
@@ -208,7 +215,12 @@ def test_random_places_are_the_same_on_all_sites_and_others_in_every_step():
     assert one == other
     assert {len(places) for places in one} == {80}
     assert len({tuple(places) for places in one}) == len(one) == 16
-    assert max(len({*a} & {*b}) for k, a in enumerate(one) for b in one[:k]) < 20
+    shared = max(len({*a} & {*b}) for k, a in enumerate(one) for b in one[:k])
+    assert shared < (20 if select == "random" else 40)
+    if select == "random_blocks":
+        for places in one:
+            assert not any(start % 8 for start in places[::8])
+            assert places == [start + i for start in places[::8] for i in range(8)]
 
 
 @pytest.mark.parametrize("select", SELECTS)
@@ -235,7 +247,7 @@ def test_what_is_sent_is_the_mean_of_what_each_site_chose(select):
             chosen = (blocks[:, None] * 12 + torch.arange(12)).flatten()
         expected[chosen] += gradient[chosen] / 3
     first, second = run_on_lasting_groups(3, body)[0]
-    if select == "random":
+    if select in SUMMED:
         mean, sent = mean_gradients(original, xs)["weight"], first != 0
         assert sent.sum() == 144
         assert error(first[sent], mean[sent]) < 5e-6
@@ -248,7 +260,8 @@ def test_what_is_sent_is_the_mean_of_what_each_site_chose(select):
 @pytest.mark.parametrize("select", SELECTS)
 def test_what_the_coverage_table_says(select):
     """The largest entries tell of a site; sums tell of no site, if there are more than two."""
-    which = {"blocks": "in blocks of 64", "random": "the same on all sites"}
+    blocks, same = "in blocks of 64", "the same on all sites"
+    which = {"blocks": blocks, "random": same, "random_blocks": f"{blocks}, {same}"}
     which = which.get(select, "the largest")
 
     def body(rank, group):
@@ -264,7 +277,7 @@ def test_what_the_coverage_table_says(select):
         sparse = found["0.weight"]
         assert (sparse.travels, sparse.why) == ("sparse", f"2.5% of the entries, {which}")
         assert found["1.weight"].travels == found["2.bias"].travels == "dense"
-        if select == "random":
+        if select in SUMMED:
             assert sparse.reveals == f"{found['1.weight'].reveals}, a few entries"
         else:
             assert sparse.reveals == "this site's gradient, its largest entries"

@@ -24,7 +24,7 @@ FULL_RANK = {
     "rank-dad, all-reduced": og.RankDAD(rank=1000, reduce="all_reduce"),
     "powersgd": og.PowerSGD(rank=1000, min_ratio=1),
     "sparse": og.Sparse(density=1.0, always=True),
-    "sparse, added up": og.Sparse(density=1.0, select="random", always=True),
+    "sparse, added up": og.Sparse(density=1.0, select="random_blocks", always=True),
     "one per layer": og.PerLayer({"0.*": og.RankDAD(rank=1000), "*": og.Dense()}),
 }
 LOW_RANK = {

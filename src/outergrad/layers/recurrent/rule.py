@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from outergrad.core.protocols import TapFn
 from outergrad.core.types import Slot
-from outergrad.layers._common import LinearProducts, computed_reason, input_of, matrix_slot
+from outergrad.layers._common import LinearProducts, input_of, matrix_slot
 from outergrad.layers.recurrent._direction import Direction, parts_of
 from outergrad.layers.recurrent._sequences import Sequences, States, closed, opened
 from outergrad.layers.recurrent._steps import Steps, TurnedRound
@@ -34,11 +34,6 @@ class RecurrentRule(LinearProducts):
 
     def __init__(self, recur: Recur) -> None:
         self._recur = recur
-
-    def objection(self, module: nn.RNNBase) -> str | None:
-        """Parametrised weights are no leaves."""
-        params = [name for slot in self.slots(module, "") for name in slot.params]
-        return computed_reason(module, *params)
 
     def slots(self, module: nn.RNNBase, name: str) -> list[Slot]:
         """The weights of every direction, all gates of each together."""

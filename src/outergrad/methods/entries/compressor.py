@@ -26,10 +26,18 @@ from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import formed
 from outergrad.linalg.selection import above, blocks_of, leading_blocks, top_k
 from outergrad.methods.entries.form import EntriesForm, in_rows, value_shape
-from outergrad.methods.entries.settings import SparseSettings
+from outergrad.methods.entries.settings import Select, SparseSettings
 from outergrad.methods.entries.shared import SharedEntries
 from outergrad.methods.formed import OfFormed
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
+
+_WHICH: dict[Select, str] = {
+    "threshold": "the largest",
+    "topk": "the largest",
+    "blocks": "in blocks of {block}",
+    "random": "the same on all sites",
+    "random_blocks": "in blocks of {block}, the same on all sites",
+}
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,9 @@ class SparseCompressor(OfFormed):
     def __init__(self, settings: SparseSettings) -> None:
         self.settings, self.forced = settings, settings.always
         self.bucket_bytes, self.wire = settings.bucket_bytes, settings.codecs
-        self.form = self._form = EntriesForm(settings.block if settings.select == "blocks" else 1)
+        self.form = self._form = EntriesForm(settings.chosen_together)
         self._memories = ByPlace[_Memory](lambda memory: memory)
-        self.sketches = SharedEntries(self) if settings.sums else None
+        self.sketches = SharedEntries(self, self._form) if settings.sums else None
         self.way = Route.REDUCE if settings.sums else Route.GATHER
         self.steps, self.phase = 0, settings.density_at(0)
 
@@ -218,9 +226,8 @@ class SparseCompressor(OfFormed):
 
     def amount(self, unit: Unit) -> str:
         """The density of the next step, and which entries."""
-        which = {"blocks": f"in blocks of {self.settings.block}", "random": "the same on all sites"}
-        about = which.get(self.settings.select, "the largest")
-        return f"{100 * self.settings.density_at(self.steps):.3g}% of the entries, {about}"
+        which = _WHICH[self.settings.select].format(block=self.settings.block)
+        return f"{100 * self.settings.density_at(self.steps):.3g}% of the entries, {which}"
 
 
 def _saved(memory: _Memory) -> StateDict:

@@ -33,13 +33,13 @@ class EntriesForm:
         self, slot: Slot, count: int, dtype: torch.dtype, bias: torch.dtype | None, codecs: Codecs
     ) -> list[Field]:
         """Values, in rows for the codecs, and places, unless all are sent."""
-        size = places.nbytes(*self._blocks(slot, count))
+        size = places.nbytes(*self.blocks(slot, count))
         of_places = [Field((size,), torch.uint8)] if size else []
         return [Field(value_shape(count, coded=bool(codecs)), dtype, codecs), *of_places]
 
     def payload(self, values_K: Tensor, blocks_B: Tensor, slot: Slot, codecs: Codecs) -> Payload:
         """What is written of the entries of some blocks."""
-        blocks, chosen = self._blocks(slot, len(values_K))
+        blocks, chosen = self.blocks(slot, len(values_K))
         values = in_rows(values_K) if codecs else values_K
         return [values] if chosen == blocks else [values, places.packed(blocks_B, blocks)]
 
@@ -53,7 +53,7 @@ class EntriesForm:
         packed = (
             content[0] if content else torch.empty(0, dtype=torch.uint8, device=values_K.device)
         )
-        blocks_B = places.unpacked(packed, *self._blocks(slot, count))
+        blocks_B = places.unpacked(packed, *self.blocks(slot, count))
         shape = slot.groups, slot.outputs, slot.inputs
         return Entries(values_K, self.places(blocks_B, slot.numel), shape)
 
@@ -61,7 +61,7 @@ class EntriesForm:
         """Of all entries of some blocks."""
         return blocks_B if self.block == 1 else entries_of(blocks_B, numel, self.block)
 
-    def _blocks(self, slot: Slot, count: int) -> tuple[int, int]:
+    def blocks(self, slot: Slot, count: int) -> tuple[int, int]:
         """How many there are, and how many have so many entries."""
         return -(-slot.numel // self.block), -(-count // self.block)
 

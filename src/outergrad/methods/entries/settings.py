@@ -8,7 +8,7 @@ from typing import Literal, cast, get_args
 from outergrad.core.coding import Codecs, Wire, drops
 from outergrad.methods.common import Settings, require
 
-Select = Literal["threshold", "topk", "blocks", "random"]
+Select = Literal["threshold", "topk", "blocks", "random", "random_blocks"]
 
 _FIRST_DENSITY = 0.25
 _STAGES = 4
@@ -43,8 +43,9 @@ class SparseSettings(Settings):
         require(self.warmup >= 0, self, "warmup", "a number of steps, 0 for none")
         picks = any(codec.picks for codec in self.codecs)
         require(not picks, self, "wire", "codecs that keep all values: density= leaves some out")
-        summable = self.select != "random" or not drops(self.codecs)
-        require(summable, self, "wire", "BF16() at most: select='random' adds up what is sent")
+        summable = not self.sums or not drops(self.codecs)
+        why = f"BF16() at most: select={self.select!r} adds up what is sent"
+        require(summable, self, "wire", why)
 
     @property
     def codecs(self) -> Codecs:
@@ -61,4 +62,9 @@ class SparseSettings(Settings):
     @property
     def sums(self) -> bool:
         """Whether the places are the same on all sites, so that values can be added up."""
-        return self.select == "random"
+        return self.select.startswith("random")
+
+    @property
+    def chosen_together(self) -> int:
+        """How many consecutive entries are sent or left out together."""
+        return self.block if self.select.endswith("blocks") else 1

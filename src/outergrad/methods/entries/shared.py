@@ -14,6 +14,7 @@ from outergrad.core.types import Gradient, Slot, place_name
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.outer import widened
 from outergrad.linalg.selection import random_k
+from outergrad.methods.entries.form import EntriesForm
 from outergrad.methods.entries.settings import SparseSettings
 
 
@@ -52,8 +53,9 @@ class SharedEntries(Sketches):
 
     rounds = 1
 
-    def __init__(self, entries: Remembering) -> None:
-        self._entries = entries
+    def __init__(self, entries: Remembering, form: EntriesForm) -> None:
+        self._entries, self._form = entries, form
+        self._begun: dict[Slot, Tensor] = {}
 
     def columns(self, slot: Slot) -> int:
         """K."""
@@ -66,7 +68,7 @@ class SharedEntries(Sketches):
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
         """The values of this site; NaN, for all sites to see, where its gradient is not finite."""
         due_N, velocity_N = self._entries.due(slot, gradient)
-        places_K = self._drawn(slot, due_N.device)
+        places_K = self._begun[slot] = self._drawn(slot, due_N.device)
         values_K = due_N[places_K]
         if not is_finite(due_N):
             return torch.full_like(values_K, torch.nan)
@@ -79,9 +81,10 @@ class SharedEntries(Sketches):
         """Other ones in every step and for every weight."""
         own = zlib.crc32(place_name(slot.place).encode())
         seed = (self._entries.settings.seed << 96) + (own << 64) + self._entries.steps
-        return random_k(slot.numel, self.columns(slot), seed, device)
+        blocks_B = random_k(*self._form.blocks(slot, self.columns(slot)), seed, device)
+        return self._form.places(blocks_B, slot.numel)
 
     def end(self, slot: Slot, z: Tensor, sites: int) -> Entries:
         """The mean at the places."""
         shape = slot.groups, slot.outputs, slot.inputs
-        return Entries(widened(z) / sites, self._drawn(slot, z.device), shape)
+        return Entries(widened(z) / sites, self._begun.pop(slot), shape)

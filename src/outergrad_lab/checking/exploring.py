@@ -1,0 +1,139 @@
+"""Many executions of a protocol, and the simplest one that goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from outergrad_lab.checking.judging import Verdict, judge
+from outergrad_lab.checking.network import Network, Store
+from outergrad_lab.checking.site import Site
+from outergrad_lab.checking.trial import Fault, Trial, draw, simpler
+from outergrad_lab.checking.world import Process, World
+
+Protocol = Callable[[Process, Network, Store, Trial], Site]
+
+_END_S = 1000.0
+_CHANCES = 40
+"""How many other chances a simpler trial gets to go wrong, too."""
+
+
+def execute(trial: Trial, protocol: Protocol, *, traced: bool = False) -> tuple[Verdict, list[str]]:
+    """One execution.
+
+    Returns:
+        What came of it, and what happened, if that is traced.
+    """
+    world = World(trial.seed, traced=traced)
+    processes = [Process(world, rank) for rank in range(trial.sites)]
+    network = Network(world, processes, trial)
+    store = Store(world, processes, network, trial.host)
+    sites = [protocol(process, network, store, trial) for process in processes]
+    for fault in trial.faults:
+        _plan(fault, world, processes, network, store)
+    for site in sites:
+        site.process.start(site.program())
+    world.run(_END_S)
+    return judge(trial, [site.ending for site in sites]), world.lines
+
+
+def _plan(
+    fault: Fault, world: World, processes: list[Process], network: Network, store: Store
+) -> None:
+    happens = partial(_happen, fault, world, processes, network, store)
+    if fault.kind in ("damage", "leave"):
+        return
+    if fault.turn:
+        processes[fault.site].at_turn[fault.turn] = happens
+    else:
+        world.at(fault.at_s, happens)
+
+
+def _happen(
+    fault: Fault, world: World, processes: list[Process], network: Network, store: Store
+) -> None:
+    process, others = processes[fault.site], set(range(len(processes))) - {fault.site}
+    if fault.kind != "pause":
+        world.note("*", str(fault))
+    if fault.kind == "kill":
+        process.end()
+    elif fault.kind == "pause":
+        process.pause(fault.for_s)
+    elif fault.kind == "reset":
+        network.close(fault.site, fault.other)
+    elif fault.kind == "cut line":
+        network.cut(fault.site, fault.other)
+    elif fault.kind == "cut site":
+        for other in others:
+            network.cut(fault.site, other)
+        if store.host is None:
+            store.unreachable.add(fault.site)
+    elif fault.kind == "slow store":
+        store.slow_until = world.now + fault.for_s
+    else:
+        store.dead = True
+
+
+@dataclass
+class Found:
+    """What many executions came to.
+
+    Attributes:
+        executions: how many.
+        lost: in how many some site lost another.
+        doubted: in how many sites differed, and said that they may.
+        needless: in how many sites said so that did not differ.
+        wrong: how many of each kind went wrong.
+        seeds: of the first that did, by kind.
+    """
+
+    executions: int = 0
+    lost: int = 0
+    doubted: int = 0
+    needless: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
+    seeds: dict[str, object] = field(default_factory=dict)
+
+    def add(self, seed: object, verdict: Verdict) -> None:
+        """Counts one."""
+        self.executions += 1
+        self.lost += verdict.lost
+        self.doubted += verdict.doubted
+        self.needless += verdict.needless
+        for kind in kinds(verdict):
+            self.wrong[kind] += 1
+            self.seeds.setdefault(kind, seed)
+
+    def merge(self, other: Found) -> None:
+        """Adds others'."""
+        self.executions += other.executions
+        self.lost += other.lost
+        self.doubted += other.doubted
+        self.needless += other.needless
+        self.wrong.update(other.wrong)
+        self.seeds = {**other.seeds, **self.seeds}
+
+
+def kinds(verdict: Verdict) -> set[str]:
+    """What went wrong, in a word each."""
+    return {told.split(":")[0] for told in verdict.wrong}
+
+
+def explore(protocol: Protocol, seeds: Iterable[object]) -> Found:
+    """Makes an execution of each seed."""
+    found = Found()
+    for seed in seeds:
+        found.add(seed, execute(draw(seed), protocol)[0])
+    return found
+
+
+def shrunk(trial: Trial, protocol: Protocol, kind: str) -> Trial:
+    """A trial that goes wrong in the same way, with as little as possible in it."""
+    for less in simpler(trial):
+        for chance in range(_CHANCES):
+            other = replace(less, seed=trial.seed if chance == 0 else f"{trial.seed}/{chance}")
+            if kind in kinds(execute(other, protocol)[0]):
+                return shrunk(other, protocol, kind)
+    return trial

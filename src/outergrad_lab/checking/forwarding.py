@@ -1,0 +1,217 @@
+"""Sites that apply a step once they have all its messages, and keep these for others.
+
+Each says so in a vote, which nobody waits for before the end of the next step; until all have said
+so, the step is kept. Where a site is lost, those that are left agree (`agreement.py`): if one has
+made a step, all others get it. A second program of each site does so also while the first computes.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from outergrad.core.errors import ExchangeError, Failure
+from outergrad_lab.checking.agreement import CALL_S, TROUBLE, Agreed, Agreement, Word
+from outergrad_lab.checking.network import Network, Store, StoreGoneError
+from outergrad_lab.checking.site import MESSAGES, LeftError, Site, SiteLost
+from outergrad_lab.checking.trial import Trial
+from outergrad_lab.checking.world import FOREVER, Process, Waiting
+
+_AGAIN, _ANSWERS, _VOTES = 1, 2, 3
+"""Lanes: for what arrived damaged, for the same once more, and for what sites have applied."""
+
+
+class ForwardingSite(Site):
+    """Retains and forwards."""
+
+    blames_itself = True
+
+    def __init__(self, process: Process, network: Network, store: Store, trial: Trial) -> None:
+        super().__init__(process, network, store, trial)
+        self._kept: tuple[int, frozenset[int]] | None = None
+        self._frozen, self._sent = False, False
+        self._agreed: Agreed | None = None
+        network.posted.add(_VOTES)
+
+    def program(self) -> Waiting[None]:
+        """With a second one that answers the others."""
+        self.process.start(self._answer_requests())
+        self.process.start(self._watch())
+        yield from super().program()
+
+    # -- the first program ------------------------------------------------------------------------
+
+    def step(self) -> Waiting[None]:
+        """Messages; it counts once all are there."""
+        step, began = self.ending.applied, self.world.now
+        try:
+            parts = yield from self._exchange(step)
+            yield from self._refuse_if_given_up(began)
+        except ExchangeError as error:
+            yield from self._end_by(error)
+            return
+        if self._frozen:
+            yield from self._end_by(None)
+            return
+        self._kept, self._sent = (step, frozenset(parts)), False
+        self.apply(step, parts)
+        with suppress(ExchangeError):  # the next step finds it closed
+            yield from self.send(_VOTES, step)
+
+    def _exchange(self, step: int) -> Waiting[set[int]]:
+        if self._frozen:
+            raise ExchangeError("the others gave up", kind=Failure.CLOSED)
+        self._sent = True
+        yield from self.send(MESSAGES, step)
+        came = yield from self.receive_all(MESSAGES)
+        for other, number in came.items():
+            if number != step:
+                raise ExchangeError(f"a message of step {number}")
+            if self.is_damaged(step, other):
+                yield from self._ask_again(other, step)
+        yield from self._count(step)
+        return {self.rank, *came}
+
+    def _count(self, steps: int) -> Waiting[None]:
+        """All have applied the step before: nobody needs it any more."""
+        if steps == 0:
+            return
+        votes = yield from self.receive_all(_VOTES)
+        if any(step != steps - 1 for step in votes.values()):
+            raise ExchangeError("a vote on another step")
+        if not self._frozen:
+            self._kept = None
+
+    def _ask_again(self, other: int, step: int) -> Waiting[None]:
+        self.note(f"asks site {other} again")
+        self.network.send(self.rank, other, _AGAIN, step)
+        yield from self._receive(_ANSWERS, other)
+
+    def _refuse_if_given_up(self, began: float) -> Waiting[None]:
+        """A site that stood still looks whether the others went on without it."""
+        if self.world.now - began < self.patience_s / 2:
+            return
+        try:
+            look = lambda: TROUBLE in self.store.values  # noqa: E731
+            if (yield from self.store.call(self.process, look, CALL_S)):
+                raise ExchangeError("the others gave up", kind=Failure.CLOSED)
+        except StoreGoneError:
+            return
+
+    def settle(self) -> Waiting[None]:
+        """Ends when all have said that they have applied all steps."""
+        steps = self.ending.applied
+        try:
+            for other in self.others:
+                yield from self._hear_of_end(other, steps)
+        except ExchangeError as error:
+            yield from self._end_by(error)
+        if self._frozen:
+            yield from self._end_by(None)
+        self._kept = None
+        yield from self._leave_at_end(Word(steps, sent=False, done=True))
+        if self.rank == self.store.host:
+            yield from self._stay()
+
+    def _stay(self) -> Waiting[None]:
+        """The store ends with this site: the others may need it to see that all are done."""
+        until, keys = self.world.now + CALL_S, [f"word {other}" for other in self.others]
+        while self.world.now < until and not all(key in self.store.values for key in keys):
+            yield until
+
+    def _hear_of_end(self, other: int, steps: int) -> Waiting[None]:
+        """The vote on the last step of another site, which may be done and gone before."""
+        try:
+            vote = yield from self._receive(_VOTES, other)
+        except ExchangeError as error:
+            if error.kind != Failure.CLOSED:
+                raise
+            word = yield from self._word_of(other)
+            vote = word.applied - 1 if word is not None and word.done else None
+            if vote is None:
+                raise
+        if vote != steps - 1:
+            raise ExchangeError("a vote on another step")
+
+    def _word_of(self, other: int) -> Waiting[Word | None]:
+        """What another site has left in the store."""
+        look = lambda: self.store.values.get(f"word {other}")  # noqa: E731
+        try:
+            word = yield from self.store.call(self.process, look, CALL_S)
+        except StoreGoneError:
+            return None
+        return word if isinstance(word, Word) else None
+
+    def end_after(self, error: Exception) -> Waiting[None]:
+        """A program that raised says how far it came."""
+        if isinstance(error, LeftError) and not self._frozen:
+            self._frozen = True
+            yield from self._leave_at_end(Word(self.ending.applied, sent=False, ended=True))
+
+    def _leave_at_end(self, word: Word) -> Waiting[None]:
+        leave = lambda: self.store.set_first(f"word {self.rank}", word)  # noqa: E731
+        try:
+            yield from self.store.call(self.process, leave, CALL_S)
+        except StoreGoneError:
+            return
+
+    def _end_by(self, error: ExchangeError | None) -> Waiting[None]:
+        """Goes on to where all that are left go.
+
+        Raises:
+            SiteLost: always.
+        """
+        if not self._frozen:
+            assert error is not None
+            closed = error.kind == Failure.CLOSED
+            silent = () if closed else error.sites
+            yield from self._agree(silent, error.sites if closed else ())
+        while self._agreed is None:
+            yield FOREVER
+        agreed = self._agreed
+        self.ending.certain, self.ending.may_differ = agreed.certain, agreed.may_differ
+        self.ending.lost = agreed.lost
+        if agreed.parts is not None:
+            self.apply(self.ending.applied, set(agreed.parts))
+        raise SiteLost
+
+    # -- both programs ----------------------------------------------------------------------------
+
+    def _agree(self, silent: tuple[int, ...], closed: tuple[int, ...]) -> Waiting[None]:
+        """From here on it applies nothing but what all agree on."""
+        self._frozen = True
+        word = Word(self.ending.applied, self._sent, silent, closed)
+        self.note(f"gives up: {word}")
+        where = self.store, self.process, self.trial.sites, self.patience_s
+        agreement = Agreement(*where, word, self._kept_of)
+        self._agreed = yield from agreement.reach(lambda: self.network.close_all(self.rank))
+        self.process.wake()
+
+    def _kept_of(self, step: int) -> frozenset[int] | None:
+        return self._kept[1] if self._kept is not None and self._kept[0] == step else None
+
+    # -- the second program -----------------------------------------------------------------------
+
+    def _watch(self) -> Waiting[None]:
+        """Notices that others have given up, also while this site computes."""
+        changes = 0
+        while not self._frozen:
+            while self.store.changes == changes:
+                yield FOREVER
+            changes = self.store.changes
+            look = lambda: TROUBLE in self.store.values  # noqa: E731
+            try:
+                trouble = yield from self.store.call(self.process, look, CALL_S)
+            except StoreGoneError:
+                continue
+            if trouble and not self._frozen and not self.ending.done:
+                yield from self._agree((), ())
+
+    def _answer_requests(self) -> Waiting[None]:
+        while True:
+            for other in self.others:
+                asked = self.network.inbox(self.rank, other, _AGAIN)
+                while asked:
+                    asked.popleft()
+                    if other not in self.network.closed[self.rank]:
+                        self.network.send(self.rank, other, _ANSWERS, None)
+            yield FOREVER

@@ -1,0 +1,94 @@
+"""Whether an execution went as it must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from outergrad_lab.checking.site import Ending
+from outergrad_lab.checking.trial import Trial
+
+_CALLS_S = 12.0
+"""Of the store, of which each may take two seconds."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of an execution.
+
+    Attributes:
+        wrong: what must never be, each with its kind in front of a colon.
+        doubted: whether a site that is left differs from another, and said that it may.
+        needless: whether a site said so though none differs.
+        lost: whether some site lost another.
+    """
+
+    wrong: tuple[str, ...] = ()
+    doubted: bool = False
+    needless: bool = False
+    lost: bool = False
+
+
+def judge(trial: Trial, endings: Sequence[Ending]) -> Verdict:
+    """Compares how the sites ended with what must be.
+
+    Args:
+        trial: what happened.
+        endings: of all sites, in their order.
+    """
+    left = {rank: one for rank, one in enumerate(endings) if one.done or one.lost is not None}
+    wrong = [f"wrong step: site {rank} {what}" for rank, one in left.items() for what in one.wrong]
+    wrong += [f"hang: site {rank} never ended" for rank in _hanging(trial, endings)]
+    wrong += [
+        f"hang: site {rank} spent {one.longest_s:.1f} s in one step"
+        for rank, one in left.items()
+        if one.longest_s > _bound_s(trial)
+    ]
+    pairs = permutations(left.items(), 2)
+    behind = [(i, j) for (i, one), (j, two) in pairs if one.applied < two.applied]
+    unsaid = [told for told in (_unsaid(left, *pair) for pair in behind) if told]
+    named = [f"name: {told}" for told in _misnamed(trial, left)]
+    lost = any(one.lost is not None for one in left.values())
+    doubts = any(not one.certain for one in left.values())
+    return Verdict(tuple(wrong + unsaid + named), bool(behind), doubts and not behind, lost)
+
+
+def _hanging(trial: Trial, endings: Sequence[Ending]) -> list[int]:
+    ends = [one.done or one.lost is not None or one.left for one in endings]
+    killed = {fault.site for fault in trial.faults if fault.kind == "kill"}
+    return [rank for rank, end in enumerate(ends) if not end and rank not in killed]
+
+
+def _bound_s(trial: Trial) -> float:
+    """For how long a step may take, without computing: every message may be late by T."""
+    return (2 * trial.sites + 2) * trial.timeout_s + _CALLS_S
+
+
+def _unsaid(left: dict[int, Ending], behind: int, ahead: int) -> str:
+    """Sites that differ, unless the one behind says so, and the one ahead if it raised at all."""
+    one, other = left[behind], left[ahead]
+    told = f"site {behind} {one}; site {ahead} {other}"
+    if other.applied - one.applied > 1:
+        return f"far apart: {told}"
+    if one.lost is None or one.certain or ahead not in one.may_differ:
+        return f"silent: {told}"
+    agrees = other.lost is not None and behind not in other.may_differ
+    return f"half said: {told}" if agrees else ""
+
+
+def _misnamed(trial: Trial, left: dict[int, Ending]) -> list[str]:
+    """Errors that blame a site to which nothing happened; without a store nobody can know."""
+    if any("store" in f.kind or f.site == trial.host for f in trial.faults):
+        return []
+    ends = {one for f in trial.faults for one in (f.site, f.other) if f.kind in _ENDS}
+    blamed = {f.site for f in trial.faults} | {site for site, _ in trial.busy} | ends
+    blamed |= {rank for rank, one in left.items() if one.done}
+    return [
+        f"site {rank} {one}"
+        for rank, one in left.items()
+        if one.lost is not None and rank not in blamed and not set(one.lost) <= blamed
+    ]
+
+
+_ENDS = ("reset", "cut line", "cut site", "damage")

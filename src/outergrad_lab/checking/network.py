@@ -1,0 +1,184 @@
+"""Connections of sites, and the store by which they met."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outergrad.core.errors import ExchangeError, Failure
+from outergrad_lab.checking.trial import Trial
+from outergrad_lab.checking.world import Process, Waiting, World
+
+_QUICK_S, _CLOSES_S, _LEAST_S = 0.01, 0.05, 1e-4
+
+
+class Network:
+    """A connection per pair of sites, with lanes: messages of one lane keep their order.
+
+    Args:
+        world: where it is.
+        processes: of the sites.
+        trial: how slow messages may be.
+
+    Attributes:
+        closed: for each site, those whose connection it has found closed.
+        listening: for each site, whether it waits for messages.
+        posted: lanes whose receives are always posted before: what arrived is not lost.
+    """
+
+    def __init__(self, world: World, processes: Sequence[Process], trial: Trial) -> None:
+        self._world, self._processes, self._longest_s = world, processes, trial.longest_s
+        self.closed: list[set[int]] = [set() for _ in processes]
+        self._inboxes: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self._latest: defaultdict[tuple[int, int, int], float] = defaultdict(float)
+        self._ends: dict[tuple[int, int], float] = {}
+        self._cut: set[tuple[int, int]] = set()
+        self.listening = [False for _ in processes]
+        self.posted = set[int]()
+        for process in processes:
+            process.on_end.append(lambda rank=process.rank: self.close_all(rank))
+
+    def inbox(self, site: int, sender: int, lane: int) -> deque[Any]:
+        """What has come and was not read yet."""
+        return self._inboxes[sender, site, lane]
+
+    def send(self, sender: int, site: int, lane: int, message: object) -> None:
+        """Sends a message, which arrives some time, unless the connection ends before.
+
+        Raises:
+            ExchangeError: the connection is closed.
+        """
+        if site in self.closed[sender]:
+            raise ExchangeError("closed", (site,), kind=Failure.CLOSED)
+        dice, way = self._world.dice, (sender, site, lane)
+        delay_s = dice.random() * (self._longest_s if dice.random() < 0.2 else _QUICK_S)
+        due = max(self._latest[way], self._world.now + _LEAST_S + delay_s)
+        self._latest[way] = due
+        self._world.at(due, self._arrive, way, message)
+
+    def _arrive(self, way: tuple[int, int, int], message: object) -> None:
+        sender, site, _ = way
+        lost = (sender, site) in self._cut or self._world.now > self._ends.get(way[:2], 1e9)
+        if not lost and sender not in self.closed[site]:
+            self._processes[site].reached_by(self._inboxes[way].append, message)
+
+    def close_all(self, site: int) -> None:
+        """A site closes its connections: the others hear at once, or nearly so."""
+        for other in range(len(self._processes)):
+            if other != site:
+                self.close(site, other)
+
+    def close(self, site: int, other: int) -> None:
+        """Ends a connection; what is under way arrives up to some moment."""
+        for ways in ((site, other), (other, site)):
+            if ways not in self._ends:
+                end = self._world.now + self._world.dice.random() * _CLOSES_S
+                self._ends[ways] = end
+                self._world.at(end, self._notice, *ways)
+
+    def _notice(self, sender: int, site: int) -> None:
+        """Of what arrived before anybody waited for it, the last may be lost."""
+        if (sender, site) not in self._cut:
+            self._processes[site].reached_by(self._forget, sender, site)
+
+    def _forget(self, sender: int, site: int) -> None:
+        self.closed[site].add(sender)
+        for way, unread in self._inboxes.items():
+            safe = self.listening[site] or way[2] in self.posted
+            if way[:2] == (sender, site) and unread and not safe:
+                for _ in range(self._world.dice.randrange(len(unread) + 1)):
+                    unread.pop()
+
+    def cut(self, site: int, other: int) -> None:
+        """Nothing comes through any more, and nobody is told."""
+        self._cut |= {(site, other), (other, site)}
+
+    def is_cut(self, site: int, other: int) -> bool:
+        """Whether nothing comes through."""
+        return (site, other) in self._cut
+
+
+class StoreGoneError(Exception):
+    """A call of the store was not answered in time."""
+
+
+class Store:
+    """Keys and values, each call of which is one event in some order.
+
+    Args:
+        world: where it is.
+        processes: of the sites.
+        network: for what is cut.
+        host: the site with which it ends, if any.
+
+    Attributes:
+        values: what is there.
+        changes: how often something was set.
+        slow_until: it takes seconds to answer until then.
+        dead: whether it answers no more.
+        unreachable: sites that cannot reach it.
+    """
+
+    def __init__(
+        self, world: World, processes: Sequence[Process], network: Network, host: int | None
+    ) -> None:
+        self._world, self._processes, self._network, self.host = world, processes, network, host
+        self.values: dict[str, Any] = {}
+        self.changes, self.slow_until, self.dead = 0, 0.0, False
+        self.unreachable: set[int] = set()
+
+    def call(self, process: Process, do: Callable[[], Any], within_s: float) -> Waiting[Any]:
+        """Does something in the store.
+
+        Raises:
+            StoreGoneError: no answer came in time; it may be done nevertheless.
+        """
+        world, answers = self._world, list[Any]()
+        began, until = world.now, world.now + within_s
+        took_s = world.dice.random() * (4.0 if began < self.slow_until else 0.005)
+        done_s = took_s * world.dice.random()
+        world.at(began + done_s, self._do, process, do, answers, began + took_s)
+        while not answers:
+            if world.now >= until:
+                raise StoreGoneError
+            yield until
+        return answers[0]
+
+    def set(self, key: str, value: object) -> None:
+        """Puts something there, in a call; whoever looks finds it soon."""
+        self.values[key] = value
+        self._changed()
+
+    def set_first(self, key: str, value: object) -> object:
+        """Puts something there unless there is something already, in a call; returns what is."""
+        if key not in self.values:
+            self.set(key, value)
+        return self.values[key]
+
+    def _changed(self) -> None:
+        self.changes += 1
+        for process in self._processes:
+            later = self._world.now + self._world.dice.random() * 0.02
+            self._world.at(later, process.reached_by, _nothing)
+
+    def _do(
+        self, process: Process, do: Callable[[], Any], answers: list[Any], answered: float
+    ) -> None:
+        if self._is_there_for(process.rank):
+            result = do()
+            self._world.at(answered, process.reached_by, answers.append, result)
+
+    def _is_there_for(self, site: int) -> bool:
+        host = self.host
+        if self.dead or site in self.unreachable:
+            return False
+        return host is None or (
+            self._processes[host].alive
+            and not self._processes[host].paused
+            and not self._network.is_cut(site, host)
+        )
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,210 @@
+"""What a site does in any protocol: it computes, sends its messages and receives the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from outergrad.core.errors import ExchangeError, Failure
+from outergrad_lab.checking.network import Network, Store
+from outergrad_lab.checking.trial import Trial
+from outergrad_lab.checking.world import Process, Waiting, World
+
+MESSAGES = 0
+"""The lane of what is computed."""
+_COMPUTES_S = 0.2
+_STILL_S = 0.1
+
+
+@dataclass
+class Ending:
+    """How a site ended.
+
+    Attributes:
+        applied: how many steps.
+        done: whether it ended as it was to.
+        lost: the sites that its error names; None if it raised none.
+        certain: as of `SiteLostError`.
+        may_differ: as of `SiteLostError`.
+        left: whether its program raised an error of its own.
+        longest_s: in a step, without what it stood still.
+        wrong: what it did that must never be.
+    """
+
+    applied: int = 0
+    done: bool = False
+    lost: tuple[int, ...] | None = None
+    certain: bool = True
+    may_differ: tuple[int, ...] = ()
+    left: bool = False
+    longest_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        steps = f"has applied {self.applied} step{'s' * (self.applied != 1)}"
+        if self.lost is None:
+            return f"{steps} and " + ("is done" if self.done else "is no more")
+        said = "certain" if self.certain else "not certain"
+        return f"{steps}, lost {list(self.lost)}, {said}, may differ: {list(self.may_differ)}"
+
+
+class SiteLost(Exception):  # noqa: N818
+    """The program of a site ends: it lost another."""
+
+
+class LeftError(Exception):
+    """The program of a site raised an error of its own."""
+
+
+class Site:
+    """A site of a trial; a protocol says what a step is.
+
+    Args:
+        process: where it runs.
+        network: its connections.
+        store: by which the sites met.
+        trial: what is going on.
+
+    Attributes:
+        blames_itself: whether it knows, when a wait has taken too long, that it stood still.
+        ending: how it ended.
+    """
+
+    blames_itself = False
+
+    def __init__(self, process: Process, network: Network, store: Store, trial: Trial) -> None:
+        self.process, self.network, self.store, self.trial = process, network, store, trial
+        self.world: World = process.world
+        self.rank, self.patience_s = process.rank, trial.timeout_s
+        # In the order in which a site of `TorchComm` waits for them.
+        self.others = [(self.rank - k) % trial.sites for k in range(1, trial.sites)]
+        self.ending = Ending()
+        self._damaged = {
+            (f.step, f.site) for f in trial.faults if f.kind == "damage" and f.other == self.rank
+        }
+        self._leaves = {f.step for f in trial.faults if f.kind == "leave" and f.site == self.rank}
+
+    def program(self) -> Waiting[None]:
+        """What the process runs: a training loop, and its end."""
+        try:
+            yield from self._train()
+            self.ending.done = True
+        except (SiteLost, LeftError) as error:
+            self.ending.left = isinstance(error, LeftError)
+            yield from self.end_after(error)
+        self.note("ends" + (": " + str(self.ending)))
+        if not self.trial.stays or not self.ending.done:
+            yield from self.process.sleep(self.world.dice.random() * 0.1)
+            self.process.end()
+
+    def _train(self) -> Waiting[None]:
+        while self.ending.applied < self.trial.steps:
+            yield from self._compute(self.ending.applied)
+            if self.ending.applied in self._leaves:
+                raise LeftError
+            with self._timed():
+                yield from self.step()
+        yield from self._compute(self.trial.steps)
+        with self._timed():
+            yield from self.settle()
+
+    def _compute(self, step: int) -> Waiting[None]:
+        long = (self.rank, step) in self.trial.busy
+        for_s = 3.2 * self.patience_s if long else self.world.dice.random() * _COMPUTES_S
+        yield from self.process.sleep(for_s)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Measures how long it takes, without what the site stood still."""
+        began, stood_s = self.world.now, self.process.paused_s
+        self.network.listening[self.rank] = True
+        try:
+            yield
+        finally:
+            self.network.listening[self.rank] = False
+            took_s = self.world.now - began - (self.process.paused_s - stood_s)
+            self.ending.longest_s = max(self.ending.longest_s, took_s)
+
+    def note(self, what: str) -> None:
+        """Writes down what this site did."""
+        self.world.note(self.rank, what)
+
+    # -- for a protocol to say ----------------------------------------------------------------
+
+    def step(self) -> Waiting[None]:
+        """One step; it applies it or does not.
+
+        Raises:
+            SiteLost: it does not go on.
+        """
+        raise NotImplementedError
+
+    def settle(self) -> Waiting[None]:
+        """Behind the last step."""
+        yield from ()
+
+    def end_after(self, error: Exception) -> Waiting[None]:
+        """The program has raised this."""
+        yield from ()
+
+    # -- for protocols to use -----------------------------------------------------------------
+
+    def apply(self, step: int, parts: set[int]) -> None:
+        """A step counts here.
+
+        Args:
+            step: which.
+            parts: the sites whose messages of it are there, as they were sent.
+        """
+        if step != self.ending.applied:
+            self.ending.wrong.append(f"applied step {step} after {self.ending.applied} steps")
+        if parts != set(range(self.trial.sites)):
+            self.ending.wrong.append(f"applied step {step} with the messages of {parts} alone")
+        self.ending.applied += 1
+        self.note(f"applies step {step}")
+
+    def is_damaged(self, step: int, sender: int) -> bool:
+        """Whether a message arrived other than it was sent, which happens once."""
+        damaged = (step, sender) in self._damaged
+        self._damaged.discard((step, sender))
+        return damaged
+
+    def send(self, lane: int, message: object) -> Waiting[None]:
+        """Sends to all others, one after the other: something may happen between.
+
+        Raises:
+            ExchangeError: a connection is closed.
+        """
+        for other in reversed(self.others):
+            self.network.send(self.rank, other, lane, message)
+            yield self.world.now
+
+    def receive_all(self, lane: int) -> Waiting[dict[int, object]]:
+        """A message of every other site, each in T from the one before.
+
+        Raises:
+            ExchangeError: a site is late, or its connection closed.
+        """
+        found, began = dict[int, object](), self.world.now
+        for other in self.others:
+            try:
+                found[other] = yield from self._receive(lane, other)
+            except ExchangeError as error:
+                error.waited_s = self.world.now - began
+                raise
+        return found
+
+    def _receive(self, lane: int, other: int) -> Waiting[object]:
+        until, inbox = self.world.now + self.patience_s, self.network.inbox(self.rank, other, lane)
+        sites = () if self.trial.sums and lane == MESSAGES and len(self.others) > 1 else (other,)
+        while not inbox:
+            if other in self.network.closed[self.rank]:
+                raise ExchangeError("closed", sites, kind=Failure.CLOSED)
+            if self.world.now >= until:
+                self.network.close_all(self.rank)  # so does gloo
+                if self.blames_itself and self.world.now > until + _STILL_S:
+                    raise ExchangeError("this site stood still", kind=Failure.LOCAL)
+                raise ExchangeError("timed out", sites, kind=Failure.TIMEOUT)
+            yield until
+        return inbox.popleft()

@@ -1,0 +1,158 @@
+"""What an execution is about: sites, steps, and what happens to them, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+KINDS = {
+    "kill": 8,
+    "pause": 6,
+    "reset": 5,
+    "cut line": 3,
+    "cut site": 2,
+    "slow store": 3,
+    "dead store": 1,
+    "damage": 4,
+    "leave": 2,
+}
+"""What can happen, and how often it is drawn."""
+_EARLY = 0.7
+"""How many of the faults come in the middle of a program, at one of its turns."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a site.
+
+    Attributes:
+        kind: one of KINDS.
+        site: to which.
+        other: the other end of a connection, or the receiver of a damaged message.
+        turn: the resumption of the site's program at which it happens; 0: by the clock.
+        at_s: when, by the clock.
+        for_s: how long it lasts.
+        step: of the message that is damaged, or before which the site leaves.
+    """
+
+    kind: str
+    site: int
+    other: int = 0
+    turn: int = 0
+    at_s: float = 0.0
+    for_s: float = 0.0
+    step: int = 0
+
+    def __str__(self) -> str:
+        if self.kind in ("damage", "leave"):
+            when = f"in step {self.step}"
+        else:
+            when = f"at turn {self.turn}" if self.turn else f"at {self.at_s:.3f} s"
+        where = {"reset": f"-{self.other}", "cut line": f"-{self.other}"}.get(self.kind, "")
+        return f"{self.kind} of site {self.site}{where} {when}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One execution.
+
+    Attributes:
+        seed: of all chance in it.
+        sites: how many.
+        steps: how many each is to apply.
+        timeout_s: T.
+        longest_s: how long a message may take.
+        host: the site that holds the store, if any.
+        sessions: how many take turns on the group.
+        sums: whether a step is an all-reduce, in which nobody knows for whom it waits.
+        stays: whether processes stay when they are done.
+        busy: sites, each with a step before which it computes for three times T.
+        faults: what happens.
+    """
+
+    seed: object
+    sites: int
+    steps: int
+    timeout_s: float = 1.0
+    longest_s: float = 0.1
+    host: int | None = None
+    sessions: int = 1
+    sums: bool = False
+    stays: bool = False
+    busy: tuple[tuple[int, int], ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def gone(self) -> set[int]:
+        """Sites of which nothing may be left."""
+        return {fault.site for fault in self.faults if fault.kind in ("kill", "leave")}
+
+    def __str__(self) -> str:
+        what = f"{self.sites} sites, {self.steps} steps, T = {self.timeout_s:g} s"
+        held = "outside" if self.host is None else f"with site {self.host}"
+        busy = [f"site {site} computes for 3 T before step {step}" for site, step in self.busy]
+        kind = "sums" if self.sums else "gathers"
+        several = f", {self.sessions} sessions" if self.sessions > 1 else ""
+        happens = "; ".join([*busy, *map(str, self.faults)]) or "nothing happens"
+        return f"{what}, {kind}{several}, the store {held}; {happens}"
+
+
+def draw(seed: object) -> Trial:
+    """The trial of a seed."""
+    dice = random.Random(repr(("trial", seed)))
+    sites, steps = dice.choice((2, 2, 3, 3, 3, 4)), dice.choice((1, 2, 2, 3))
+    timeout_s = dice.choice((1.0, 1.0, 4.0))
+    trial = Trial(
+        seed,
+        sites,
+        steps,
+        timeout_s,
+        longest_s=dice.choice((0.02, 0.1, 0.3)) * timeout_s,
+        host=dice.choice((None, None, 0)),
+        sessions=dice.choice((1, 1, 2)),
+        sums=dice.random() < 0.3,
+        stays=dice.random() < 0.5,
+    )
+    many = dice.choice((0, 1, 1, 1, 2, 2, 3))
+    faults = tuple(_fault(dice, trial) for _ in range(many))
+    busy = ((dice.randrange(sites), dice.randrange(1, steps + 1)),) * (dice.random() < 0.3)
+    return replace(trial, faults=faults, busy=busy)
+
+
+def _fault(dice: random.Random, trial: Trial) -> Fault:
+    site = dice.randrange(trial.sites)
+    kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
+    early = dice.random() < _EARLY
+    return Fault(
+        kind,
+        site,
+        other=(site + dice.randrange(1, trial.sites)) % trial.sites,
+        turn=dice.randrange(1, 16 * trial.steps) if early and "store" not in kind else 0,
+        at_s=dice.random() * (0.4 * trial.steps + 0.2),
+        for_s=trial.timeout_s * dice.choice((0.3, 1.1, 2.0, 5.0)),
+        step=dice.randrange(trial.steps),
+    )
+
+
+def simpler(trial: Trial) -> list[Trial]:
+    """Trials in which less happens; the same chance otherwise."""
+    fewer = [replace(trial, faults=_without(trial.faults, i)) for i in range(len(trial.faults))]
+    if trial.busy:
+        fewer.append(replace(trial, busy=()))
+    fewer += [replace(trial, **less) for less in _LESS if _is_less(trial, less)]
+    if trial.sites > 2 and all(trial.sites - 1 not in (f.site, f.other) for f in trial.faults):
+        fewer.append(replace(trial, sites=trial.sites - 1))
+    if trial.steps > 1:
+        fewer.append(replace(trial, steps=trial.steps - 1))
+    return fewer
+
+
+_LESS: tuple[dict, ...] = ({"sessions": 1}, {"sums": False}, {"host": None}, {"longest_s": 0.02})
+
+
+def _is_less(trial: Trial, less: dict) -> bool:
+    return any(getattr(trial, name) != value for name, value in less.items())
+
+
+def _without(faults: tuple[Fault, ...], index: int) -> tuple[Fault, ...]:
+    return faults[:index] + faults[index + 1 :]
