@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from outergrad.core.compressor import Compressor
 from outergrad.core.protocols import Method
@@ -16,7 +16,7 @@ from outergrad.methods.dense import Dense
 from outergrad.methods.per_layer import Local
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Auto:
     """A policy: layers alike travel by the method with which steps take least time.
 
@@ -39,6 +39,7 @@ class Auto:
     """
 
     among: Sequence[Method] = ()
+    _: KW_ONLY
     looking: float = 0.01
     every: int = 1
     frozen: Mapping[str, Method] | None = None
