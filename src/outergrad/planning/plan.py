@@ -20,7 +20,7 @@ from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
 
 _MOST_CACHES = 8
-"""How many combinations of methods are foreseen for: a policy may go back and forth."""
+"""For how many combinations of methods that take turns headers are foreseen."""
 
 
 class _Decision(NamedTuple):
@@ -129,7 +129,10 @@ class Planner:
             self._change_cache(str(self._phases))
 
     def _change_cache(self, key: str) -> None:
-        """Goes on with what was foreseen when the methods were last as they are now, if so."""
+        """Forgets what was foreseen; where methods take turns, goes on with what was of these."""
+        if self._compressors.chooser is None:
+            self.header_cache.forget()
+            return
         new = HeaderCache(self.facts, self._ways)
         self.header_cache = self._header_caches.pop(key, new)
         self._header_caches[key] = self.header_cache
