@@ -68,7 +68,7 @@ class Session(Verified):
         told = (units, reasons, compressors, sites, chosen, self._header_builder.rows)
         lines = self._cadence.noted(coverage(params, self._local, *told))
         if self._choosing is not None:
-            lines = trials_noted(lines, units, self._choosing.chooser)
+            lines = trials_noted(lines, model.units, self._choosing.chooser)
         return noted(lines, self._transform)
 
     def choice(self) -> dict[str, Method]:

@@ -175,6 +175,7 @@ def test_the_fastest_way_is_found_and_told():
     assert choice == other
     assert choice["0.weight"] == og.RankDAD(rank=2)
     assert "Auto: RankDAD(rank=2), " in table
+    assert table.count("Auto: ") == len(choice)
     assert "Dense() " in table
     assert " in step " in table
     assert [(t.step, t.methods, t.seconds, t.outcome) for t in trials] == [
