@@ -20,6 +20,7 @@ from outergrad.linalg.outer import formed
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.session import attach
 from outergrad.session.figures import Figures
+from outergrad.session.inspect import inspect
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 START = mlp(60, 80, 70, 10)
@@ -354,6 +355,8 @@ def test_what_cannot_be_chosen_is_refused_by_name():
         og.Auto(among=[og.RankDAD(every=2)])
     with pytest.raises(ValueError, match="looking"):
         og.Auto(looking=0)
+    with pytest.raises(ValueError, match=r"nothing was chosen for '0.weight'"):
+        inspect(START, og.Auto(frozen={"0.bias": og.DAD()}), og.RULES)
 
 
 def test_sites_compare_what_is_frozen():

@@ -85,13 +85,21 @@ class Auto:
         found += [method for k, method in enumerate(self.among) if method not in self.among[:k]]
         return found[:2] + [method for method in found[2:] if method not in found[:2]]
 
-    def candidates(self, name: str) -> Sequence[Method | None]:
+    def candidates(self, name: str) -> Sequence[Method]:
         """All methods that a parameter may have."""
-        return self.methods if self.frozen is None else [self.frozen.get(name)]
+        return self.methods if self.frozen is None else [self._frozen(self.frozen, name)]
 
-    def method_of(self, name: str, step: int = 0) -> Method | None:
+    def method_of(self, name: str, step: int = 0) -> Method:
         """The method of a parameter before anything is known; a `chooser` goes on from there."""
-        return DAD(every=self.every) if self.frozen is None else self.frozen.get(name)
+        return DAD(every=self.every) if self.frozen is None else self._frozen(self.frozen, name)
+
+    def _frozen(self, frozen: Mapping[str, Method], name: str) -> Method:
+        if name not in frozen:
+            raise ValueError(
+                f"Auto(frozen=...): nothing was chosen for {name!r}: pass what session.choice() "
+                f"returned for the same model"
+            )
+        return frozen[name]
 
     def chooser(
         self, units: Sequence[Unit], compressor_of: Callable[[Method], Compressor]
