@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from full_disk import longest_file
 from made_up_run import DENSE_BYTES, TRAVELS, write_run
-from outergrad.report import load
+from outergrad._event_lines import line_of
+from outergrad.events import Trial
+from outergrad.report import load, write_page
 from outergrad.report.files import thin
 from outergrad.report.page import names
 from outergrad.report.series import series, time_split
@@ -50,6 +52,18 @@ def test_the_page_begins_with_a_summary(tmp_path):
         "Final accuracy": "0.9169",
     }
     assert "RankDAD(rank=4)" in summary
+
+
+def test_the_page_tells_what_was_tried(tmp_path):
+    run = write_run(tmp_path / "run", sites=2, steps=20)
+    about = {"methods": ("DAD()", "<b>"), "seconds": 0.012, "kept_seconds": 0.008}
+    for rank in range(2):
+        trial = Trial(rank=rank, step=15, time=1.7e9, **about, outcome="slower")
+        with (run / f"site-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line_of(trial)) + "\n")
+    assert list(load(run).trials["outcome"]) == ["slower"] * 2
+    text = write_page([run], tmp_path / "page.html").path.read_text("utf-8")
+    assert "<li>step 15: DAD() / &lt;b&gt;, slower: 12 ms against 8 ms</li>" in text
 
 
 def test_series_are_means_over_sites(tmp_path):

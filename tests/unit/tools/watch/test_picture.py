@@ -6,13 +6,14 @@ import io
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from made_up_watch import START, drawn, view, watched
 from rich.console import Console
 
 from made_up_run import events, layer
-from outergrad.events import End, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.launch.console import printable
 from outergrad.tools.watch.live import summary_line
 from outergrad.tools.watch.picture import picture
@@ -231,6 +232,19 @@ def test_a_run_that_goes_on_has_not_ended():
     assert drawn(run, later_s=11.0)[0].endswith("● live")
 
 
+def trial(**about: Any) -> Trial:
+    own = {"rank": 0, "step": 200, "time": START + 20, "seconds": 0.012, "kept_seconds": 0.008}
+    return Trial(**own, **about)
+
+
+def test_the_last_trial_is_told():
+    run = watched(sites=1)
+    run.take(trial(methods=("DAD()", "DAD()"), outcome="slower"), heard=START + 20)
+    line = next(line for line in drawn(run) if line.startswith(" trial"))
+    assert "DAD(): slower" in line
+    assert "12 ms against 8 ms" in line
+
+
 def test_nothing_of_a_file_steers_the_terminal():
     """Names of scalars, layers and what was waited for come from a file."""
     evil = "loss\x1b]0;owned\x07\x1b[2J\n\u202e\x9b1m"
@@ -238,6 +252,7 @@ def test_nothing_of_a_file_steers_the_terminal():
     own = {"rank": 0, "step": 200, "time": START + 20}
     run.take(Scalars(**own, values={evil: 1.0}), heard=START + 20)
     run.take(Mishap(**own, what=evil, sites=(0,), layer=evil), heard=START + 20)
+    run.take(trial(methods=(evil,), outcome=evil), heard=START + 20)
     run.take(replace(layer(0, 1, 200, "head.weight"), layer=evil, travels=evil), heard=START + 20)
     run.take(replace(run.run, method=evil, step=200), heard=START + 20)
     shown = [*drawn(run, height=None, width=200), summary_line(run, view())]
