@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.reasons import Reason, Why
-from outergrad.core.types import Route, Slot, Unit, overlapping
+from outergrad.core.types import Gradient, Route, Slot, Unit, overlapping
 from outergrad.messages.header import BlockUse, Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
@@ -48,8 +47,10 @@ class Planner:
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
         self._phases = compressors.phases
-        self.used: Collection[str] = ()
-        """Parameters that have a gradient on some site in this step."""
+        self._used: Collection[str] = ()
+        self._adopted: Choice | None = None
+        self._owing: Mapping[str, Unit] = {}
+        """Parameters that travel dense in this step and may owe, and their units."""
         self.packer = Packer(model, compressors, cost)
         self.header_cache = HeaderCache(self.facts, self._ways)
 
@@ -125,13 +126,30 @@ class Planner:
             self._phases = self._compressors.phases
             self.header_cache.forget()
 
-    def owed(self, name: str) -> Sequence[tuple[Slot, Tensor]]:
-        """As `Compressors.owed`."""
-        return self._compressors.owed(name)
+    def adopt(self, headers: Sequence[Header], used: Collection[str]) -> Choice:
+        """How the units travel in this step.
+
+        Args:
+            headers: of all sites.
+            used: parameters that have a gradient on some site.
+        """
+        choice, self._used = self.choose(headers), used
+        if choice is not self._adopted:
+            self._adopted, routes = choice, zip(self._model.units, choice.routes, strict=True)
+            dense = [unit for unit, route in routes if route == Route.DENSE]
+            owing = [unit for unit in dense if self._compressors.remembers(unit)]
+            self._owing = {name: unit for unit in owing for name in unit.params}
+        return choice
+
+    def owed(self, name: str) -> Sequence[tuple[Slot, Gradient]]:
+        """What was not sent of a parameter that travels dense in this step, and so whole."""
+        unit = self._owing.get(name)
+        return () if unit is None else self._compressors.owed(unit, name)
 
     def commit(self, *, applied: bool) -> None:
         """Tells the compressors of the model that a step is over, for all sites alike."""
-        self._compressors.commit(self._units, applied=applied, used=self.used)
+        dense = set(self._owing.values())
+        self._compressors.commit(self._units, applied=applied, used=self._used, dense=dense)
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""
