@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outergrad.core.blocks import Block
 from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Reason
-from outergrad.core.types import Gradient, Inheritance, Route, Slot, StateDict, Unit, overlapping
+from outergrad.core.types import Inheritance, Route, Slot, StateDict, Unit, overlapping
 
 
 @dataclass(frozen=True)
@@ -133,27 +133,23 @@ class Compressors:
         """Whether a unit travels dense, whatever its compressor says."""
         return False
 
-    def remembers(self, unit: Unit) -> bool:
-        """Whether something of a unit may be owed."""
-        return self._of[unit].remembers(unit)
+    def remembering(self, unit: Unit) -> list[Compressor]:
+        """Those that may have something of a unit that they have not sent."""
+        own = self._of[unit]
+        return [own] if own.remembers(unit) else []
 
-    def owed(self, unit: Unit, name: str) -> Sequence[tuple[Slot, Gradient]]:
-        """What travels with the dense gradient of a parameter, undivided: of its parts."""
-        return residuals_of(self._of[unit], unit, name)
+    def memories(self, unit: Unit) -> list[tuple[Compressor, Slot]]:
+        """Where to ask what of a unit was not sent."""
+        return [(one, slot) for one in self.remembering(unit) for slot in slots_of(unit)]
 
     @property
     def owe(self) -> bool:
         """Whether anything was not sent."""
-        units = [unit for unit in self._of if self.remembers(unit)]
-        return any(self.owed(unit, name) for unit in units for name in unit.params)
+        memories = (pair for unit in self._of for pair in self.memories(unit))
+        return any(one.residual(slot) is not None for one, slot in memories)
 
     def commit(
-        self,
-        units: AbstractSet[Unit],
-        *,
-        applied: bool,
-        used: Collection[str] = (),
-        dense: Collection[Unit] = (),
+        self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
     ) -> None:
         """Ends a step of some units: residuals of their compressors are kept if it was applied.
 
@@ -161,16 +157,11 @@ class Compressors:
             units: that the step was of.
             applied: whether it counts.
             used: parameters that had a gradient on some site.
-            dense: units that travelled dense, with all that was owed of what is used of them.
         """
         ending = {id(self._of[unit]) for unit in units if unit in self._of}
         for compressor, _ in self._units_of:
             if id(compressor) in ending:
                 compressor.commit(applied=applied)
-        for unit in dense if applied else ():
-            arrived = [s for name in unit.params if name in used for s, _ in self.owed(unit, name)]
-            if arrived:
-                self._of[unit].hand_over(arrived)
 
     def states(self) -> list[StateDict]:
         """What each remembers between two steps."""
@@ -185,13 +176,6 @@ class Compressors:
 def slots_of(unit: Unit) -> list[Slot]:
     """All that something may be remembered of, a place once."""
     return list({slot.place: slot for slot in (*unit.slots, *unit.matrices)}.values())
-
-
-def residuals_of(compressor: Compressor, unit: Unit, name: str) -> list[tuple[Slot, Gradient]]:
-    """What a compressor has not sent of a parameter of a unit, by its parts."""
-    slots = [slot for slot in slots_of(unit) if slot.weight == name]
-    found = [(slot, compressor.residual(slot)) for slot in slots]
-    return [(slot, residual) for slot, residual in found if residual is not None]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from outergrad.core.model import Compressors, residuals_of, slots_of
+from outergrad.core.model import Compressors, slots_of
 from outergrad.core.protocols import Compressor
-from outergrad.core.types import Gradient, Inheritance, Slot, StateDict, Unit
+from outergrad.core.types import Inheritance, StateDict, Unit
 
 Choose = Callable[[Unit, int], Compressor]
 """The compressor of a unit in a step: the same on every site."""
@@ -73,26 +73,17 @@ class ChangingCompressors(Compressors):
         """Whether something of a former method has to arrive."""
         return unit in self._owing
 
-    def remembers(self, unit: Unit) -> bool:
-        """Also by its former compressor, where something still has to arrive."""
-        return unit in self._owing or super().remembers(unit)
-
-    def owed(self, unit: Unit, name: str) -> list[tuple[Slot, Gradient]]:
-        """By the former compressor, too, where it still has to arrive."""
-        found = [*super().owed(unit, name)]
-        old = self._owing[unit][0] if unit in self._owing else self._of[unit]
-        return found if old is self._of[unit] else [*found, *residuals_of(old, unit, name)]
+    def remembering(self, unit: Unit) -> list[Compressor]:
+        """Also its former compressor, where something still has to arrive."""
+        own, found = self._of[unit], super().remembering(unit)
+        old = self._owing[unit][0] if unit in self._owing else own
+        return found if old is own else [*found, old]
 
     def commit(
-        self,
-        units: AbstractSet[Unit],
-        *,
-        applied: bool,
-        used: Collection[str] = (),
-        dense: Collection[Unit] = (),
+        self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
     ) -> None:
         """Ends a step: what has arrived is owed no more."""
-        super().commit(units, applied=applied, used=used, dense=dense)
+        super().commit(units, applied=applied)
         for unit, (old, names) in list(self._owing.items()) if applied else ():
             arrived = names & set(used)
             old.hand_over([slot for slot in slots_of(unit) if slot.weight in arrived])

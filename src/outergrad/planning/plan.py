@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
+from outergrad.core.protocols import Compressor
 from outergrad.core.reasons import Reason, Why
 from outergrad.core.types import Gradient, Route, Slot, Unit, overlapping
 from outergrad.messages.header import BlockUse, Header
@@ -49,8 +50,9 @@ class Planner:
         self._phases = compressors.phases
         self._used: Collection[str] = ()
         self._adopted: Choice | None = None
-        self._owing: Mapping[str, Unit] = {}
-        """Parameters that travel dense in this step and may owe, and their units."""
+        self._memories: dict[str, list[tuple[Compressor, Slot]]] = {}
+        """Who may owe something of a parameter that travels dense in this step."""
+        self._paid: list[tuple[Compressor, Slot]] = []
         self.packer = Packer(model, compressors, cost)
         self.header_cache = HeaderCache(self.facts, self._ways)
 
@@ -133,23 +135,35 @@ class Planner:
             headers: of all sites.
             used: parameters that have a gradient on some site.
         """
-        choice, self._used = self.choose(headers), used
+        choice, self._used, self._paid = self.choose(headers), used, []
         if choice is not self._adopted:
-            self._adopted, routes = choice, zip(self._model.units, choice.routes, strict=True)
-            dense = [unit for unit, route in routes if route == Route.DENSE]
-            owing = [unit for unit in dense if self._compressors.remembers(unit)]
-            self._owing = {name: unit for unit in owing for name in unit.params}
+            self._adopted, self._memories = choice, {}
+            routes = zip(self._model.units, choice.routes, strict=True)
+            for unit in (unit for unit, route in routes if route == Route.DENSE):
+                for one, slot in self._compressors.memories(unit):
+                    self._memories.setdefault(slot.weight, []).append((one, slot))
         return choice
 
-    def owed(self, name: str) -> Sequence[tuple[Slot, Gradient]]:
-        """What was not sent of a parameter that travels dense in this step, and so whole."""
-        unit = self._owing.get(name)
-        return () if unit is None else self._compressors.owed(unit, name)
+    def owed(self, name: str) -> list[tuple[Slot, Gradient]]:
+        """What was not sent of a parameter that travels dense, of its parts, undivided.
+
+        It is paid, whole, if the step counts and some site uses the parameter.
+        """
+        found = []
+        for one, slot in self._memories.get(name, ()):
+            residual = one.residual(slot)
+            if residual is not None:
+                found.append((slot, residual))
+                self._paid.append((one, slot))
+        return found
 
     def commit(self, *, applied: bool) -> None:
         """Tells the compressors of the model that a step is over, for all sites alike."""
-        dense = set(self._owing.values())
-        self._compressors.commit(self._units, applied=applied, used=self._used, dense=dense)
+        self._compressors.commit(self._units, applied=applied, used=self._used)
+        for one, slot in self._paid if applied else ():
+            if slot.weight in self._used:
+                one.hand_over([slot])
+        self._paid = []
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""
