@@ -18,6 +18,7 @@ from cases import relative_error
 from covering import covering
 from meshes import ThreadMesh, run_mesh, try_mesh
 from outergrad.core.errors import StepDiscardedError
+from outergrad.session.mesh.refusals import of_settings
 from outergrad.step.step import SharedStep
 from outergrad.transforms import formed
 
@@ -255,3 +256,11 @@ def test_the_change_of_a_sites_weights_is_clipped():
     for rank, returned in enumerate(run_mesh(2, 2, body)):
         lengths = [length(gradient) for gradient in returned]
         assert lengths == ([pytest.approx(1e-4)] if rank % 2 == 0 else [])
+
+
+def test_shards_are_refused():
+    """Of `fully_shard`, which has summed them over the site."""
+    settings = {"weighting": "sites", "buffers": None, "verify_every": None, "transform": Half()}
+    (why,) = of_settings(settings, sharded=True, steps=False)
+    assert "none a whole one; use a model that is whole on every rank" in why
+    assert not list(of_settings(settings, sharded=False, steps=False))
