@@ -77,7 +77,7 @@ def test_the_documented_transport_is_the_one_that_is_tested():
     assert len(code.splitlines()) < 60
 
 
-@pytest.mark.parametrize("name", ["transposed", "signs", "settling"])
+@pytest.mark.parametrize("name", ["transposed", "signs", "settling", "int4"])
 def test_a_documented_example_is_the_tested_file_and_short(name):
     code = (EXAMPLES / f"{name}.py").read_text()
     assert code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
