@@ -16,6 +16,7 @@ from outergrad.layers import RULES
 from outergrad.methods import (
     DAD,
     EDAD,
+    Auto,
     Dense,
     Local,
     LocalSteps,
@@ -36,6 +37,7 @@ __all__ = [
     "EDAD",
     "JSONL",
     "RULES",
+    "Auto",
     "BadStepsError",
     "Call",
     "Checkpoints",

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 Entry = dict[str, Any]
 """A line as JSON has it: the fields of an event, and its kind under "event"."""
@@ -18,7 +18,7 @@ Check = Callable[[Any], bool]
 START = '{"event"'
 _RUN = b'{"event": "run"'
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, End)
+    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, Trial, End)
 }
 
 
@@ -90,6 +90,7 @@ _FITS: dict[str, Check] = {
     "float | None": lambda value: type(value) is float or value is None or _is_int(value),
     "str": lambda value: type(value) is str,
     "tuple[int, ...]": _INTS,
+    "tuple[str, ...]": _list_of(str),
     "tuple[float, ...] | None": lambda value: value is None or _FLOATS(value),
     "Mapping[str, float]": _values(_FLOATS),
     "Mapping[str, tuple[int, ...]]": _values(lambda lists: all(map(_INTS, lists))),

@@ -2,7 +2,8 @@
 
 First a `Run`; then, at every recorded step, a `Layer` for each layer and a `Step` behind them;
 `Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing or
-the replicas are found to differ; an `End` when the session is detached or its program ends.
+the replicas are found to differ; a `Trial` whenever `og.Auto()` has tried something; an `End` when
+the session is detached or its program ends.
 """
 
 from __future__ import annotations
@@ -175,6 +176,32 @@ class Mishap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trial:
+    """`og.Auto()` has tried another way to share the gradients beside the one that it kept.
+
+    Told of whatever a recorder's `every`.
+
+    Attributes:
+        rank: this site.
+        step: synchronised steps before the decision.
+        time: seconds since 1970.
+        methods: that were tried, as text, of each group of layers, the largest first.
+        seconds: of a step by them, the median at the slowest site.
+        kept_seconds: likewise of a step by the methods that were kept till then.
+        outcome: "faster" (they are kept from now on), "not measurably faster", "slower" or
+            "twice as long".
+    """
+
+    rank: int
+    step: int
+    time: float
+    methods: tuple[str, ...]
+    seconds: float
+    kept_seconds: float
+    outcome: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class End:
     """A session ends: it was detached, or its program ended. A process that is killed tells none.
 
@@ -191,4 +218,4 @@ class End:
     error: str = ""
 
 
-Event = Run | Layer | Step | Scalars | Mishap | End
+Event = Run | Layer | Step | Scalars | Mishap | Trial | End

@@ -35,6 +35,9 @@ METHODS: dict[str, Any] = {
     "sparse, all added up": og.Sparse(density=1.0, select="random", always=True),
 }
 
+EVERY: dict[str, Any] = METHODS | {"auto": og.Auto()}
+"""And the policy that chooses, which a mesh refuses."""
+
 SHARED_STREAM = {"attention dropout", "attention dropout, no weights", "transformer"}
 """Cases with dropout: ranks in threads share one random stream and would draw other numbers."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import outergrad as og
-from cases import METHODS, Case, pooled, relative_error, run
+from cases import EVERY, METHODS, Case, pooled, relative_error, run
 from ranks import run_on_lasting_groups
 
 STEPS = 3
@@ -40,7 +40,7 @@ def by_ddp(case: Case, rank: int, group: Any) -> dict[str, Tensor | None]:
 
 def assert_exact(case: Case, sites: int) -> None:
     """In every step; a first one with taps, and what follows from it."""
-    expected, methods = pooled(case, sites), ALONE if sites == 1 else METHODS
+    expected, methods = pooled(case, sites), ALONE if sites == 1 else EVERY
 
     def body(rank, group):
         peer = by_ddp(case, rank, group)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import outergrad as og
-from cases import METHODS, SHARED_STREAM, Case, build, pooled, relative_error, run
+from cases import EVERY, SHARED_STREAM, Case, build, pooled, relative_error, run
 from covering import covering
 from outergrad.layers import rule_for
 from ranks import run_on_lasting_groups
@@ -34,7 +34,7 @@ def shared_gradients(case: Case, sites: int):
     """Per site and method, gradients after steps without a plan, with and without a header."""
 
     def body(rank, group):
-        return {label: train(case, method, rank, group) for label, method in METHODS.items()}
+        return {label: train(case, method, rank, group) for label, method in EVERY.items()}
 
     return run_on_lasting_groups(sites, body)
 
@@ -71,7 +71,7 @@ def test_no_rule_and_no_method_is_left_out():
     cases = [CASES[name]() for name in CASES if (name, 2) in quick]
     modules = [module for case in cases for module in case.model.modules()]
     assert {id(rule_for(module, og.RULES)[0]) for module in modules} >= set(map(id, RULES))
-    assert {type(method) for method in METHODS.values()} == ALL_METHODS - NOT_EXACT
+    assert {type(method) for method in EVERY.values()} == ALL_METHODS - NOT_EXACT
 
 
 @pytest.mark.parametrize(("name", "sites"), PAIRS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from outergrad.core.blocks import Block
+from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import Reason
 from outergrad.core.residual_store import ResidualStore
@@ -115,6 +116,9 @@ class Compressors:
         units_of: each compressor with its units.
     """
 
+    chooser: Chooser | None = None
+    """What chooses among them step by step, if something does."""
+
     def __init__(self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]]) -> None:
         self._units_of = tuple(units_of)
         self._of = {unit: compressor for compressor, units in units_of for unit in units}
@@ -139,6 +143,15 @@ class Compressors:
     def begin(self, step: int, sites: int) -> bool:
         """A step begins; whether some unit has another compressor than in the last one."""
         return False
+
+    def next_of(self, unit: Unit) -> Compressor:
+        """What the unit will have in the next step."""
+        return self._of[unit]
+
+    @property
+    def ahead(self) -> Hashable:
+        """What `next_of` follows from besides the step that runs."""
+        return None
 
     def travels_dense(self, unit: Unit) -> bool:
         """Whether a unit travels dense, whatever its compressor says."""

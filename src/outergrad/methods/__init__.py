@@ -1,5 +1,6 @@
 """Methods: how gradients travel. A method is a frozen dataclass; its compressor does the work."""
 
+from outergrad.methods.auto import Auto
 from outergrad.methods.dad import DAD
 from outergrad.methods.dense import Dense
 from outergrad.methods.edad import EDAD
@@ -13,6 +14,7 @@ from outergrad.methods.sparse import Sparse
 __all__ = [
     "DAD",
     "EDAD",
+    "Auto",
     "Dense",
     "Local",
     "LocalSteps",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.protocols import Method, Policy
 from outergrad.core.types import Unit
@@ -131,6 +132,11 @@ class Assignment:
             for method, compressor in self._compressors
             if compressor is not None
         ]
+
+    def chooser(self, units: Sequence[Unit]) -> Chooser | None:
+        """What chooses for these units step by step, where the policy makes such."""
+        make = getattr(self._policy, "chooser", None)
+        return None if make is None else make(units, self._compressor)
 
     def choose(self, unit: Unit, step: int) -> Compressor:
         """The compressor of a unit in a step.

@@ -9,6 +9,7 @@ import torch
 
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE, Block
+from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.reasons import Reason, Why
@@ -17,6 +18,9 @@ from outergrad.core.types import Gradient, Route, Slot, Source, Unit, overlappin
 from outergrad.messages.header import Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
+
+_MOST_CACHES = 8
+"""For how many combinations of methods that take turns headers are foreseen."""
 
 
 class _Decision(NamedTuple):
@@ -54,6 +58,7 @@ class Planner:
         self._paid: list[tuple[ResidualStore, Slot]] = []
         self.packer = Packer(model, compressors, cost)
         self.header_cache = HeaderCache(self.facts, self._ways)
+        self._header_caches = {str(self._phases): self.header_cache}
 
     def of(self, model: Model) -> Planner:
         """The planner of a part of the model, which learns what this one does of mixed units."""
@@ -83,7 +88,7 @@ class Planner:
         """Sends units of these parameters dense from now on: they also have a dense part."""
         self._has_autograd_grad |= {u for u in self._model.units if set(u.params) & set(names)}
         self._last = None
-        self.header_cache.forget()
+        self.forget_headers()
 
     @property
     def has_autograd_grad(self) -> list[str]:
@@ -124,7 +129,23 @@ class Planner:
             self._last = None
         if self._phases != self._compressors.phases:
             self._phases = self._compressors.phases
+            self._change_cache(str(self._phases))
+
+    def _change_cache(self, key: str) -> None:
+        """Forgets what was foreseen; where methods take turns, goes on with what was of these."""
+        if self._compressors.chooser is None:
             self.header_cache.forget()
+            return
+        new = HeaderCache(self.facts, self._ways)
+        self.header_cache = self._header_caches.pop(key, new)
+        self._header_caches[key] = self.header_cache
+        if len(self._header_caches) > _MOST_CACHES:
+            del self._header_caches[next(iter(self._header_caches))]
+
+    def forget_headers(self) -> None:
+        """Nothing is foreseen any more, whatever the methods."""
+        for cache in self._header_caches.values():
+            cache.forget()
 
     def adopt(self, headers: Sequence[Header], used: Collection[str]) -> Choice:
         """How the units travel in this step.
@@ -174,6 +195,7 @@ class Planner:
         facts: list[Hashable] = [
             len(self._has_autograd_grad),
             *self._compressors.phases,
+            self._compressors.ahead,
             *(header.facts for header in headers),
         ]
         if self._last is None or self._last[0] != facts:
@@ -187,8 +209,9 @@ class Planner:
     def _decided(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
         index = [self._index[source] for source in unit.sources]
         rows_SK = [[header.uses[k].rows for k in index] for header in headers]
-        taps = self._taps(unit, rows_SK)
+        taps = self._taps(unit, rows_SK, self._compressors[unit])
         tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
+        taps = self._taps(unit, rows_SK, self._compressors.next_of(unit))
         if self._compressors.travels_dense(unit):
             return _Decision(Route.DENSE, False, taps, 0, Reason(why=Why.OWING))
         route = self._compressors[unit].route(unit, rows_SK, tapped=tapped)
@@ -202,12 +225,12 @@ class Planner:
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
         """Whether a unit would be tapped if every site had so many rows per slot (K)."""
-        return self._taps(unit, [rows_K] * self._cost.sites)
+        return self._taps(unit, [rows_K] * self._cost.sites, self._compressors[unit])
 
-    def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
+    def _taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]], compressor: Compressor) -> bool:
         if not unit.sources or unit in self._has_autograd_grad:
             return False
-        return self._compressors[unit].taps(unit, rows_SK)
+        return compressor.taps(unit, rows_SK)
 
     def _why_block(self, unit: Unit, nbytes: int, *, tapped: bool, tap_next: bool) -> Reason:
         if tapped:

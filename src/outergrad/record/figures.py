@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 STEP = (
     "seconds",
@@ -27,7 +27,7 @@ LAYER = (
     "cosine",
 )
 ROWS = ("rows", "kept_rows", "compress_s")
-GROUPS = ("step", "mishap", *LAYER, *ROWS, "replay_s", "spectral_norm", "travels")
+GROUPS = ("step", "mishap", "trial", *LAYER, *ROWS, "replay_s", "spectral_norm", "travels")
 """What stands before the slash of a tag."""
 
 
@@ -36,8 +36,9 @@ def figures(event: Event) -> dict[str, float]:
 
     A layer's are `<figure>/<layer>`, so that a board shows the layers of one figure beside each
     other; `spectral_norm` is the largest singular value of the mean gradient. Those of a step are
-    `step/<figure>`, a step that came to nothing is a 1 at `mishap/<what>`, those of the training
-    loop have its own names. What was not measured, or means nothing for the way in which a layer
+    `step/<figure>`, a step that came to nothing is a 1 at `mishap/<what>`, a trial of
+    `og.Auto()` is `trial/seconds` beside `trial/kept_seconds`, those of the training loop have its
+    own names. What was not measured, or means nothing for the way in which a layer
     travelled, is left out.
     """
     if isinstance(event, Scalars):
@@ -46,6 +47,8 @@ def figures(event: Event) -> dict[str, float]:
         return {}
     if isinstance(event, Mishap):
         return {f"mishap/{event.what}": 1.0}
+    if isinstance(event, Trial):
+        return {"trial/seconds": event.seconds, "trial/kept_seconds": event.kept_seconds}
     if isinstance(event, Step):
         return {f"step/{name}": v for name in STEP if (v := getattr(event, name)) is not None}
     return _of_layer(event)

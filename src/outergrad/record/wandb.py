@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.figures import GROUPS, about, figures
 from outergrad.record.recorders import checked
 
@@ -63,7 +63,7 @@ class WandB:
             self.run.define_metric(AXIS, hidden=True)
         self._define(*(f"{group}/*" for group in GROUPS))
 
-    def _log(self, event: Step | Scalars | Mishap) -> None:
+    def _log(self, event: Step | Scalars | Mishap | Trial) -> None:
         values = {AXIS: event.step, **figures(event)}
         if isinstance(event, Step):
             values = {**self._layers, **values}

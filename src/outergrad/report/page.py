@@ -14,7 +14,7 @@ from outergrad._whole_files import write_whole
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned, require
 from outergrad.report.series import POINTS, series
 from outergrad.report.skeleton import asset, whole_page
-from outergrad.report.summary import Summary, columns_of, summary
+from outergrad.report.summary import Summary, columns_of, summary, trials
 
 _SCRIPTS = ("theme.js", "parts.js", "figures.js", "layers.js", "page.js")
 _NOTHING, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
@@ -87,11 +87,12 @@ def _page(recordings: dict[str, Recording], problems: Sequence[str]) -> str:
     found = [{"name": name, **series(recording)} for name, recording in recordings.items()]
     data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     summaries = {name: summary(recording) for name, recording in recordings.items()}
+    notes = _trials(recordings) + _problems(problems)
     return whole_page(
         command="outergrad report",
         title=next(iter(recordings)) if len(recordings) == 1 else f"{len(recordings)} runs",
         lead=f"{_days(recordings)}.",
-        head=f'<table class="figures summary">{_table(summaries)}</table>\n{_problems(problems)}',
+        head=f'<table class="figures summary">{_table(summaries)}</table>\n{notes}',
         body=asset("page.html"),
         scripts=(
             f'<script type="application/json" id="data">{data}</script>',
@@ -148,6 +149,19 @@ def _row(name: str, method: str, cells: Mapping[str, str]) -> str:
     others = [f'<td data-head="{escape(h)}">{escape(text)}</td>' for h, text in cells.items()]
     method = f"<span class=method>{escape(method or 'method not known')}</span>"
     return f"<tr><th scope=row>{escape(name)}{method}</th>{''.join(others)}</tr>"
+
+
+def _trials(recordings: dict[str, Recording]) -> str:
+    """What `og.Auto()` tried, as the first site told it."""
+    lines = [
+        f"<li>{escape(f'{name}: {line}' if len(recordings) > 1 else line)}</li>"
+        for name, recording in recordings.items()
+        for line in trials(recording)
+    ]
+    if not lines:
+        return ""
+    count = f"What og.Auto() tried ({len(lines)})"
+    return f"<details class=trials><summary>{count}</summary><ul>{''.join(lines)}</ul></details>"
 
 
 def _problems(problems: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import Entry
-from outergrad.events import Layer, Mishap, Run, Step
+from outergrad.events import Layer, Mishap, Run, Step, Trial
 from outergrad.report.files import File, thin
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Recording:
             `discarded_energy`, the share of the squared Frobenius norm that was not sent.
         scalars: what the training loop logged, one row per name: site, step, time, name, value.
         mishaps: steps that came to nothing, one row per site that told of it.
+        trials: what `og.Auto()` tried, one row per site that told of it.
         problems: what could not be read or looks wrong, a line of text each.
     """
 
@@ -45,6 +46,7 @@ class Recording:
     layers: DataFrame
     scalars: DataFrame
     mishaps: DataFrame
+    trials: DataFrame
     problems: tuple[str, ...]
 
 
@@ -125,7 +127,9 @@ def _by_site(
 
 def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]:
     events = [event for _, found in by_site.values() for event in found]
-    tables = {f"{kind.__name__.lower()}s": _table(kind, events) for kind in (Run, Step, Mishap)}
+    tables = {
+        f"{kind.__name__.lower()}s": _table(kind, events) for kind in (Run, Step, Mishap, Trial)
+    }
     layers = _table(Layer, events)
     layers["discarded_energy"] = layers["relative_error"] ** 2
     files = {site: name for site, (name, _) in by_site.items()}
@@ -133,7 +137,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     return {**tables, "layers": layers, "scalars": _scalars(events)}
 
 
-def _table(kind: type[Run | Layer | Step | Mishap], events: Iterable[Entry]) -> DataFrame:
+def _table(kind: type[Run | Layer | Step | Mishap | Trial], events: Iterable[Entry]) -> DataFrame:
     from pandas import DataFrame
 
     chosen = [event for event in events if event["event"] == kind.__name__.lower()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from outergrad._amounts import seconds
 from outergrad.report.recording import Recording
 from outergrad.report.series import dense_bytes
 
@@ -51,6 +52,16 @@ def summary(recording: Recording) -> Summary:
         step_s=float(seconds.mean()) if len(seconds) else None,
         finals={str(name): float(v) for name, v in last.groupby("name")["value"].mean().items()},
     )
+
+
+def trials(recording: Recording) -> list[str]:
+    """What `og.Auto()` tried in a run, a line of text each, as the first site told it."""
+    told = recording.trials
+    return [
+        f"step {trial.step:,}: {' / '.join(dict.fromkeys(trial.methods))}, {trial.outcome}: "
+        f"{seconds(trial.seconds)} against {seconds(trial.kept_seconds)}"
+        for trial in told[told["site"] == told["site"].min()].itertuples()
+    ]
 
 
 def columns_of(summaries: Iterable[Summary]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,16 +15,17 @@ from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchDistributed
-from outergrad.core.protocols import Method, Rules
+from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
-from outergrad.methods import DAD, LocalSteps, PerLayer
+from outergrad.methods import DAD, LocalSteps
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
 from outergrad.session.capable import refuse_incapable, transport_lines
+from outergrad.session.choosing import measured_flops
 from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
@@ -41,7 +43,7 @@ from outergrad.step.groups import count_session, end_unfinished, lost_sites_told
 
 def distribute(
     model: nn.Module,
-    method: Method | PerLayer | LocalSteps | None = None,
+    method: Method | Policy | LocalSteps | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     mesh: Mesh | None = None,
@@ -144,7 +146,7 @@ def distribute(
         agreed = topology.agree(lines, error)
         assert inspection is not None
         tensors = topology.make_equal(model, inspection)
-        _settle(inspection, comm, lambda: measured_link(comm))
+        _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
         all_came(comm, combined(checksums(tensors)))
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
@@ -198,16 +200,24 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _settle(inspection: Inspection, comm: Comm, measured: Callable[[], Link]) -> None:
-    """Tells the methods of the transport; measures its link, once, where one goes by it."""
+def _settle(
+    inspection: Inspection,
+    comm: Comm,
+    measured: Callable[[], Link],
+    flops_per_s: Callable[[], float],
+) -> None:
+    """Tells the methods of the transport; measures link and machine where one goes by them."""
     for compressor, _ in inspection.compressors.items():
         compressor.settle(comm.cost, comm.capabilities)
     sites = comm.world_size
     asking = [(e, units) for e, units in inspection.compressors.items() if e.wants_link(sites)]
-    link = measured() if asking else None
+    chooser = inspection.compressors.chooser if sites > 1 else None
+    link = measured() if asking or chooser else None
     for compressor, units in asking:
         assert link is not None
         compressor.settle_reduce(units, sites, link)
+    if chooser is not None and link is not None:
+        chooser.settle(comm.cost, link, flops_per_s())
 
 
 def attach(
@@ -233,7 +243,7 @@ def attach(
     """
     inspection = inspect(model, method, rules)
     refuse_incapable(repr(method), inspection.compressors, comm)
-    _settle(inspection, comm, lambda: link)
+    _settle(inspection, comm, lambda: link, lambda: math.inf)
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
     agreed = fingerprint(describe(model, method, inspection))

@@ -72,6 +72,11 @@ class GivingUp:
             param_grad.drop(self._model.params.values())
         return found.counted
 
+    def _lose_behind(self, error: ExchangeError, place: str) -> None:
+        """Gives up behind a step that is over on all sites: its gradients stay, the next raises."""
+        found = self._find_out(error)
+        self._mishaps.lost(note_lost(self._comm, self._stats.step, place, error, found))
+
     def _find_out(self, error: ExchangeError) -> Findings:
         voted = isinstance(self._step, SharedStep) and self._step.voted
         ends = on_transport(self._comm.key).ends

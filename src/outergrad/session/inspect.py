@@ -19,6 +19,7 @@ from outergrad.messages.header import DTYPES
 from outergrad.methods.assignment import Assignment, is_local
 from outergrad.methods.per_layer import PerLayer
 from outergrad.planning.changing import ChangingCompressors
+from outergrad.planning.chosen import ChosenCompressors
 from outergrad.replay.blocks_found import BlockFinder
 from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host
@@ -213,6 +214,9 @@ class _Look:
         """Of the units, one per method."""
         units_of = self.assignment.units_of(shared.units)
         if self.assignment.changes:
+            chooser = self.assignment.chooser(shared.units)
+            if chooser is not None:
+                return ChosenCompressors(units_of, chooser)
             return ChangingCompressors(units_of, self.assignment.choose)
         return Compressors(units_of)
 

@@ -56,7 +56,7 @@ class Joining(BackwardHooks):
         self._refuse_join()
         watch = self._watch_loop()
         self._join, self._has_left, self._last_active = Join.INSIDE, False, 0
-        self._planner.header_cache.forget()
+        self._planner.forget_headers()
         try:
             watch.begin()
             yield

@@ -13,10 +13,11 @@ import torch
 from outergrad._version import __version__
 from outergrad.buckets.bucket import StepContext
 from outergrad.comm.cost import RingCost
+from outergrad.core import choosing
 from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Recorder
 from outergrad.core.types import Slot
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
 from outergrad.record.recorders import Client, Ending
@@ -116,6 +117,11 @@ class Reporter:
         """Tells of a step that came to nothing, at once and whatever `every` is."""
         self._tell_everybody(event)
 
+    def trial(self, trial: choosing.Trial) -> None:
+        """Tells of a way to share the gradients that was tried, at once and whatever `every` is."""
+        told = {**vars(trial), "outcome": trial.outcome.value}
+        self._tell_everybody(Trial(rank=self._rank, time=time.time(), **told))
+
     def resumed(self) -> None:
         """Other steps follow than those that were told of."""
         for client in self._clients:
@@ -161,7 +167,7 @@ class Reporter:
             torch=torch.__version__,
         )
 
-    def _tell_everybody(self, event: Scalars | Mishap) -> None:
+    def _tell_everybody(self, event: Scalars | Mishap | Trial) -> None:
         self._begin(event.step)
         for client in list(self._clients):
             self._tell(client, event)

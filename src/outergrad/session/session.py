@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.core.protocols import Method
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
 from outergrad.record.stats import Stats
+from outergrad.record.trials import trials_noted
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
 from outergrad.session.transform_checks import noted, units_shown
@@ -65,7 +67,24 @@ class Session(Verified):
         sites, chosen = self._comm.world_size, [self._chosen.get(u) for u in units]
         told = (units, reasons, compressors, sites, chosen, self._header_builder.rows)
         lines = self._cadence.noted(coverage(params, self._local, *told))
+        if self._choosing is not None:
+            lines = trials_noted(lines, model.units, self._choosing.chooser)
         return noted(lines, self._transform)
+
+    def choice(self) -> dict[str, Method]:
+        """The method that `og.Auto()` has chosen so far for each parameter, by its full name.
+
+        `og.Auto(frozen=session.choice())` goes by it from the first step on, and tries nothing.
+
+        Raises:
+            RuntimeError: the methods of this session are not chosen by the time of steps.
+        """
+        chooser = self._compressors.chooser
+        if chooser is None:
+            raise RuntimeError("session.choice(): pass og.Auto(...) to og.distribute()")
+        of_units = {n: chooser.method_of(unit) for unit in self._model.units for n in unit.params}
+        names = [*self._model.params, *self._frozen]
+        return {name: of_units.get(name, chooser.method_of(None)) for name in names}
 
     def stats(self) -> Stats:
         """Bytes and seconds of the last synchronised step, per layer and in total."""
@@ -131,6 +150,8 @@ class Session(Verified):
         self._tap_next = dict(progress.tap_next)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
         self._note_end(counted=False)
+        if self._choosing is not None:
+            self._choosing.restart()
         self._reporter.resumed()
 
     @property
@@ -149,6 +170,8 @@ class Session(Verified):
         super().detach()
         on_transport(self._comm.key).attached.discard(self)
         end_unfinished(self._comm.key)
+        if self._choosing is not None and on_transport(self._comm.key).lost is None:
+            self._choosing.restart()
         self._forget_model()
         end_session(self._comm)
         self._weighting.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from outergrad.buckets.bucket import StepContext
 from outergrad.capture.batch import Batch
 from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
 from outergrad.capture.parameters import WatchedParameter
@@ -19,6 +20,7 @@ from outergrad.messages.header import Header, Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
 from outergrad.replay.block_message import Blocks
+from outergrad.session.choosing import Choosing, choosing_of
 from outergrad.session.giving_up import GivingUp
 from outergrad.session.inspect import Inspection
 from outergrad.session.reporting import Reporter
@@ -92,6 +94,7 @@ class Stepping(GivingUp):
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: dict[Unit, Reason] = {}
         tell = self._reporter.mishap
+        self._choosing = choosing_of(compressors, model, comm, fingerprint)
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
 
     def taps(self, layer: TappedLayer) -> bool:
@@ -263,6 +266,20 @@ class Stepping(GivingUp):
             self._note_end(counted=step.applied)
         if step.applied:
             self._reporter.report(step.context, self._stats)
+        if self._choosing is not None and step.decision is not None:
+            self._measure(self._choosing, step.context)
+
+    def _measure(self, choosing: Choosing, context: StepContext) -> None:
+        """Tells a chooser how long the step took, unless the next one will say who is lost."""
+        if on_transport(self._comm.key).lost is not None:
+            return
+        try:
+            trial = choosing.ended(context.header.step, context.headers)
+        except ExchangeError as error:
+            self._lose_behind(error, "what the other sites say of their steps")
+        else:
+            if trial is not None:
+                self._reporter.trial(trial)
 
     # -- when something went wrong --------------------------------------------------------------
 

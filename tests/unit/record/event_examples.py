@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 
 from made_up_run import events, layer
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 BEGUN = events(rank=1, sites=2, steps=1, every=1, start=1.7e9)
 RUN = next(e for e in BEGUN if isinstance(e, Run))
@@ -16,6 +16,15 @@ STEP = replace(next(e for e in BEGUN if isinstance(e, Step)), step=10, seconds=0
 FIRST_STEP = replace(STEP, step=0, seconds=None)
 SCALARS = Scalars(rank=1, step=11, time=1.7e9, values={"loss": 0.5, "lr": 1e-3})
 MISHAP = Mishap(rank=1, step=11, time=1.7e9, what="skipped", sites=(0,), layer="head.weight")
+TRIAL = Trial(
+    rank=1,
+    step=11,
+    time=1.7e9,
+    methods=("DAD()", "Dense()"),
+    seconds=0.2,
+    kept_seconds=0.1,
+    outcome="twice as long",
+)
 END = End(rank=1, step=11, time=1.7e9, error="ValueError")
 
 EVENTS: dict[str, Event] = {
@@ -27,5 +36,6 @@ EVENTS: dict[str, Event] = {
     "first step": FIRST_STEP,
     "scalars": SCALARS,
     "mishap": MISHAP,
+    "trial": TRIAL,
     "end": END,
 }

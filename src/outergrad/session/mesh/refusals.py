@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outergrad.core.transform import GradientTransform
-from outergrad.methods import LocalSteps
+from outergrad.methods import Auto, LocalSteps
 from outergrad.session.inspect import Inspection
 
 _SHARDED = "a model of fully_shard()"
@@ -25,6 +25,11 @@ def refuse(problems: Iterator[str]) -> None:
 
 def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
     """Methods that need sites of one rank, or whole models."""
+    if isinstance(method, Auto) and method.frozen is None:
+        yield (
+            "og.Auto(): the ranks of a site do not tell each other how long steps take; name a "
+            "method, or what was chosen without a mesh, og.Auto(frozen=session.choice())"
+        )
     if isinstance(method, LocalSteps) and sharded:
         yield (
             f"og.LocalSteps of {_SHARDED}: how whole weights have changed, no rank knows; use "

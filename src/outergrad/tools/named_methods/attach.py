@@ -26,6 +26,8 @@ ONE_BUCKET_MB = 1000
 """Larger than any model here."""
 
 
+_WHOLE = (og.Auto, og.LocalSteps, og.PerLayer)
+"""What is no method of a part."""
 Attach = Callable[[nn.Module, dist.ProcessGroup | None], Replica]
 
 
@@ -76,7 +78,7 @@ class Distributed:
         recorder: What is told of every step.
     """
 
-    method: Method | og.PerLayer | og.LocalSteps
+    method: Method | og.Auto | og.PerLayer | og.LocalSteps
     recorder: Recorder | None = None
 
     def __call__(self, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
@@ -103,6 +105,8 @@ class Distributed:
         if isinstance(self.method, og.LocalSteps):
             inner = Distributed(self.method.method).beside(local, joint=joint).method
             return Distributed(replace(self.method, method=inner))
+        if isinstance(self.method, og.Auto):
+            raise ValueError("auto chooses for the whole model: name a method")
         assert not isinstance(self.method, og.PerLayer)
         methods = dict.fromkeys(local, og.Local())
         return Distributed(og.PerLayer({**methods, "*": self.method}, joint=joint))
@@ -118,10 +122,23 @@ def _local_steps(
 ) -> Distributed:
     """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites."""
     inner = _attach_of(method)
-    if not isinstance(inner, Distributed) or isinstance(inner.method, og.LocalSteps):
+    if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
     outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     return Distributed(og.LocalSteps(k, outer=outer, method=inner.method))
+
+
+def _auto(among: str = "", **settings: Any) -> Distributed:
+    """Reads ``among=rank-dad-8+sparse``."""
+    methods = [_among(name) for name in among.split("+") if name]
+    return Distributed(og.Auto(among=methods, **settings))
+
+
+def _among(name: str) -> Method:
+    made = _attach_of(name) if name in METHODS or name in CONFIGURABLE else None
+    if not isinstance(made, Distributed) or isinstance(made.method, _WHOLE):
+        raise ValueError(f"among={name}; use names as rank-dad-8+sparse, without settings")
+    return made.method
 
 
 def _ours(kind: Callable[..., Method]) -> Callable[..., Distributed]:
@@ -156,6 +173,7 @@ CONFIGURABLE: dict[str, Callable[..., Attach]] = {
     "og-powersgd": _ours(og.PowerSGD),
     "first-rows": _ours(FirstRows),
     "local-steps": _local_steps,
+    "auto": _auto,
 }
 """Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``.
 

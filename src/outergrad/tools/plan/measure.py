@@ -35,6 +35,9 @@ WARM_UP = 5
 """Steps until a session leaves its headers out, whatever it learns in the first ones."""
 
 
+_UNPLANNED = og.Auto | og.PerLayer | og.LocalSteps
+
+
 def method_of(name: str) -> Method:
     """The method of a name.
 
@@ -57,7 +60,7 @@ def method_of(name: str) -> Method:
 
 def _planned(made: Attach) -> Method | None:
     """The method whose gradients can be planned, if it is one."""
-    if not isinstance(made, Distributed) or isinstance(made.method, og.PerLayer | og.LocalSteps):
+    if not isinstance(made, Distributed) or isinstance(made.method, _UNPLANNED):
         return None
     return made.method
 

@@ -71,6 +71,7 @@ def traffic(watched: Watched, view: View) -> list[Text]:
         labelled("time", _times(told, view.width)),
         labelled("sites", _sites(watched, view)),
         *_silent_ones(watched, view),
+        *_trial(watched),
         *_mishaps(watched),
     ]
 
@@ -128,6 +129,16 @@ def _site_dot(site: WatchedSite | None, now: float) -> Text:
     if site.ended:
         return Text("■", "red" if site.ended.error else "green")
     return Text("●", "green") if site.silence_s(now) is None else Text("○", "yellow")
+
+
+def _trial(watched: Watched) -> list[Text]:
+    """What `og.Auto()` tried last, as the first site that knows of it told."""
+    trial = next((site.trial for site in watched.sites if site.trial), None)
+    if trial is None:
+        return []
+    methods = " / ".join(dict.fromkeys(trial.methods))
+    took = f"{seconds(trial.seconds)} against {seconds(trial.kept_seconds)}"
+    return [labelled("trial", dotted(f"{methods}: {trial.outcome}", took, f"step {trial.step:,}"))]
 
 
 def _mishaps(watched: Watched) -> list[Text]:

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step
+from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 RECENT = 1024
 PATIENCE_S = 10.0
@@ -61,6 +61,7 @@ class WatchedSite:
         layers: by name.
         steps: the last ones.
         mishaps: the last steps that came to nothing.
+        trial: the last of `og.Auto()`; None before one.
         scalars: by name, in the order in which they came.
         ended: that its program has ended, and how; None while it goes on.
         agreement: cosine between its own gradient and the mean one, over all layers.
@@ -78,6 +79,7 @@ class WatchedSite:
         self.layers: dict[str, SiteLayer] = {}
         self.steps: deque[Step] = deque(maxlen=_SMOOTHED_STEPS)
         self.mishaps: deque[Mishap] = deque(maxlen=_MISHAPS)
+        self.trial: Trial | None = None
         self.scalars: dict[str, Series] = defaultdict(Series)
         self.agreement = Series()
         self.ended: End | None = None
@@ -100,6 +102,8 @@ class WatchedSite:
                     self.scalars[name].add(event.step, value)
             case Mishap():
                 self.mishaps.append(event)
+            case Trial():
+                self.trial = event
             case End():
                 self.ended = event
             case Step():

@@ -1,0 +1,94 @@
+"""How long a unit takes by a method: from counts, the measured link and the measured machine.
+
+Good enough to say what to begin with and what is not worth a trial; trials decide the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outergrad.core.compressor import Compressor
+from outergrad.core.cost import CostModel
+from outergrad.core.types import Link, Route, Slot, Unit
+from outergrad.methods.common import FLOAT_BYTES
+
+_FLOPS_PER_ROW = 6
+"""Of compressing, for each number of a row and row that is sent: orthogonalising and back."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What some units take in a step; adds up, and compares.
+
+    Attributes:
+        link_s: the link is busy with their bytes.
+        compute_s: the machine is busy with their gradients.
+        delays: how many times a message waits for an answer.
+    """
+
+    link_s: float = 0.0
+    compute_s: float = 0.0
+    delays: int = 1
+
+    def __add__(self, other: Forecast) -> Forecast:
+        """Of both; messages wait at the same time."""
+        delays = max(self.delays, other.delays)
+        return Forecast(self.link_s + other.link_s, self.compute_s + other.compute_s, delays)
+
+    def seconds(self, link: Link, slowdown: float = 1.0) -> float:
+        """All in all, on a link that has become so many times as slow."""
+        return slowdown * (self.link_s + self.delays * link.delay_s) + self.compute_s
+
+
+def route_of(unit: Unit, compressor: Compressor, rows_SK: Sequence[Sequence[int]]) -> Route:
+    """How the unit would travel, with its layers tapped if the method wants that."""
+    tapped = bool(unit.slots) and compressor.taps(unit, rows_SK)
+    return compressor.route(unit, rows_SK, tapped=tapped)
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """Forecasts units.
+
+    Attributes:
+        cost: of the transport.
+        link: what the slowest site has.
+        flops_per_s: of the slowest machine.
+    """
+
+    cost: CostModel
+    link: Link
+    flops_per_s: float
+
+    def unit(
+        self, unit: Unit, compressor: Compressor, rows_SK: Sequence[Sequence[int]]
+    ) -> Forecast:
+        """Of one unit, for the rows of each site (S) and slot (K)."""
+        route = route_of(unit, compressor, rows_SK)
+        rows_KS = list(zip(*rows_SK, strict=True))
+        own = [(slot, max(rows_S)) for slot, rows_S in zip(unit.slots, rows_KS, strict=True)]
+        product = sum(2 * rows * slot.numel for slot, rows in own)
+        if route == Route.DENSE:
+            nbytes = FLOAT_BYTES * unit.dense_numel
+            return self._told(nbytes, route, product)
+        tapped = bool(unit.slots) and compressor.taps(unit, rows_SK)
+        parts = own if tapped else [(matrix, matrix.outputs) for matrix in unit.matrices]
+        sent = [(slot, compressor.sent_rows(slot, rows, 0)) for slot, rows in parts if rows]
+        nbytes = sum(compressor.payload_bytes(slot, count) for slot, count in sent)
+        work = 0 if tapped else product
+        for (slot, rows), (_, count) in zip([p for p in parts if p[1]], sent, strict=True):
+            kept = min(count, slot.outputs, slot.inputs)  # of entries, as many count as of rows
+            work += _FLOPS_PER_ROW * rows * kept * _width(slot)
+            work += 2 * self.cost.sites * kept * slot.numel
+        return self._told(nbytes, route, work)
+
+    def _told(self, nbytes: float, route: Route, flops: float) -> Forecast:
+        busy_bytes = max(self.cost.sites - 1, 1) * self.cost.share(nbytes, route)
+        delays = 1 if route == Route.DENSE else self.cost.delays(route)
+        return Forecast(busy_bytes / self.link.bytes_per_s, flops / self.flops_per_s, delays)
+
+
+def _width(slot: Slot) -> int:
+    """Numbers in a row."""
+    return slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)

@@ -1,0 +1,50 @@
+"""Whether one of two ways is faster: medians of pairs of steps, and what can be said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, inf
+from statistics import median
+
+RISK = 0.01
+"""How likely the lower bound is too high, at most."""
+
+
+def lower_bound(gains: Sequence[float]) -> float:
+    """What the median gain is at least, whatever their distribution; -inf of too few.
+
+    By order statistics: were the median below the k-th smallest of n, at most k - 1 of n tosses of
+    a fair coin had been heads.
+    """
+    tosses, below, k = len(gains), 0.0, 0
+    while (below := below + comb(tosses, k) / 2**tosses) <= RISK:
+        k += 1
+    return sorted(gains)[k - 1] if k else -inf
+
+
+def slowest_site(seconds_SN: Sequence[Sequence[float]]) -> Sequence[float]:
+    """The steps (N) of the site (S) whose median is longest."""
+    return max(seconds_SN, key=median)
+
+
+_ABBA = (0, 0, 1, 1, 1, 1, 0, 0)
+_PAIRS = ((1, 3), (7, 5))
+"""Of eight steps, those whose predecessor went the same way: a change costs a little by itself."""
+
+
+def turns(rounds: int) -> list[int]:
+    """The steps of so many rounds: 0 for the way that is kept, 1 for the other one."""
+    return [*_ABBA] * rounds
+
+
+def paired_gains(seconds_N: Sequence[float]) -> list[float]:
+    """How many seconds less the other way takes, of the pairs in the steps of `turns`."""
+    starts = range(0, len(seconds_N), len(_ABBA))
+    return [seconds_N[at + kept] - seconds_N[at + other] for at in starts for kept, other in _PAIRS]
+
+
+def medians(seconds_N: Sequence[float]) -> tuple[float, float]:
+    """Of the way that is kept and of the other one, from the steps of `paired_gains`."""
+    starts = range(0, len(seconds_N), len(_ABBA))
+    kept, other = zip(*((at + k, at + o) for at in starts for k, o in _PAIRS), strict=True)
+    return median(seconds_N[k] for k in kept), median(seconds_N[k] for k in other)

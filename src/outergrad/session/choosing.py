@@ -1,0 +1,99 @@
+"""A chooser of methods at work in a session: it measures steps, and all sites hear of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from outergrad.comm.words import words_of_all
+from outergrad.core.choosing import Chooser, Rows, Trial
+from outergrad.core.errors import ExchangeError
+from outergrad.core.model import Compressors, Model
+from outergrad.core.transport import Comm
+from outergrad.messages.header import Header
+from outergrad.session.figures import Figures
+
+_WIDTH = 256
+_TIMES = 4
+
+
+class Choosing:
+    """Measures the steps of a session for its chooser.
+
+    Args:
+        chooser: to be told of them.
+        model: of the session.
+        comm: the transport.
+        fingerprint: of the session.
+
+    Attributes:
+        chooser: the same.
+        clock: seconds from some point on.
+    """
+
+    def __init__(self, chooser: Chooser, model: Model, comm: Comm, fingerprint: int) -> None:
+        self.chooser, self._model = chooser, model
+        self._figures = Figures(comm, fingerprint)
+        self.clock = time.perf_counter
+        self._last: float | None = None
+
+    def ended(self, step: int, headers: Sequence[Header]) -> Trial | None:
+        """A shared step is over, on all sites; returns the trial that it decided, if it did.
+
+        Args:
+            step: its number.
+            headers: of all sites.
+
+        Raises:
+            ExchangeError: another site is lost.
+        """
+        now = self.clock()
+        seconds, self._last = now - (now if self._last is None else self._last), now
+        trial = None
+        if self.chooser.hears(step) and not self._figures.is_silent:
+            trial = self.chooser.take(step, self._figures.heard(), self._rows(headers))
+        said = self.chooser.ended(step, seconds)
+        if said:
+            self._figures.say(step, said)
+        return trial
+
+    def _rows(self, headers: Sequence[Header]) -> Rows:
+        index = {slot: k for k, slot in enumerate(self._model.slots)}
+        return {
+            unit: [[header.uses[index[slot]].rows for slot in unit.slots] for header in headers]
+            for unit in self._model.units
+        }
+
+    def restart(self) -> None:
+        """What was said is heard and forgotten: a state was loaded, or the session ends."""
+        self._last = None
+        with suppress(ExchangeError):
+            if not self._figures.is_silent:
+                self._figures.heard()
+
+
+def choosing_of(
+    compressors: Compressors, model: Model, comm: Comm, fingerprint: int
+) -> Choosing | None:
+    """What measures for the chooser of a session; None where there is nothing to choose."""
+    if compressors.chooser is None or comm.world_size == 1:
+        return None
+    return Choosing(compressors.chooser, model, comm, fingerprint)
+
+
+def measured_flops(comm: Comm) -> float:
+    """Of the slowest machine, by products of small matrices; the same on every site."""
+    a = torch.ones(_WIDTH, _WIDTH, device=comm.device)
+    least_s = min(_product_s(a) for _ in range(_TIMES))
+    own = round(2 * _WIDTH**3 / max(least_s, 1e-9))
+    slowest = min(theirs for (theirs,) in words_of_all(comm, [own]))
+    return float(max(slowest, 1))
+
+
+def _product_s(a: torch.Tensor) -> float:
+    began = time.perf_counter()
+    (a @ a)[0, 0].item()  # a device must have finished it
+    return time.perf_counter() - began
