@@ -13,7 +13,7 @@ from outergrad.core.protocols import FactorsOf
 from outergrad.core.transport import Comm
 from outergrad.core.types import Gradient, Slot, Source, Unit, tensors_of
 from outergrad.linalg.finite import is_finite
-from outergrad.linalg.gradients import scaled
+from outergrad.linalg.gradients import as_tensor, scaled
 from outergrad.messages.header import Header
 from outergrad.messages.wire import State
 from outergrad.record.gauge import Reading
@@ -138,7 +138,7 @@ class StepContext:
         bad: name of a parameter of which this site's is not.
         share: of this site in the mean gradient, 1 / S where all sites count alike.
         scale: S times that: what is sent as factors is multiplied by it, and divided by S there.
-        owed: what travels once with the dense gradient of a parameter, see `Compressors.owed`.
+        owed: what was not sent before of a parameter that travels dense, see `Planner.owed`.
     """
 
     comm: Comm
@@ -158,7 +158,7 @@ class StepContext:
     bad: str | None = None
     share: float = 1.0
     scale: float = 1.0
-    owed: Callable[[str], Sequence[tuple[Slot, Tensor]]] = lambda name: ()
+    owed: Callable[[str], Sequence[tuple[Slot, Gradient]]] = lambda name: ()
 
     @property
     def compress_s(self) -> float:
@@ -195,10 +195,10 @@ class StepContext:
         """This site's part of the mean gradient, in a sum over the sites; zeros of a void step."""
         good = self.state == State.GOOD
         copy_scaled(name, p, out, self.share if good else 0.0)
-        for slot, residual_GOI in self.owed(name) if good else ():
+        for slot, residual in self.owed(name) if good else ():
             start, stop = slot.weight_rows or (0, p.shape[0])
             part = out.view(p.shape)[start:stop]
-            part.add_(residual_GOI.reshape(part.shape), alpha=1 / self.comm.world_size)
+            part.add_(as_tensor(residual).reshape(part.shape), alpha=1 / self.comm.world_size)
 
     def check(self, name: str, parts: Sequence[Tensor]) -> None:
         """The step is bad if some part of this site's gradient of a parameter is not finite."""

@@ -10,17 +10,12 @@ from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.types import Link, Route
 
 
-class Pattern(Enum):
-    """Who a message goes to."""
+class Collective(Enum):
+    """What a site takes part in with all others."""
 
-    PAIRS = "pairs"
-    """From every site straight to every other."""
-    RING = "ring"
-    """Round the sites, added up on the way."""
-
-    def messages(self, sites: int) -> int:
-        """That a site sends in a collective: to every other, or twice round the ring."""
-        return sites - 1 if self == Pattern.PAIRS else 2 * (sites - 1)
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class RingCost:
 
     def all_reduce(self, nbytes: int) -> Traffic:
         """2 (S - 1) / S of the tensor, both ways."""
-        part = Pattern.RING.messages(self.sites) * nbytes // self.sites
+        part = self._hops * nbytes // self.sites
         return Traffic(part, part)
 
     def all_gather(self, own: int, others: int) -> Traffic:
@@ -57,8 +52,12 @@ class RingCost:
 
     def delays(self, way: Route) -> int:
         """Two all-reduces wait for each message of two rings."""
-        rings = 2 * Pattern.RING.messages(self.sites)
-        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: rings}[way]
+        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2 * self._hops}[way]
+
+    @property
+    def _hops(self) -> int:
+        """Of a ring: twice round."""
+        return 2 * (self.sites - 1)
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,22 @@ class StarCost:
 def cost_of(compressor: Setup, sites: int) -> CostModel:
     """What a method goes by: until it is attached, what torch.distributed costs."""
     return compressor.cost or RingCost(sites)
+
+
+def waits_of(cost: CostModel, collective: Collective) -> float:
+    """How many times one collective waits for as long as an all-gather of few bytes."""
+    if collective == Collective.ALL_REDUCE:
+        return cost.delays(Route.REDUCE) / 2  # sketches take two
+    gathered = cost.delays(Route.GATHER)
+    if collective == Collective.ALL_GATHER:
+        return gathered
+    return cost.delays(Route.TWO_WAY) - gathered  # what is merged is gathered
+
+
+def messages_of(cost: CostModel, collective: Collective) -> float:
+    """That a site sends in one collective: a sum has one at each hop."""
+    sums = collective == Collective.ALL_REDUCE
+    return waits_of(cost, collective) if sums else cost.copies
 
 
 def seconds(cost: CostModel, way: Route, busy_bytes: float, link: Link) -> float:

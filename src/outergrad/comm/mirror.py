@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outergrad.comm.cost import Pattern, RingCost
+from outergrad.comm.cost import Collective, RingCost
 from outergrad.comm.trace import Tracer
 from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.transport import Comm, Enough
@@ -55,7 +55,8 @@ class MirrorComm(Comm):
         with self._tracer.away():
             traffic = self.cost.all_reduce(t.nbytes)
             summed = t.mul_(self.world_size)
-            return self._exchanged(summed, Pattern.RING, traffic, traffic.sent)
+            total = Traffic(*(self.world_size * nbytes for nbytes in traffic))
+            return self._exchanged(summed, Collective.ALL_REDUCE, traffic, total)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
         """Of every site what this one sends, under its own name."""
@@ -63,28 +64,28 @@ class MirrorComm(Comm):
             parts = self._as_from_all(t, sizes)
             nbytes = sum(part.nbytes for part in parts)
             traffic = self.cost.all_gather(t.nbytes, nbytes - t.nbytes)
-            mean_bytes = self.cost.copies * nbytes / self.world_size
-            return self._exchanged(parts, Pattern.PAIRS, traffic, mean_bytes)
+            total = self.cost.all_gather(nbytes, (self.world_size - 1) * nbytes)
+            return self._exchanged(parts, Collective.ALL_GATHER, traffic, total)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
         """Of every site what this one has for itself, under its own name."""
         with self._tracer.away():
             own, nbytes = parts[0], sum(part.nbytes for part in parts)
             others = self.world_size - 1
-            mean_bytes = others * nbytes / self.world_size
             found = self._as_from_all(own, sizes)
             traffic = self.cost.all_to_all(nbytes - own.nbytes, others * own.nbytes)
-            return self._exchanged(found, Pattern.PAIRS, traffic, mean_bytes)
+            total = self.cost.all_to_all(others * nbytes, others * nbytes)
+            return self._exchanged(found, Collective.ALL_TO_ALL, traffic, total)
 
     def _as_from_all(self, t: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         return [t, *(as_from(rank, t, sizes[rank]) for rank in range(1, self.world_size))]
 
     def _exchanged(
-        self, result: Any, pattern: Pattern, traffic: Traffic, mean_bytes: float
+        self, result: Any, collective: Collective, traffic: Traffic, total: Traffic
     ) -> Mirrored:
         self.sent_bytes += traffic.sent
         self.received_bytes += traffic.received
-        index = self._tracer.started(pattern, mean_bytes, traffic.busier)
+        index = self._tracer.started(collective, traffic, total)
         return Mirrored(result, self._tracer, index)
 
     def broadcast(self, t: Tensor) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from outergrad.comm.cost import Pattern
+from outergrad.comm.cost import Collective
+from outergrad.core.cost import Traffic
 
 
 @dataclass(frozen=True)
@@ -16,15 +17,15 @@ class Started:
 
     Attributes:
         at_s: Seconds that the site had computed by then.
-        pattern: Who it goes to.
-        mean_bytes: Payload that a site sends, on average over the sites.
-        busy_bytes: Payload that the busier direction of this site's link carries.
+        collective: Which.
+        traffic: Payload of this site.
+        total: Payload of all sites together.
     """
 
     at_s: float
-    pattern: Pattern
-    mean_bytes: float
-    busy_bytes: int
+    collective: Collective
+    traffic: Traffic
+    total: Traffic
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,10 @@ class Tracer:
         yield
         self._since = time.perf_counter()
 
-    def started(self, pattern: Pattern, mean_bytes: float, busy_bytes: int) -> int:
+    def started(self, collective: Collective, traffic: Traffic, total: Traffic) -> int:
         """Takes down that a collective was started; returns its index."""
         index = sum(isinstance(event, Started) for event in self._events)
-        self._events.append(Started(self._now_s(), pattern, mean_bytes, busy_bytes))
+        self._events.append(Started(self._now_s(), collective, traffic, total))
         return index
 
     def awaited(self, index: int) -> None:

@@ -18,11 +18,6 @@ class Traffic(NamedTuple):
     sent: int
     received: int
 
-    @property
-    def busier(self) -> int:
-        """Of the direction that carries more: links carry both at once."""
-        return max(self)
-
 
 class CostModel(Protocol):
     """What collectives cost on a transport, the same on every site, by which methods choose.

@@ -157,9 +157,20 @@ class Compressors:
         """Whether a unit travels dense, whatever its compressor says."""
         return False
 
-    def owed(self, name: str) -> Sequence[tuple[Slot, Tensor]]:
-        """What travels once with the dense gradient of a parameter, undivided: of its parts."""
-        return ()
+    def remembering(self, unit: Unit) -> Sequence[ResidualStore]:
+        """Those that may have something of a unit that they have not sent."""
+        own = self._of[unit]
+        return [own] if own.remembers(unit) else []
+
+    def memories(self, unit: Unit) -> list[tuple[ResidualStore, Slot]]:
+        """Where to ask what of a unit was not sent."""
+        return [(one, slot) for one in self.remembering(unit) for slot in slots_of(unit)]
+
+    @property
+    def owe(self) -> bool:
+        """Whether anything was not sent."""
+        memories = (pair for unit in self._of for pair in self.memories(unit))
+        return any(one.residual(slot) is not None for one, slot in memories)
 
     def commit(
         self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
@@ -184,6 +195,11 @@ class Compressors:
         """Each goes on from its own part of what was saved."""
         for store, inheritance in zip(self.stores, inheritances, strict=True):
             store.load(inheritance)
+
+
+def slots_of(unit: Unit) -> list[Slot]:
+    """All that something may be remembered of, a place once."""
+    return list({slot.place: slot for slot in (*unit.slots, *unit.matrices)}.values())
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,16 @@ def parse_link(rate: str, rtt: str = "0ms", option: str = "--rtt") -> ShapedLink
     rtt_s = _quantity(option, rtt, _TIME_UNITS, _RTT_HELP)
     if word in ("none", "loopback"):
         return ShapedLink(rate_bit_per_s=None, rtt_s=rtt_s, loopback=word == "loopback")
-    return ShapedLink(
-        rate_bit_per_s=_quantity("--link", rate, _RATE_UNITS, _RATE_HELP), rtt_s=rtt_s
-    )
+    return ShapedLink(rate_bit_per_s=parse_rate(rate, "--link"), rtt_s=rtt_s)
+
+
+def parse_rate(rate: str, option: str) -> float:
+    """Reads bit/s from the command line.
+
+    Raises:
+        RecipeError: It cannot be read; the error names the option.
+    """
+    return _quantity(option, rate, _RATE_UNITS, _RATE_HELP)
 
 
 def what_is_missing(link: ShapedLink, sites: int) -> str | None:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torch import Tensor
-
 from outergrad.core.compressor import Compressor
-from outergrad.core.model import Compressors
+from outergrad.core.model import Compressors, slots_of
 from outergrad.core.residual_store import ResidualStore
-from outergrad.core.types import Inheritance, Slot, StateDict, Unit
-from outergrad.linalg.outer import formed
+from outergrad.core.types import Inheritance, StateDict, Unit
 
 Choose = Callable[[Unit, int], Compressor]
 """The compressor of a unit in a step: the same on every site."""
@@ -71,21 +68,17 @@ class ChangingCompressors(Compressors):
             for slot, residual in old.hand_over(unit.matrices).items():
                 new.take_over(slot, residual)
         else:
-            self._owing[unit] = old, {slot.weight for slot in _slots(unit)}
+            self._owing[unit] = old, {slot.weight for slot in slots_of(unit)}
 
     def travels_dense(self, unit: Unit) -> bool:
         """Whether something of a former method has to arrive."""
         return unit in self._owing
 
-    def owed(self, name: str) -> list[tuple[Slot, Tensor]]:
-        """What travels with the dense gradient of a parameter: of its parts, (G, O, I)."""
-        found = []
-        for unit, (old, names) in self._owing.items():
-            for slot in _slots(unit) if name in names else ():
-                residual = old.residual(slot) if slot.weight == name else None
-                if residual is not None:
-                    found.append((slot, formed(residual)))
-        return found
+    def remembering(self, unit: Unit) -> Sequence[ResidualStore]:
+        """Also its former compressor, where something still has to arrive."""
+        own, found = self._of[unit], super().remembering(unit)
+        old = self._owing[unit][0] if unit in self._owing else own
+        return found if old is own else [*found, old]
 
     def commit(
         self, units: AbstractSet[Unit], *, applied: bool, used: Collection[str] = ()
@@ -94,7 +87,7 @@ class ChangingCompressors(Compressors):
         super().commit(units, applied=applied)
         for unit, (old, names) in list(self._owing.items()) if applied else ():
             arrived = names & set(used)
-            old.hand_over([slot for slot in _slots(unit) if slot.weight in arrived])
+            old.hand_over([slot for slot in slots_of(unit) if slot.weight in arrived])
             names -= arrived
             if not names:
                 del self._owing[unit]
@@ -121,8 +114,3 @@ class ChangingCompressors(Compressors):
             by_name[name]: (self.stores[k], set(names))
             for name, (k, *names) in saved["owing"].items()
         }
-
-
-def _slots(unit: Unit) -> list[Slot]:
-    """All that something may be remembered of, a place once."""
-    return list({slot.place: slot for slot in (*unit.slots, *unit.matrices)}.values())

@@ -6,7 +6,6 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from outergrad.buckets.bucket import Load
 from outergrad.core.blocks import UNSENDABLE, Block
@@ -14,7 +13,8 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.reasons import Reason, Why
-from outergrad.core.types import Route, Slot, Source, Unit, overlapping
+from outergrad.core.residual_store import ResidualStore
+from outergrad.core.types import Gradient, Route, Slot, Source, Unit, overlapping
 from outergrad.messages.header import Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
@@ -51,8 +51,11 @@ class Planner:
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], Choice] | None = None
         self._phases = compressors.phases
-        self.used: Collection[str] = ()
-        """Parameters that have a gradient on some site in this step."""
+        self._used: Collection[str] = ()
+        self._adopted: Choice | None = None
+        self._memories: dict[str, list[tuple[ResidualStore, Slot]]] = {}
+        """Who may owe something of a parameter that travels dense in this step."""
+        self._paid: list[tuple[ResidualStore, Slot]] = []
         self.packer = Packer(model, compressors, cost)
         self.header_cache = HeaderCache(self.facts, self._ways)
         self._header_caches = {str(self._phases): self.header_cache}
@@ -144,13 +147,42 @@ class Planner:
         for cache in self._header_caches.values():
             cache.forget()
 
-    def owed(self, name: str) -> Sequence[tuple[Slot, Tensor]]:
-        """As `Compressors.owed`."""
-        return self._compressors.owed(name)
+    def adopt(self, headers: Sequence[Header], used: Collection[str]) -> Choice:
+        """How the units travel in this step.
+
+        Args:
+            headers: of all sites.
+            used: parameters that have a gradient on some site.
+        """
+        choice, self._used, self._paid = self.choose(headers), used, []
+        if choice is not self._adopted:
+            self._adopted, self._memories = choice, {}
+            routes = zip(self._model.units, choice.routes, strict=True)
+            for unit in (unit for unit, route in routes if route == Route.DENSE):
+                for one, slot in self._compressors.memories(unit):
+                    self._memories.setdefault(slot.weight, []).append((one, slot))
+        return choice
+
+    def owed(self, name: str) -> list[tuple[Slot, Gradient]]:
+        """What was not sent of a parameter that travels dense, of its parts, undivided.
+
+        It is paid, whole, if the step counts and some site uses the parameter.
+        """
+        found = []
+        for one, slot in self._memories.get(name, ()):
+            residual = one.residual(slot)
+            if residual is not None:
+                found.append((slot, residual))
+                self._paid.append((one, slot))
+        return found
 
     def commit(self, *, applied: bool) -> None:
         """Tells the compressors of the model that a step is over, for all sites alike."""
-        self._compressors.commit(self._units, applied=applied, used=self.used)
+        self._compressors.commit(self._units, applied=applied, used=self._used)
+        for one, slot in self._paid if applied else ():
+            if slot.weight in self._used:
+                one.hand_over([slot])
+        self._paid = []
 
     def _captures(self, name: str, headers: Sequence[Header]) -> bool:
         """Whether some site announced rows for a product of the parameter, or it is a block's."""

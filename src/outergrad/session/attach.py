@@ -125,12 +125,13 @@ def distribute(
         inspection = topology.look_at(model, capturing(method, transform), rules)
         refuse_incapable(repr(method), inspection.compressors, comm)
         kept = (buffers or topology.buffers) == "local"
-        refuse_unfit(transform, model, method, inspection, mesh=mesh is not None, keeps=kept)
+        refuse_unfit(transform, model, method, inspection, keeps=kept)
         topology.refuse_settings(
             weighting=weighting,
             max_bad_steps=max_bad_steps,
             buffers=buffers,
             verify_every=verify_every,
+            transform=transform,
         )
         check_settings(inspection.every, weighting, buffers, verify_every, on_drift)
     except (ValueError, TypeError) as raised:

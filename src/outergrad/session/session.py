@@ -142,6 +142,7 @@ class Session(Verified):
         with lost_sites_told(self._comm, "load_state_dict on all sites", self._stats.step):
             progress, inheritances = resumed(state, self._owner, self._comm)
         self._compressors.load(inheritances)
+        self._may_owe = True
         self._planner.resume(progress.has_autograd_grad)
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
         own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]

@@ -87,6 +87,7 @@ class Stepping(GivingUp):
         self._transform = settings.transform
         self._batch = _batch(settings.transform)
         self._several = comm.world_size > 1 or settings.transform is not None
+        self._may_owe = False
         self._unshared: set[str] = set()
         self._weighting, self._join = settings.weighting, Join.NONE
         self._buffers = settings.buffers
@@ -125,7 +126,7 @@ class Stepping(GivingUp):
 
     def _synchronised(self, task: int, used: set[str]) -> Step:
         """Shares what is due; on a single site that needs no messages."""
-        alone = not self._several and not any(self._tap_next.values())
+        alone = self._alone()
         leftover = self._leftover()
         carried_over = self._accumulator.take(used)
         due_parts = self._due_parts = self._cadence.due_parts(
@@ -160,6 +161,13 @@ class Stepping(GivingUp):
             transform=self._transform,
             leftover=leftover,
         )
+
+    def _alone(self) -> bool:
+        """Whether nothing travels, and nothing is left of what other sites had not sent."""
+        if self._several or any(self._tap_next.values()):
+            return False
+        self._may_owe = self._may_owe and self._compressors.owe
+        return not self._may_owe
 
     def _leftover(self) -> str:
         """A parameter with a gradient that a transform must not see: of an earlier shared step."""

@@ -60,7 +60,6 @@ def refuse_unfit(
     method: Any,
     inspection: Inspection,
     *,
-    mesh: bool,
     keeps: bool,
 ) -> None:
     """Checks that a transform sees all that a site sends.
@@ -70,7 +69,6 @@ def refuse_unfit(
         model: as for `distribute`.
         method: as for `distribute`.
         inspection: of the model.
-        mesh: whether a site has several ranks.
         keeps: whether each site keeps its own buffers.
 
     Raises:
@@ -78,7 +76,7 @@ def refuse_unfit(
     """
     if transform is None:
         return
-    problems = [_of_any(inspection, mesh=mesh)]
+    problems = [_of_any(inspection)]
     if transform.needs_all_layers:
         problems.append(_of_all_layers(inspection))
     if transform.needs_samples:
@@ -89,12 +87,7 @@ def refuse_unfit(
         raise ValueError(f"transform={transform!r}: {first}")
 
 
-def _of_any(inspection: Inspection, *, mesh: bool) -> Iterator[str]:
-    if mesh:
-        yield (
-            f"mesh=, as for {next(iter(inspection.model.params))!r}, pools what the ranks of a "
-            f"site captured where no transform sees it: use group= over all ranks"
-        )
+def _of_any(inspection: Inspection) -> Iterator[str]:
     for found in inspection.blocks:
         yield (
             f"{found.block.params[0]!r} would be computed again by every site from activations, "

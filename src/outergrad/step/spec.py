@@ -18,7 +18,7 @@ from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured
 from outergrad.step.carried_over import CarriedOver
 from outergrad.step.joint import JointStep
-from outergrad.step.transforming import Transforming
+from outergrad.step.transforming import Transforming, leftover_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,11 @@ class StepSpec:
         if self.transform is None:
             return None
         return Transforming(self.transform, captured, self.leftover)
+
+    def refuse_leftover(self) -> None:
+        """Raises where the transform would change a gradient that is none of this step's."""
+        if self.transform is not None and self.leftover:
+            raise RuntimeError(leftover_error(self.leftover, self.transform))
 
     def context(self, captured: Captured) -> StepContext:
         """What the messages of the step need to know."""

@@ -128,8 +128,7 @@ class SharedStep:
 
     def _plan(self, headers: list[Header]) -> None:
         self.context.take(headers)
-        self._planner.used = self.context.used
-        self.choice = self._planner.choose(headers)
+        self.choice = self._planner.adopt(headers, self.context.used)
         self._buckets = self._planner.packer.buckets(self.choice)
         if self.context.header.alone:  # else messages of other sessions may come between
             for bucket in self._buckets:

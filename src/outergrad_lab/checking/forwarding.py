@@ -1,8 +1,9 @@
 """Sites that apply a step once they have all its messages, and keep these for others.
 
-Each says so in a vote, which nobody waits for before the end of the next step; until all have said
-so, the step is kept. Where a site is lost, those that are left agree (`agreement.py`): if one has
-made a step, all others get it. A second program of each site does so also while the first computes.
+Each says so in a message that nobody waits for before the end of the next step, or by its messages
+of the next step; until all have said so, the step is kept. Where a site is lost, those that are
+left agree (`agreement.py`): if one has made a step, all others get it. A second program of each
+site does so also while the first computes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class ForwardingSite(Site):
             return
         self._kept, self._sent = (step, frozenset(parts)), False
         self.apply(step, parts)
+        yield from self._tell(step)
+
+    def _tell(self, step: int) -> Waiting[None]:
+        """Says that it has applied a step."""
         with suppress(ExchangeError):  # the next step finds it closed
             yield from self.send(_VOTES, step)
 
@@ -215,3 +220,23 @@ class ForwardingSite(Site):
                     if other not in self.network.closed[self.rank]:
                         self.network.send(self.rank, other, _ANSWERS, None)
             yield FOREVER
+
+
+class ImplyingSite(ForwardingSite):
+    """Says nothing of a step: its first message of the next one implies that it has applied it.
+
+    No message more than the gradients need; but at the end all wait for each other.
+    """
+
+    def _tell(self, step: int) -> Waiting[None]:
+        yield from ()
+
+    def _count(self, steps: int) -> Waiting[None]:
+        yield from ()
+        if not self._frozen:
+            self._kept = None
+
+    def settle(self) -> Waiting[None]:
+        """Says it of the last step, and hears it of the others."""
+        yield from super()._tell(self.ending.applied - 1)
+        yield from super().settle()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from outergrad_lab.checking.exploring import Protocol
-from outergrad_lab.checking.forwarding import ForwardingSite
+from outergrad_lab.checking.forwarding import ForwardingSite, ImplyingSite
 from outergrad_lab.checking.votes import VotingSite
 
-PROTOCOLS: dict[str, Protocol] = {"votes": VotingSite, "retain-and-forward": ForwardingSite}
+PROTOCOLS: dict[str, Protocol] = {
+    "votes": VotingSite,
+    "retain-and-forward": ForwardingSite,
+    "implied": ImplyingSite,
+}
 """`votes` is what the library does."""

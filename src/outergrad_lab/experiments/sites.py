@@ -62,7 +62,7 @@ def _step(planned: Forecast, method: Planned) -> dict[str, Any]:
     return {
         "step_s": planned.seconds(method),
         "compute_s": method.compute_s,
-        "sent_bytes": sum(message.mean_bytes for message in messages),
+        "sent_bytes": sum(m.total.sent for m in messages) / planned.question.sites,
         "wire_bytes": method.wire_bytes,
         "messages": method.messages,
     }

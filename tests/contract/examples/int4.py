@@ -1,6 +1,5 @@
 """A codec of one's own: numbers in four bits each, two to a byte, and a step per row."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ class Int4:
     def encode(self, rows):
         largest = rows.abs().amax(dim=-1, keepdim=True).float()
         smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a step, too
-        step = (largest / STEPS).clamp_min(smallest).where(largest.isfinite(), math.nan)
+        step = (largest / STEPS).clamp_min(smallest)  # infinity or NaN is seen in it
         multiples = (rows / step).round().nan_to_num(0.0) + STEPS + 1
         pairs = pad(multiples.to(torch.uint8), (0, rows.shape[-1] % 2)).unflatten(-1, (-1, 2))
         return [pairs[..., 0] << 4 | pairs[..., 1], step]

@@ -151,10 +151,11 @@ def test_sites_with_other_settings_are_told():
     run_on_lasting_groups(2, body)
 
 
-def test_sites_of_several_ranks():
+def test_samples_of_sites_of_several_ranks():
     def body(mesh):
-        with pytest.raises(ValueError, match=r"mesh=, as for '0.weight', .*use group= over all"):
-            og.distribute(copy.deepcopy(MODEL), mesh=mesh, transform=Half())
+        match = r"mesh= with transform=DPSGD.*, which needs_samples: .*use group= over all ranks"
+        with pytest.raises(ValueError, match=match):
+            og.distribute(copy.deepcopy(MODEL), mesh=mesh, transform=SAMPLES)
 
     run_mesh(2, 1, body)
 

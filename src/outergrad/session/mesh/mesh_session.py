@@ -46,7 +46,8 @@ class MeshSession(Session):
         *more: Any,
     ) -> None:
         super().__init__(inspection, levels.site, fingerprint, settings, *more)
-        self._levels, self._several = levels, levels.ranks > 1
+        self._levels = levels
+        self._several = levels.ranks > 1 or settings.transform is not None
         model, compressors, every = self._model, inspection.compressors, inspection.every
         self._parts = self._shares()
         own = (self._parts, levels.local.rank, compressors, levels.site.cost)
@@ -60,7 +61,8 @@ class MeshSession(Session):
 
     def _shares(self) -> Sequence[Model]:
         """What each rank of a site takes to the other sites."""
-        return shares(self._model, self._levels.local.world_size)
+        whole = self._transform is not None and self._transform.needs_all_layers
+        return shares(self._model, self._levels.local.world_size, whole=whole)
 
     _last_here = 0
     """The rank of this site that was active last in `session.join()`."""
@@ -128,7 +130,7 @@ class MeshSession(Session):
 
     def _inside(self, planner: SharePlanner, model: Model) -> Inside:
         """How the gradients of this site come together."""
-        return Pooled(model, planner, self._levels.local)
+        return Pooled(model, planner, self._levels.local, self._transform)
 
     def _give_up(self, error: ExchangeError) -> bool:
         """Between the sites and inside this one: all ranks hear of it."""

@@ -173,6 +173,7 @@ class MeshStep(SharedStep):
         """Inside the site: to the ranks whose share it is."""
         if fate == Fate.GOOD:
             try:
+                self._spec.refuse_leftover()
                 self.inside.prepare(self.captured)
             except Exception as error:
                 fate, self._error = Fate.FAILED, error

@@ -12,9 +12,10 @@ from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.model import Model
 from outergrad.core.payload import BYTES
+from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
-from outergrad.messages.header import Header
+from outergrad.messages.header import Header, Join
 from outergrad.messages.layout import Layout
 from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import Piece, State
@@ -57,13 +58,20 @@ class Pooled:
         model: what is shared.
         planner: of this rank's share.
         local: to the ranks of this site.
+        transform: changes the site's gradient, at the rank whose share it is.
 
     Attributes:
         active: the ranks of the site that have a batch in `session.join()`.
     """
 
-    def __init__(self, model: Model, planner: SharePlanner, local: Comm) -> None:
-        self._planner, self._local = planner, local
+    def __init__(
+        self,
+        model: Model,
+        planner: SharePlanner,
+        local: Comm,
+        transform: GradientTransform | None = None,
+    ) -> None:
+        self._planner, self._local, self._transform = planner, local, transform
         self.params = model.params
         self.active: list[int] = []
         self._text, self._stays = b"", set[str]()
@@ -94,10 +102,12 @@ class Pooled:
         self.active = pooling.active
         between = self._planner.between
         self._stays = pooling.used & (share.params.keys() - between.params.keys())
+        header = pooling.header(spec.header, between)
         own = replace(
             spec,
             model=between,
-            header=pooling.header(spec.header, between),
+            header=header,
+            transform=None if header.join == Join.OUT else self._transform,
             used=pooling.used & between.params.keys(),
             carried_over=carried_over,
         )

@@ -25,12 +25,18 @@ _LEAST_BYTES = 16
 """Of a message: a transport may not like empty ones."""
 
 
-def shares(model: Model, ranks: int) -> list[Model]:
-    """What each rank of a site takes to the other sites: parts of about the same size."""
+def shares(model: Model, ranks: int, *, whole: bool = False) -> list[Model]:
+    """What each rank of a site takes to the other sites.
+
+    Args:
+        model: what is shared.
+        ranks: of a site.
+        whole: whether the first rank takes all; else these are parts of about the same size.
+    """
     sizes: dict[tuple[str, ...], float] = {u.params: u.dense_numel for u in model.units}
     inside = {name for unit in model.units for name in unit.params}
     sizes.update({(n,): p.numel() for n, p in model.params.items() if n not in inside})
-    owner = owners(sizes, ranks)
+    owner = owners(sizes, 1 if whole else ranks)
     names = [{n for key, rank in owner.items() if rank == r for n in key} for r in range(ranks)]
     return [part_of(model, names[rank]) for rank in range(ranks)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from outergrad.core.transform import GradientTransform
 from outergrad.methods import Auto, LocalSteps
 from outergrad.session.inspect import Inspection
 
@@ -77,8 +78,26 @@ def of_settings(settings: Mapping[str, Any], *, sharded: bool, steps: bool) -> I
             f"buffers={buffers!r} and {what}: each rank keeps its own; leave it out, and average "
             f"running statistics before a test"
         )
+    yield from _of_transform(settings["transform"], sharded=sharded)
     if verify_every is not None:
         yield (
             f"verify_every={verify_every}: what the ranks of a site hold is not compared; leave it "
             f"out"
+        )
+
+
+def _of_transform(transform: GradientTransform | None, *, sharded: bool) -> Iterator[str]:
+    """Transforms of which no rank sees what they ask for."""
+    if transform is None:
+        return
+    if sharded:
+        yield (
+            f"transform={transform!r} of {_SHARDED}: each rank has some rows of every gradient, "
+            f"and none a whole one; use a model that is whole on every rank"
+        )
+    if transform.needs_samples:
+        yield (
+            f"transform={transform!r}, which needs_samples: the rows of a site's ranks come "
+            f"together without the samples that they are of; use group= over all ranks, so that "
+            f"each is a site with samples of its own"
         )

@@ -11,7 +11,7 @@ from rich.console import Console
 from outergrad._whole_files import write_whole
 from outergrad.launch.console import errors_in_one_line, step_bars
 from outergrad.launch.errors import RecipeError
-from outergrad.launch.links import parse_link
+from outergrad.launch.links import parse_link, parse_rate
 from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
 from outergrad.tools.plan.measure import ROUNDS
@@ -45,6 +45,22 @@ Latency = Annotated[
     str,
     typer.Option("--latency", "--rtt", help="Latency there and back, as 40ms; the --rtt of bench."),
 ]
+Transport = Annotated[
+    str,
+    typer.Option(
+        help="How the sites reach each other: torch (torch.distributed), star (all through a hub), "
+        "or module:factory, a function of your own that is given the number of sites and returns "
+        "an outergrad.core.cost.CostModel."
+    ),
+]
+HubRate = Annotated[
+    str | None,
+    typer.Option(
+        "--hub-link",
+        help="What the hub's own line carries each way, for all sites together.",
+        show_default="no limit",
+    ),
+]
 Methods = Annotated[str, typer.Option(help=f"With commas, of: {METHOD_HELP}.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="PyTorch's.", show_default="as PyTorch chooses")
@@ -61,6 +77,8 @@ def plan(
     sites: Sites = Question.sites,
     link: LinkRate = "100mbit",
     latency: Latency = "0ms",
+    transport: Transport = "torch",
+    hub_link: HubRate = None,
     methods: Methods = COMPARED,
     threads: Threads = None,
     seconds: Seconds = Question.seconds,
@@ -77,6 +95,8 @@ def plan(
             rows=rows,
             sites=sites,
             link=parse_link(link, latency, "--latency"),
+            transport=transport,
+            hub_bit_per_s=None if hub_link is None else parse_rate(hub_link, "--hub-link"),
             methods=tuple(map(str.strip, methods.split(","))),
             seconds=seconds,
         )

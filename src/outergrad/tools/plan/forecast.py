@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import outergrad as og
+from outergrad.core.cost import CostModel
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink
 from outergrad.tools.plan.layers import LayerPlan, Layers
 from outergrad.tools.plan.measure import Planned, measure, method_of
+from outergrad.tools.plan.network import Network, network_of
 from outergrad.tools.plan.subject import Subject, subject, try_step
 
 HIGHEST_BIT_PER_S = 100e9
@@ -25,7 +28,10 @@ class Question:
         model: A key of `WORKLOADS`, or ``module:factory``.
         rows: Of a batch on one site; the workload's own if None.
         sites: How many share a step.
-        link: Between them.
+        link: Of each site: to the others, or to a hub.
+        transport: How they reach each other: ``torch``, ``star``, ``module:factory``, or a function
+            that is given the number of sites and returns a `CostModel`.
+        hub_bit_per_s: What the line of the hub carries each way; None for no limit, or no hub.
         methods: Names that `attach_of` knows, of outergrad's own.
         seconds: After so long no further round of steps begins.
     """
@@ -34,6 +40,8 @@ class Question:
     rows: int | None = None
     sites: int = 2
     link: ShapedLink
+    transport: str | Callable[[int], CostModel] = "torch"
+    hub_bit_per_s: float | None = None
     methods: tuple[str, ...]
     seconds: float = 60
 
@@ -53,6 +61,12 @@ class Question:
             raise RecipeError("--methods must name each method once, and at least one")
         for name in self.methods:
             method_of(name)
+        _ = self.network
+
+    @cached_property
+    def network(self) -> Network:
+        """What joins the sites."""
+        return network_of(self.transport, self.sites, self.hub_bit_per_s)
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,8 @@ class Forecast:
             "rows": self.subject.rows,
             "sites": self.question.sites,
             "link": asdict(self.question.link),
+            "transport": self.question.network.name,
+            "hub_bit_per_s": self.question.hub_bit_per_s,
             "alone_s": self.alone.compute_s,
             "methods": {m.method: self._method_dict(m) for m in self.methods},
             "layers": [asdict(layer) for layer in self.layers],
@@ -141,9 +157,9 @@ def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
     planned_for = subject(question.model, question.rows)
     names = question.methods if "dense" in question.methods else ("dense", *question.methods)
     methods = {name: method_of(name) for name in names}
-    layers = _layers(planned_for, question.sites)
+    layers = _layers(planned_for, question.network.cost)
     alone, found = measure(
-        planned_for, methods, question.sites, question.link, question.seconds, progress
+        planned_for, methods, question.network, question.link, question.seconds, progress
     )
     return Forecast(
         question=question,
@@ -155,9 +171,9 @@ def forecast(question: Question, progress: Callable[[str], None]) -> Forecast:
     )
 
 
-def _layers(planned_for: Subject, sites: int) -> Layers:
+def _layers(planned_for: Subject, cost: CostModel) -> Layers:
     try_step(planned_for)
     try:
-        return Layers(planned_for.model, sites, planned_for.loss)
+        return Layers(planned_for.model, cost, planned_for.loss)
     except ValueError as error:
         raise RecipeError(f"--model {planned_for.name}: {error}") from error

@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 
 import outergrad as og
+from outergrad.core.cost import CostModel
 from outergrad.core.protocols import Method
+from outergrad.core.transport import Capability
 from outergrad.core.types import Slot
 from outergrad.record.stats import LayerStats
 from outergrad.session.inspect import FoundLayer, Inspection, inspect
@@ -65,13 +67,15 @@ class Layers:
 
     Args:
         model: Not distributed.
-        sites: How many there would be.
+        cost: What collectives cost, for the break-even.
         run: Runs a forward pass.
     """
 
-    def __init__(self, model: nn.Module, sites: int, run: Callable[[], Any]) -> None:
-        self._model, self._sites = model, sites
+    def __init__(self, model: nn.Module, cost: CostModel, run: Callable[[], Any]) -> None:
+        self._model, self._cost = model, cost
         self._inspection = inspect(model, og.DAD(), og.RULES)
+        for compressor, _ in self._inspection.compressors.items():
+            compressor.settle(cost, frozenset(Capability))
         self._layer_of, self._names = _names(model, self._inspection)
         self._rows = _rows(self._inspection, run)
 
@@ -112,7 +116,7 @@ class Layers:
         shapes = [tuple(self._inspection.model.params[p].shape) for p in params]
         units = [u for u in self._inspection.model.units if set(u.params) & set(params)]
         compressors = self._inspection.compressors
-        limits = [compressors[unit].break_even(unit, self._sites) for unit in units]
+        limits = [compressors[unit].break_even(unit, self._cost.sites) for unit in units]
         rows = [self._rows[slot] for unit in units for slot in unit.slots]
         largest = max(shapes, key=prod, default=())
         limit = (min(limits), max(limits)) if limits else None

@@ -4,53 +4,82 @@ from __future__ import annotations
 
 from math import inf
 
-from outergrad.comm.cost import Pattern
+from outergrad.comm.cost import messages_of, waits_of
 from outergrad.comm.trace import Started, Trace
 from outergrad.core.types import Link
 from outergrad.launch.links import ShapedLink
 from outergrad.launch.traffic import HEADER_BYTES
+from outergrad.tools.plan.network import Network
 
 SEGMENT_BYTES = 1448
 """Payload of one packet of TCP on Ethernet."""
 PACKETS_PER_ACK = 2
-MESSAGE_BYTES = {Pattern.PAIRS: 144, Pattern.RING: 288}
-"""What gloo says besides, per message and hop."""
 LEAST_RTT_S = 3e-4
 """What gloo's threads take to hear of each other on the shortest link."""
 
 
-def wire_bytes(payload_bytes: float, pattern: Pattern, sites: int) -> float:
-    """Bytes on an interface: with headers of packets, and acknowledgements of as much received."""
-    nbytes = payload_bytes + MESSAGE_BYTES[pattern] * pattern.messages(sites)
-    return nbytes + HEADER_BYTES * nbytes / SEGMENT_BYTES * (1 + 1 / PACKETS_PER_ACK)
+def sent_wire_bytes(message: Started, network: Network) -> float:
+    """Bytes that an interface sends of a collective, on average over the sites."""
+    sent, received = (nbytes / network.cost.sites for nbytes in message.total)
+    return _wire_bytes(sent, received, _own_bytes(message, network))
 
 
-def step_seconds(trace: Trace, link: ShapedLink, sites: int) -> float:
+def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
     """Seconds of a step: what it computes, and what it waits for messages.
 
     A site's messages take their turns on its link, in the order in which they are started, while
-    it goes on computing until it needs one. Gloo sends when it has heard that the other side is
-    ready: a message takes a round trip besides, and a ring one per hop, in which what else is under
-    way can leave.
+    it goes on computing until it needs one. A message takes a round trip besides, and one that
+    goes round a ring one per hop, in which what else is under way can leave: gloo sends when it has
+    heard that the other side is ready, and a message through a hub goes to it and from it. A hub
+    passes on while it receives, so that the line which is busy longest is what a message takes.
     """
-    rtt_s, rate_bit_per_s = max(link.rtt_s, LEAST_RTT_S), link.rate_bit_per_s or inf
+    rtt_s = max(link.rtt_s, LEAST_RTT_S)
     waited_s, free_s = 0.0, 0.0
     there_s: list[float] = []
     for event in trace.events:
         now_s = event.at_s + waited_s
         if isinstance(event, Started):
-            transfer_s = 8 * wire_bytes(event.busy_bytes, event.pattern, sites) / rate_bit_per_s
+            transfer_s = _transfer_s(event, link, network)
             free_s = max(free_s, now_s + rtt_s / 2) + transfer_s
-            round_trips = 1 if event.pattern == Pattern.PAIRS else event.pattern.messages(sites)
-            alone_s = now_s + round_trips * rtt_s + transfer_s
+            alone_s = now_s + waits_of(network.cost, event.collective) * rtt_s + transfer_s
             there_s.append(max(alone_s, free_s + rtt_s / 2))
         else:
             waited_s += max(0.0, there_s[event.index] - now_s)
     return trace.compute_s + waited_s
 
 
-def as_settled(link: ShapedLink) -> Link:
+def _transfer_s(message: Started, link: ShapedLink, network: Network) -> float:
+    """Of the busiest direction of this site's line or of the hub's."""
+    own_bytes, sites = _own_bytes(message, network), network.cost.sites
+    of_site = 8 * max(_both_ways(*message.traffic, own_bytes))
+    of_hub = 8 * max(_both_ways(*message.total, own_bytes * sites))
+    return max(
+        of_site / (link.rate_bit_per_s or inf),
+        of_hub / (network.hub_bit_per_s or inf),
+    )
+
+
+def _both_ways(sent: float, received: float, own_bytes: float) -> tuple[float, float]:
+    return _wire_bytes(sent, received, own_bytes), _wire_bytes(received, sent, own_bytes)
+
+
+def _wire_bytes(sent: float, received: float, own_bytes: float) -> float:
+    """With headers of packets, and acknowledgements of what is received."""
+    acknowledged = (received + own_bytes) / PACKETS_PER_ACK
+    sent += own_bytes
+    return sent + HEADER_BYTES * (sent + acknowledged) / SEGMENT_BYTES
+
+
+def _own_bytes(message: Started, network: Network) -> float:
+    """What the transport itself says on a site's line, each way."""
+    each = network.own_bytes.get(message.collective, 0)
+    return each * messages_of(network.cost, message.collective)
+
+
+def as_settled(link: ShapedLink, network: Network | None = None) -> Link:
     """What `og.distribute` would measure of it."""
     headers = HEADER_BYTES * (1 + 1 / PACKETS_PER_ACK) / SEGMENT_BYTES
     rate = 1e11 if link.rate_bit_per_s is None else link.rate_bit_per_s
+    if network is not None and network.hub_bit_per_s is not None:
+        rate = min(rate, network.hub_bit_per_s / network.cost.sites)  # all sites measure at once
     return Link(max(link.rtt_s, LEAST_RTT_S), rate / 8 / (1 + headers))

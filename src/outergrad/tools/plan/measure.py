@@ -25,7 +25,8 @@ from outergrad.tools.named_methods.attach import (
     Distributed,
     attach_of,
 )
-from outergrad.tools.plan.link_time import as_settled, step_seconds, wire_bytes
+from outergrad.tools.plan.link_time import as_settled, sent_wire_bytes, step_seconds
+from outergrad.tools.plan.network import Network
 from outergrad.tools.plan.subject import Subject
 
 ROUNDS = 3
@@ -76,14 +77,14 @@ class Planned:
     Attributes:
         method: Its name.
         exact: Whether its gradient is.
-        sites: How many share a step.
+        network: What joins the sites.
         traces: Of every measured step.
         stats: What the session says of the last one.
     """
 
     method: str
     exact: bool
-    sites: int
+    network: Network
     traces: list[Trace] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
@@ -96,7 +97,7 @@ class Planned:
     def wire_bytes(self) -> float:
         """What an interface sends, on average over the sites: as `outergrad bench` counts it."""
         messages = self.traces[-1].messages
-        return sum(wire_bytes(m.mean_bytes, m.pattern, self.sites) for m in messages)
+        return sum(sent_wire_bytes(message, self.network) for message in messages)
 
     @property
     def messages(self) -> int:
@@ -110,13 +111,13 @@ class Planned:
 
     def seconds(self, link: ShapedLink) -> float:
         """Median seconds of a step on a link."""
-        return median(step_seconds(trace, link, self.sites) for trace in self.traces)
+        return median(step_seconds(trace, link, self.network) for trace in self.traces)
 
 
 def measure(
     subject: Subject,
     methods: dict[str, Method],
-    sites: int,
+    network: Network,
     link: ShapedLink,
     seconds: float,
     progress: Callable[[str], None],
@@ -126,8 +127,8 @@ def measure(
     Args:
         subject: What is trained.
         methods: By name.
-        sites: How many there would be.
-        link: Between them.
+        network: What joins the sites.
+        link: Of each site.
         seconds: After so long there is no further round.
         progress: Is told of each method that has had its turn.
 
@@ -137,8 +138,8 @@ def measure(
     Raises:
         RecipeError: A method does not fit the model, or its step fails.
     """
-    alone = Planned("alone", True, 1)
-    planned = {name: Planned(name, is_exact(method), sites) for name, method in methods.items()}
+    alone = Planned("alone", True, network)
+    planned = {name: Planned(name, is_exact(method), network) for name, method in methods.items()}
     turns: deque[str | None] = deque([None, *methods])
     began = time.perf_counter()
     for turn in range(ROUNDS):
@@ -156,9 +157,10 @@ def measure(
 
 def _run_shared(subject: Subject, method: Method, link: ShapedLink, planned: Planned) -> None:
     tracer = Tracer()
-    comm = MirrorComm(planned.sites, tracer)
+    cost = planned.network.cost
+    comm = MirrorComm(cost.sites, tracer, cost)
     try:
-        session = attach(subject.model, method, comm, as_settled(link))
+        session = attach(subject.model, method, comm, as_settled(link, planned.network))
     except ValueError as error:
         raise RecipeError(f"--methods {planned.method}: {error}") from error
     _run(subject, tracer, planned, WARM_UP)

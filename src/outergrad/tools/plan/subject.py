@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outergrad.launch.errors import RecipeError
+from outergrad.tools.plan.imported import imported
 
 _WANTED = "return (model, inputs), with inputs a tensor, a tuple or a dict of names"
 
@@ -83,7 +80,7 @@ def try_step(subject: Subject) -> None:
 
 
 def _of_factory(name: str, rows: int) -> Subject:
-    made = _called(name, _factory(name), rows)
+    made = _called(name, imported("--model", name), rows)
     if not isinstance(made, tuple) or len(made) != 2:
         what = "only a module" if isinstance(made, nn.Module) else f"a {type(made).__name__}"
         raise RecipeError(f"--model {name} returned {what}: {_WANTED}")
@@ -96,37 +93,6 @@ def _of_factory(name: str, rows: int) -> Subject:
         raise RecipeError(f"--model {name}: its model is on a GPU: build it on the CPU")
     args, kwargs = _arguments(name, inputs)
     return Subject(name, model, rows, lambda: _mean_square(name, model(*args, **kwargs)))
-
-
-def _factory(name: str) -> Callable[[int], Any]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        with _from_here():
-            factory: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-    except AttributeError as error:
-        raise RecipeError(f"--model {name}: {error}") from error
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"--model {name}: cannot import {module_name!r}: {said}") from error
-    if not callable(factory):
-        raise RecipeError(
-            f"--model {name}: of type {type(factory).__name__}, which cannot be called: name a "
-            f"function of the number of rows"
-        )
-    return factory
-
-
-@contextmanager
-def _from_here() -> Iterator[None]:
-    """Lets modules of the current folder be imported, as `python -m` does."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 def _called(name: str, factory: Callable[[int], Any], rows: int) -> Any:

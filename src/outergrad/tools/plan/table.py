@@ -62,9 +62,10 @@ def title(plan: Forecast) -> str:
     """Says what is planned, and how to read the bytes."""
     sites, link = plan.question.sites, plan.question.link.name
     return (
-        f"{plan.subject.name}, {plan.subject.rows} rows a batch, {sites} sites, link {link}: "
-        f"kB that a site sends per step\n(f: factors, l: low rank, s: sparse, c: compressed, "
-        f"r: computed again, -r: with the block below)"
+        f"{plan.subject.name}, {plan.subject.rows} rows a batch, {sites} sites, link {link}"
+        f"{plan.question.network.title}: kB that a site sends per step\n"
+        f"(f: factors, l: low rank, s: sparse, c: compressed, r: computed again, "
+        f"-r: with the block below)"
     )
 
 

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from outergrad.comm.cost import Pattern
+from outergrad.comm.cost import Collective
 from outergrad.comm.trace import Awaited, Started, Trace, Tracer
+from outergrad.core.cost import Traffic
+from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink
-from outergrad.tools.plan.link_time import LEAST_RTT_S, step_seconds, wire_bytes
+from outergrad.tools.plan.link_time import LEAST_RTT_S, as_settled, sent_wire_bytes, step_seconds
+from outergrad.tools.plan.network import network_of
 
 MB = 1_000_000
 FAST = ShapedLink(rate_bit_per_s=None)
+PAIRS, RING = Collective.ALL_GATHER, Collective.ALL_REDUCE
 
 
-def link(transfer_s: float, rtt_s: float = 0.0, pattern: Pattern = Pattern.PAIRS) -> ShapedLink:
+def message(collective: Collective, at_s: float = 0.0, sites: int = 2) -> Started:
+    """In which every site sends a megabyte and receives one."""
+    return Started(at_s, collective, Traffic(MB, MB), Traffic(sites * MB, sites * MB))
+
+
+def link(transfer_s: float, rtt_s: float = 0.0, collective: Collective = PAIRS) -> ShapedLink:
     """On which a message of a megabyte takes so long."""
-    return ShapedLink(rate_bit_per_s=8 * wire_bytes(MB, pattern, 2) / transfer_s, rtt_s=rtt_s)
+    nbytes = sent_wire_bytes(message(collective), network_of("torch", 2))
+    return ShapedLink(rate_bit_per_s=8 * nbytes / transfer_s, rtt_s=rtt_s)
 
 
 def trace(
-    *events: tuple[str, float], compute_s: float = 1.0, pattern: Pattern = Pattern.PAIRS
+    *events: tuple[str, float], compute_s: float = 1.0, collective: Collective = PAIRS
 ) -> Trace:
     """Messages of a megabyte are started, and awaited in the same order."""
     found, awaited = [], 0
     for what, at_s in events:
         if what == "start":
-            found.append(Started(at_s, pattern, MB, MB))
+            found.append(message(collective, at_s))
         else:
             found.append(Awaited(at_s, awaited))
             awaited += 1
@@ -55,13 +65,13 @@ STEPS = {
         6.0,
     ),
     "a ring": (
-        trace(("start", 1.0), ("wait", 1.0), pattern=Pattern.RING),
-        link(4, rtt_s=1, pattern=Pattern.RING),
+        trace(("start", 1.0), ("wait", 1.0), collective=RING),
+        link(4, rtt_s=1, collective=RING),
         1 + 2 + 4,
     ),
     "a ring in the round trips of another": (
-        trace(("start", 1.0), ("start", 1.0), ("wait", 1.0), ("wait", 1.0), pattern=Pattern.RING),
-        link(4, rtt_s=1, pattern=Pattern.RING),
+        trace(("start", 1.0), ("start", 1.0), ("wait", 1.0), ("wait", 1.0), collective=RING),
+        link(4, rtt_s=1, collective=RING),
         1 + 1 + 4 + 4,
     ),
 }
@@ -69,19 +79,93 @@ STEPS = {
 
 @pytest.mark.parametrize(("step", "on", "seconds"), STEPS.values(), ids=STEPS)
 def test_a_step_takes_what_it_computes_and_waits(step, on, seconds):
-    assert step_seconds(step, on, sites=2) == pytest.approx(seconds, abs=3 * LEAST_RTT_S)
+    assert step_seconds(step, on, network_of("torch", 2)) == pytest.approx(
+        seconds, abs=3 * LEAST_RTT_S
+    )
 
 
 @pytest.mark.parametrize("sites", [2, 3, 8])
 def test_a_ring_of_small_messages_takes_two_rounds_of_all_sites(sites):
-    step = trace(("start", 1.0), ("wait", 1.0), pattern=Pattern.RING)
+    step = trace(("start", 1.0), ("wait", 1.0), collective=RING)
     on = ShapedLink(rate_bit_per_s=None, rtt_s=1)
-    assert step_seconds(step, on, sites) == pytest.approx(1 + 2 * (sites - 1))
+    assert step_seconds(step, on, network_of("torch", sites)) == pytest.approx(1 + 2 * (sites - 1))
 
 
-@pytest.mark.parametrize("pattern", Pattern)
-def test_an_interface_counts_headers_and_acknowledgements(pattern):
-    assert 1.065 * MB < wire_bytes(MB, pattern, sites=2) < 1.07 * MB
+@pytest.mark.parametrize("collective", Collective)
+def test_an_interface_counts_headers_and_acknowledgements(collective):
+    nbytes = sent_wire_bytes(message(collective), network_of("torch", 2))
+    assert 1.065 * MB < nbytes < 1.07 * MB
+
+
+HEADERS = 66 / 1448
+"""Of a byte, with a packet per 1448 bytes; half of it to acknowledge one."""
+STAR = {
+    "one line carries what three others sent": ("star", None, (1, 3), (3 + 1 / 2) * HEADERS + 3),
+    "sums come back once": ("star", None, (1, 1), (1 + 1 / 2) * HEADERS + 1),
+    "the hub is fast enough": ("star", 40e6, (1, 3), (3 + 1 / 2) * HEADERS + 3),
+    "the hub is half as fast as all lines": (
+        "star",
+        16e6,
+        (1, 3),
+        2 * ((3 + 1 / 2) * HEADERS + 3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "hub", "sent", "seconds"), STAR.values(), ids=STAR)
+def test_a_star_by_hand(name, hub, sent, seconds):
+    """Four sites with a line of a megabyte/s, half a second away from the hub there and back."""
+    traffic = Traffic(sent[0] * MB, sent[1] * MB)
+    of_all = Traffic(4 * sent[0] * MB, 4 * sent[1] * MB)
+    events = (Started(1.0, Collective.ALL_GATHER, traffic, of_all), Awaited(1.0, 0))
+    on = ShapedLink(rate_bit_per_s=8e6, rtt_s=0.5)
+    network = network_of(name, 4, hub)
+    assert step_seconds(Trace(events, 1.0), on, network) == pytest.approx(1 + 0.5 + seconds)
+
+
+def test_what_an_interface_of_a_star_sends():
+    """Its own once, and acknowledgements of what three others sent."""
+    star = network_of("star", 4)
+    gathered = Started(
+        0.0, PAIRS, Traffic(*star.cost.all_gather(MB, 3 * MB)), Traffic(4 * MB, 12 * MB)
+    )
+    assert sent_wire_bytes(gathered, star) == pytest.approx(MB * (1 + HEADERS * (1 + 3 / 2)))
+
+
+@pytest.mark.parametrize("collective", Collective)
+def test_a_message_through_a_hub_waits_once(collective):
+    events = (Started(1.0, collective, Traffic(8, 8), Traffic(64, 64)), Awaited(1.0, 0))
+    on = ShapedLink(rate_bit_per_s=None, rtt_s=1)
+    assert step_seconds(Trace(events, 1.0), on, network_of("star", 8)) == pytest.approx(2)
+
+
+def test_methods_hear_of_the_rate_that_all_have_at_once():
+    line = ShapedLink(rate_bit_per_s=8e6, rtt_s=0.1)
+    free = as_settled(line, network_of("star", 4))
+    shared = as_settled(line, network_of("star", 4, 16e6))
+    assert free == as_settled(line)
+    assert shared.bytes_per_s == pytest.approx(free.bytes_per_s / 2)
+    assert as_settled(line, network_of("star", 4, 1e9)) == free
+
+
+class NoCosts:
+    sites = 3
+
+
+NETWORKS = {
+    "hub": ("torch", 1e6, "torch.distributed has no hub"),
+    "name": ("hub", None, "--transport must be torch, star or module:factory, not 'hub'"),
+    "module": ("nowhere:f", None, "--transport nowhere:f: cannot import"),
+    "raises": (lambda sites: 1 // 0, None, "raised ZeroDivisionError"),
+    "lacking": (lambda sites: NoCosts(), None, "NoCosts without copies, all_reduce"),
+    "other sites": (lambda sites: network_of("star", 2).cost, None, "of 2 sites, not 3"),
+}
+
+
+@pytest.mark.parametrize(("name", "hub", "said"), NETWORKS.values(), ids=NETWORKS)
+def test_transports_that_cannot_be_planned(name, hub, said):
+    with pytest.raises(RecipeError, match=said):
+        network_of(name, 3, hub)
 
 
 def test_what_is_done_away_is_not_counted():
@@ -89,10 +173,10 @@ def test_what_is_done_away_is_not_counted():
     tracer.begin()
     with tracer.away():
         began = sum(range(1_000_000))
-        first = tracer.started(Pattern.PAIRS, 1, 1)
-    second = tracer.started(Pattern.RING, 2, 2)
+        first = tracer.started(PAIRS, Traffic(1, 1), Traffic(2, 2))
+    second = tracer.started(RING, Traffic(2, 2), Traffic(4, 4))
     tracer.awaited(second)
     found = tracer.end()
     assert (first, second, began > 0) == (0, 1, True)
-    assert [m.pattern for m in found.messages] == [Pattern.PAIRS, Pattern.RING]
+    assert [m.collective for m in found.messages] == [PAIRS, RING]
     assert 0 <= found.events[0].at_s <= found.events[-1].at_s <= found.compute_s < 0.01

@@ -19,6 +19,7 @@ from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.record.stats import Stats
 from outergrad.tools.commands.app import app
 from outergrad.tools.plan.measure import Planned
+from outergrad.tools.plan.network import network_of
 from outergrad.tools.plan.table import shortened
 
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
@@ -122,6 +123,9 @@ MISTAKES = {
         ["--methods", "edad:blocks=nothing"],
         "--methods edad:blocks=nothing: EDAD: blocks='nothing' matches no module",
     ),
+    "transport": (["--transport", "hub"], "--transport must be torch, star or module:factory"),
+    "hub": (["--hub-link", "1gbit"], "--hub-link: torch.distributed has no hub"),
+    "rate of a hub": (["--transport", "star", "--hub-link", "fast"], "--hub-link 'fast' cannot be"),
     "json": (["--rows", "1", "--methods", "dad", "--json", "nowhere/a.json"], "--json nowhere/a"),
 }
 
@@ -241,7 +245,7 @@ def test_help_says_which_latency():
 
 
 def test_what_a_plan_calls_sent_is_the_sessions_own_count():
-    assert Planned("dad", True, 2, [], Stats(sent_bytes=7)).sent_bytes == 7
+    assert Planned("dad", True, network_of("torch", 2), [], Stats(sent_bytes=7)).sent_bytes == 7
     assert og.__version__
 
 
