@@ -24,7 +24,7 @@ def _above(a: Tensor, slope: Tensor, one: float = 1.0) -> Tensor:
 
 _DERIVATIVES: dict[type[nn.Module], Derivative] = {
     nn.ReLU: lambda module, a: (a > 0).to(a.dtype),
-    nn.LeakyReLU: lambda module, a: torch.where(a > 0, 1.0, module.negative_slope).to(a.dtype),
+    nn.LeakyReLU: lambda module, a: _above(a, torch.full_like(a, module.negative_slope)),
     nn.ReLU6: lambda module, a: _between(a, 0.0, 6.0),
     nn.Hardtanh: lambda module, a: _between(a, module.min_val, module.max_val),
     nn.Hardsigmoid: lambda module, a: _between(a, 0.0, 1.0) * (1 / 6),

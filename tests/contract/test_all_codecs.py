@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from examples.int4 import Int4
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -109,6 +109,7 @@ def check_close(codecs: Codecs, x: Tensor) -> None:
 
 
 @by_codecs
+@settings(deadline=None)
 @given(
     dtype=dtypes,
     shape=shapes,
@@ -127,6 +128,7 @@ def test_odd_rows_come_back_within_the_bound(codecs, values):
 
 
 @by_codecs
+@settings(deadline=None)
 @given(dtype=dtypes, shape=shapes, seed=st.integers(0, 9))
 def test_what_is_written_follows_from_the_shape(codecs, dtype, shape, seed):
     """Not from the numbers: sites agree on lengths before they have them."""
