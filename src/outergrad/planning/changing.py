@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -38,12 +38,16 @@ class ChangingCompressors(Compressors):
         self._step = step
         self._of = {unit: self._choose(unit, step) for unit in self._of}
 
+    def _order(self, compressors: Iterable[Compressor]) -> tuple[int, ...]:
+        """Their places among all, which are the same on every site."""
+        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
+        return tuple(order[id(compressor)] for compressor in compressors)
+
     @property
     def phases(self) -> list[Hashable]:
         """Who has which units, and what else they decide by."""
-        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
         return [
-            tuple(order[id(compressor)] for compressor in self._of.values()),
+            self._order(self._of.values()),
             tuple(unit in self._owing for unit in self._of),
             *super().phases,
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
@@ -29,10 +29,6 @@ class ChosenCompressors(ChangingCompressors):
     def _assign(self, step: int) -> None:
         super()._assign(step)
         self._assigned = self._order(self._of.values())
-
-    def _order(self, compressors: Iterable[Compressor]) -> tuple[int, ...]:
-        order = {id(compressor): k for k, (compressor, _) in enumerate(self._units_of)}
-        return tuple(order[id(compressor)] for compressor in compressors)
 
     @property
     def phases(self) -> list[Hashable]:

@@ -15,8 +15,8 @@ import outergrad as og
 from cases import Boom, mlp, relative_error
 from covering import covering
 from meshes import ThreadMesh, run_mesh
-from outergrad.linalg.outer import formed
 from ranks import run_on_lasting_groups
+from watched import owed_by
 
 START = mlp(60, 80, 70, 10)
 ROWS = torch.randn(4, 16, 60, generator=torch.Generator().manual_seed(2))
@@ -39,18 +39,6 @@ REMEMBERING = ("rank-dad", "rank-dad all_reduce", "sparse", "per layer")
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) ** 2).mean()
-
-
-def owed(session: og.Session) -> dict[str, Tensor]:
-    """What a site has not sent, of all methods that it has had."""
-    found: dict[str, Tensor] = {}
-    for compressor, units in session._compressors.items():
-        for matrix in (m for unit in units for m in unit.matrices):
-            residual = compressor.residual(matrix)
-            if residual is not None:
-                whole = formed(residual).double().view(matrix.outputs, -1)
-                found[matrix.weight] = found.get(matrix.weight, 0) + whole
-    return found
 
 
 def batch(number: int, step: int) -> Tensor:
@@ -91,7 +79,7 @@ def train(method: Any, sites: int, steps: int) -> None:
             model.zero_grad()
             loss_of(model, x := batch(rank, step)).backward()
             account.book(model, x)
-        found = owed(session)
+        found = owed_by(session)
         session.detach()
         return account, found
 
@@ -166,7 +154,7 @@ def test_a_step_that_does_not_count_changes_nothing(name, failing):
                 continue
             loss_of(model, x).backward()
             account.book(model, x)
-        found = owed(session)
+        found = owed_by(session)
         session.detach()
         return account, found
 
@@ -213,7 +201,7 @@ def test_what_is_owed_goes_to_another_number_of_sites():
             model.zero_grad()
             loss_of(model, x := batch(rank, step)).backward()
             account.book(model, x)
-        saved = account, owed(session), session.state_dict()
+        saved = account, owed_by(session), session.state_dict()
         session.detach()
         return saved
 
@@ -225,7 +213,7 @@ def test_what_is_owed_goes_to_another_number_of_sites():
         session.load_state_dict([state for *_, state in three])
         loss_of(model, x := batch(rank, steps)).backward()
         account.book(model, x)
-        assert not owed(session)
+        assert not owed_by(session)
         session.detach()
         return account
 
@@ -250,7 +238,7 @@ def test_between_sites_of_several_ranks(name):
             model.zero_grad()
             loss_of(model, x := batch(mesh.number, step)).backward()
             account.book(model, x)
-        found = owed(session)
+        found = owed_by(session)
         session.detach()
         return account, found
 

@@ -16,12 +16,12 @@ import outergrad as og
 from cases import Boom, mlp, relative_error
 from outergrad.core.errors import ExchangeError
 from outergrad.core.types import Link, StateDict
-from outergrad.linalg.outer import formed
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.session import attach
 from outergrad.session.figures import Figures
 from outergrad.session.inspect import inspect
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
+from watched import owed_by
 
 START = mlp(60, 80, 70, 10)
 ROWS = torch.randn(4, 16, 60, generator=torch.Generator().manual_seed(2))
@@ -76,17 +76,6 @@ class Site:
         self.model.zero_grad()
         (self.model(batch(self.rank, k)) ** 2).mean().backward()
         return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-
-    def owed(self) -> dict[str, Tensor]:
-        """What it has not sent, of all methods."""
-        found: dict[str, Tensor] = {}
-        for compressor, units in self.session._compressors.items():
-            for matrix in (m for unit in units for m in unit.matrices):
-                residual = compressor.residual(matrix)
-                if residual is not None:
-                    whole = formed(residual).double().view(matrix.outputs, -1)
-                    found[matrix.weight] = found.get(matrix.weight, 0) + whole
-        return found
 
 
 def batch(rank: int, k: int) -> Tensor:
@@ -148,7 +137,7 @@ def test_nothing_of_a_gradient_is_lost_between_lossy_methods():
         for k in range(steps):
             for name, gradient in site.step(k).items():
                 applied[name] = applied.get(name, 0) + gradient.double()
-        owed = site.owed()
+        owed = owed_by(site.session)
         site.session.detach()
         return applied, owed, site.went
 
@@ -225,7 +214,7 @@ def test_a_saved_session_goes_on_with_what_it_knew(steps):
         assert trials.count("Auto: ") == str(site.session.coverage()).count("Auto: ")
         for k in range(steps, steps + 60):
             book(applied, site.step(k))
-        owed = site.owed()
+        owed = owed_by(site.session)
         site.session.detach()
         return applied, owed, site.went
 
