@@ -61,6 +61,18 @@ class HeaderCache:
         self._enough *= 2
         self.forget()
 
+    def follow(self, before: HeaderCache) -> None:
+        """Goes on behind another one: forgets what its loop has not been any more since.
+
+        What differs between steps of one loop, as other sessions on the group, weights, parameters
+        in use or buffers, was in the headers of the last steps, whatever methods these had.
+        """
+        if before._headers and self._about_loops() != before._about_loops():
+            self.forget()
+
+    def _about_loops(self) -> list[Hashable]:
+        return [header.about_loop for header in self._headers]
+
     def forget(self) -> None:
         """What has been seen so far says nothing any more."""
         self._headers, self._equal = [], 0
