@@ -116,7 +116,9 @@ class Session(Verified):
             RuntimeError: this site lost the others in the middle of a step.
         """
         self._require_group()
-        progress = Progress(self._stats.step, self._next_forward.tap_next, self._planner.has_autograd_grad)
+        progress = Progress(
+            self._stats.step, self._next_forward.tap_next, self._planner.has_autograd_grad
+        )
         state = saved(self._owner, progress, self._compressors.states())
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
