@@ -59,6 +59,8 @@ class Routing(Protocol):
     """Payload of one message before the next layer opens another."""
     forced: bool = False
     """Whether factors are sent even where dense would be fewer bytes."""
+    uses_rows: bool = True
+    """Whether anything that it decides follows from rows; if not, layers need not count them."""
     phase: Hashable = 0
     """What `route` and `sent_rows` follow from besides their arguments; the same on all sites."""
 

@@ -132,6 +132,7 @@ class Compressors:
     def __init__(self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]]) -> None:
         self._units_of = tuple(units_of)
         self._of = {unit: compressor for compressor, units in units_of for unit in units}
+        self._ending: tuple[AbstractSet[Unit], Mapping[Unit, Compressor], set[int]] | None = None
 
     def __getitem__(self, unit: Unit) -> Compressor:
         return self._of[unit]
@@ -157,6 +158,11 @@ class Compressors:
     def next_of(self, unit: Unit) -> Compressor:
         """What the unit will have in the next step."""
         return self._of[unit]
+
+    @property
+    def counting(self) -> AbstractSet[Unit] | None:
+        """Units whose layers have to count rows in the next forward; None for all."""
+        return None
 
     @property
     def ahead(self) -> Hashable:
@@ -192,9 +198,11 @@ class Compressors:
             applied: whether it counts.
             used: parameters that had a gradient on some site.
         """
-        ending = {id(self._of[unit]) for unit in units if unit in self._of}
+        if self._ending is None or self._ending[0] is not units or self._ending[1] is not self._of:
+            ending = {id(self._of[unit]) for unit in units if unit in self._of}
+            self._ending = units, self._of, ending
         for store in self.stores:
-            if id(store) in ending:
+            if id(store) in self._ending[2]:
                 store.commit(applied=applied)
 
     def states(self) -> list[StateDict]:
