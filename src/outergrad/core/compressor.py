@@ -21,6 +21,8 @@ class Setup(Protocol):
 
     takes_plain: bool = False
     """Whether weights without a rule are its business, too: their formed gradients."""
+    takes_vectors: bool = False
+    """Whether formed gradients of vectors are, as matrices of one column."""
     replays: Replays = Replays()
     """What is to be computed again by all sites, instead of being sent."""
     needs: Set[Capability] = frozenset()

@@ -71,19 +71,19 @@ class Settings:
     """What the settings of methods have in common; each is a frozen dataclass of its own."""
 
     def __post_init__(self) -> None:
-        """Checks them, and makes `wire` a tuple: however it is written, a method is one.
+        """Checks them, and makes a tuple of codecs: however they are written, a method is one.
 
         Raises:
             ValueError: names the method, the setting and what it may be.
         """
         for name, value in list(vars(self).items()):
             require(name not in _LEAST or value >= 1, self, name, _LEAST.get(name, ""))
-            if name == "wire":
-                object.__setattr__(self, name, self._stacked(value))
+            if name in ("wire", "vectors"):
+                object.__setattr__(self, name, self._stacked(name, value))
 
-    def _stacked(self, wire: Wire) -> Codecs:
+    def _stacked(self, name: str, wire: Wire) -> Codecs:
         try:
-            return stacked(wire)
+            return stacked(wire, name)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: {error}") from None
 

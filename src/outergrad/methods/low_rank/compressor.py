@@ -27,7 +27,7 @@ from outergrad.core.types import (
     tensors_of,
 )
 from outergrad.linalg.outer import formed
-from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
+from outergrad.methods.common import dense_bytes, tied_in_use
 from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows
 from outergrad.methods.low_rank.memory import (
     Memories,
@@ -41,6 +41,7 @@ from outergrad.methods.low_rank.merging import Merging
 from outergrad.methods.low_rank.settings import LowRankSettings
 from outergrad.methods.low_rank.sketches import GlobalSketches
 from outergrad.methods.low_rank.triplets import Gathered
+from outergrad.methods.low_rank.vectors import RowsAndBias, Vectors
 
 _THIN = 4
 """A multiplication in a product with a thin matrix costs about as much as so many in one of full
@@ -59,12 +60,17 @@ class LowRankCompressor(Compressor):
     def __init__(self, settings: LowRankSettings) -> None:
         self._settings = settings
         self.bucket_bytes = settings.bucket_bytes
-        self.wire, self._sums = settings.codecs, not drops(settings.codecs)
+        self.wire, self.takes_vectors = settings.codecs, bool(settings.vectors)
+        self._sums = not drops(settings.codecs) and not settings.vectors
         self._owns = True
         self._sizes, self._memories = Sizes(settings), Memories()
         self._gathered = Gathered(settings, self._memories)
+        self._vectors = Vectors(settings, self._memories)
+        if settings.vectors:
+            self.form = RowsAndBias(settings.vector_codecs)
         self._sketches = GlobalSketches(settings, self._memories)
-        self.sketches, self.merger = self._sketches, Merging(settings, self._memories)
+        self.sketches = self._sketches
+        self.merger = Merging(settings, self._memories, self._vectors)
 
         if settings.reduce == "two_way":
             self.needs = frozenset({Capability.ALL_TO_ALL})
@@ -124,6 +130,8 @@ class LowRankCompressor(Compressor):
         """Whether factors are all that is sent, or what triplets are found from in less time."""
         if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
             return False
+        if not self._vectors.fit(unit):
+            return False
         if self._sizes.exact(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
             return self.route(unit, rows_SK, tapped=True) == Route.GATHER
         if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
@@ -146,7 +154,7 @@ class LowRankCompressor(Compressor):
             return math.inf
         if not self._settings.taps or not unit.slots:
             return 0.0
-        return (dense - bias_bytes(unit.slots)) / sum(map(self._sizes.row, unit.slots))
+        return (dense - self._sizes.biases(unit.slots)) / sum(map(self._sizes.row, unit.slots))
 
     def _low_rank_route(self, sites: int) -> Route:
         if self._settings.reduce != "auto":
@@ -178,7 +186,7 @@ class LowRankCompressor(Compressor):
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """All rows of an exact layer; else as many triplets as the site wanted, or as there are."""
         exact = exact_rows(slot, rows)
-        if slot.lookup:
+        if slot.lookup or slot.vector:
             return exact
         return self._gathered.sent_rows(slot, min(exact, self._settings.rank), site)
 
@@ -200,7 +208,11 @@ class LowRankCompressor(Compressor):
 
     def compress(self, parts: Sequence[Part]) -> list[Factors]:
         """The leading triplets of each gradient and of what was not sent of it before."""
-        return self._gathered.compress(parts)
+        vectors, others = self._vectors.split(parts)
+        found = {part.slot: self._vectors.compressed(part) for part in vectors}
+        for part, sent in zip(others, self._gathered.compress(others), strict=True):
+            found[part.slot] = self._vectors.with_bias(part.slot, sent)
+        return [found[part.slot] for part in parts]
 
     def residual(self, slot: Slot) -> Gradient | None:
         """What error feedback adds to the gradient of the next step."""

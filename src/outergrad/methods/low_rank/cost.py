@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from outergrad.core.coding import Codecs, without_drops
+from outergrad.core.coding import Codecs, nbytes, without_drops
 from outergrad.core.cost import CostModel
 from outergrad.core.types import Route, Slot, Unit
-from outergrad.methods.common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
+from outergrad.methods.common import FLOAT_BYTES, row_bytes, tied_in_use, used_slots
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _ENOUGH = 1.1
@@ -28,6 +28,8 @@ class Sizes:
 
     def codecs(self, slot: Slot) -> Codecs:
         """The codecs of a slot; rows by id have no memory, so nothing of them may be dropped."""
+        if slot.vector:
+            return self._settings.vector_codecs
         wire = self._settings.codecs
         return without_drops(wire) if slot.lookup and self._settings.keeps_loss else wire
 
@@ -62,7 +64,12 @@ class Sizes:
     def _exact_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
         used = used_slots(unit, rows_K)
         factors = sum(exact_rows(slot, rows) * self.row(slot) for slot, rows in used)
-        return factors + bias_bytes(slot for slot, _ in used)
+        return factors + self.biases([slot for slot, _ in used])
+
+    def biases(self, slots: Sequence[Slot]) -> int:
+        """Bytes of the bias gradients that go along with rows."""
+        codecs = self._settings.vector_codecs
+        return sum(nbytes(codecs, (1, s.groups * s.outputs)) for s in slots if s.bias is not None)
 
 
 def exact_rows(slot: Slot, rows: int) -> int:

@@ -37,6 +37,7 @@ class LowRankSettings(Settings):
     error_feedback: Feedback = "factored"
     feedback_rank: int | None = None
     wire: Wire = ()
+    vectors: Wire = ()
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
     every: int = 1
@@ -55,11 +56,18 @@ class LowRankSettings(Settings):
         summable = not drops(self.codecs) or self.reduce != "all_reduce"
         added = "reduce='all_reduce' adds up what is sent"
         require(summable, self, "wire", f"BF16() at most, or another way to reduce: {added}")
+        apart = not self.vectors or self.reduce != "all_reduce"
+        require(apart, self, "vectors", f"(), or another way to reduce: {added}")
 
     @property
     def codecs(self) -> Codecs:
         """What `wire` has become."""
         return cast(Codecs, self.wire)
+
+    @property
+    def vector_codecs(self) -> Codecs:
+        """What `vectors` has become."""
+        return cast(Codecs, self.vectors)
 
     @property
     def memory_rank(self) -> int:
