@@ -34,6 +34,7 @@ METHODS: dict[str, Any] = {
     "all in four bits": og.RankDAD(
         rank=2, error_feedback="dense", wire=wire.Int4(), vectors=wire.Int4()
     ),
+    "budget": og.RankDAD(budget=7500),
     "powersgd": og.PowerSGD(rank=1),
     "sparse": og.Sparse(density=0.1),
     "sparse, fewer than pay at many sites": og.Sparse(density=0.3),

@@ -88,11 +88,12 @@ class Settings:
             raise ValueError(f"{type(self).__name__}: {error}") from None
 
     def __repr__(self) -> str:
-        """With the rank, and the settings that differ from the defaults."""
+        """With the rank or the budget, and the settings that differ from the defaults."""
+        always = "rank" if getattr(self, "budget", None) is None else "budget"
         told = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
-            if field.name == "rank" or getattr(self, field.name) != field.default
+            if field.name == always or getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(told)})"
 

@@ -19,6 +19,11 @@ class RankDAD(LowRankSettings):
 
     Attributes:
         rank: most triplets that a site sends per layer.
+        budget: bytes that a site may send per step, as "160kB" or 160_000, or less than one as a
+            fraction of what dense gradients are, as 1/64: instead of a rank. They are shared out
+            over the layers anew in each step, by the energy that the next triplet of a layer is
+            worth per byte; each gets one at least. All that a step sends counts, but for buffers.
+            Triplets are gathered.
         tolerance: largest error that a site may make, relative to the Frobenius norm of its
             gradient, if `rank` triplets suffice for it: then it sends as few as do. What was too
             many or too few in one step is put right in the next, without a message for it.

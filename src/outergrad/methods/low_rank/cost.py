@@ -15,6 +15,10 @@ _ENOUGH = 1.1
 """A way that takes at most so many times as long as the fastest is as good, if its error is less:
 measured links and estimates are no more exact."""
 
+_THIN = 4
+"""A multiplication in a product with a thin matrix costs about as much as so many in one of full
+matrices, on a CPU."""
+
 WAYS = (Route.GATHER, Route.TWO_WAY, Route.REDUCE)
 """By their error: gathered triplets bring rank S R, merged ones the best R of these; sketches
 follow the mean gradient from step to step."""
@@ -57,9 +61,22 @@ class Sizes:
         """Bytes of factors that hold all of the gradient, on the site that has most."""
         if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
             return math.inf
-        if self._settings.tolerance and not any(slot.lookup for slot in unit.slots):
+        by_id = any(slot.lookup for slot in unit.slots)
+        if self._settings.budget is not None or (self._settings.tolerance and not by_id):
             return math.inf
         return max(self._exact_of_site(unit, rows_K) for rows_K in rows_SK)
+
+    def cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
+        """Whether two thin products with the factors cost less than the gradient and two with it.
+
+        Patches of a convolution would have to be cut out first, which costs more than all that.
+        """
+        if slot.patches:
+            return False
+        width = slot.outputs + slot.inputs
+        thin = 2 * _THIN * (self._settings.rank + self._settings.memory_rank)
+        size = slot.outputs * slot.inputs
+        return thin * rows * width < rows * size + thin * size
 
     def _exact_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
         used = used_slots(unit, rows_K)
