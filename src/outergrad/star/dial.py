@@ -102,7 +102,7 @@ _DIALLERS: weakref.WeakSet[Dialler] = weakref.WeakSet()
 
 
 @atexit.register
-def _finish_all() -> None:
+def finish_all() -> None:
     """When Python ends, what was sent has to arrive."""
     for dialler in list(_DIALLERS):
         dialler.finish()

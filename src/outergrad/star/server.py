@@ -47,6 +47,7 @@ class HubServer:
 
     Attributes:
         port: that it listens on.
+        names: of the sites, in the order of their ranks.
 
     Raises:
         ValueError: a site was not invited, or there is none.
@@ -60,13 +61,13 @@ class HubServer:
         sites: Sequence[str] | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        self._folder, names = folder, _names(folder, sites)
+        self._folder, self.names = folder, _names(folder, sites)
         identity, authority = folder.identity("hub"), folder.identity("authority")
         self._journal = Journal(folder.log_file, identity)
-        self._hub = Hub(names, self._journal.write, grace_s)
-        self._open: dict[str, int] = dict.fromkeys(names, 0)
+        self._hub = Hub(self.names, self._journal.write, grace_s)
+        self._open: dict[str, int] = dict.fromkeys(self.names, 0)
         self._lock, self._ended = threading.Lock(), threading.Event()
-        workers = ThreadPoolExecutor(_STREAMS_PER_SITE * len(names) + 2, "hub")
+        workers = ThreadPoolExecutor(_STREAMS_PER_SITE * len(self.names) + 2, "hub")
         self._server = grpc.server(workers, options=[*KEEPALIVE, *_OF_SERVER])
         handler = grpc.stream_stream_rpc_method_handler(self._line)
         services = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
