@@ -21,13 +21,14 @@ SERVICE, METHOD = "outergrad.Star", "Line"
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),  # a probe of the rate may be under way: then that counts
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
 )
 """A line that is silent for 3 seconds is down; pings also keep it in the tables of routers."""
 _OF_SERVER = (
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),  # or sites that ping would be told to go away
     ("grpc.so_reuseport", 0),
 )
