@@ -73,7 +73,9 @@ class Farewell:
         """Whether there was something to say."""
         if self._process != os.getpid() or self._group.lost is not None:
             return False
-        standing = Standing(0, self._session, ends=self._group.ends, why=why, ended=ended)
+        goes_on = ended == "session" and len(self._group.attached) > 0
+        known = {"ends": self._group.ends, "made": self._group.pact.made, "goes_on": goes_on}
+        standing = Standing(0, self._session, **known, why=why, ended=ended)
         self._notes.leave_at_end(standing.text(), of_process=ended == "process")
         return True
 
