@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -140,6 +141,16 @@ class GivingUp:
             return False
         word = None if text is None else Standing.of(text)
         return word is not None and word.made == made and word.ended == "session"
+
+    def settle_at_exit(self) -> None:
+        """The same when Python ends, where others may have gone: it gives nobody up."""
+        group = on_transport(self._comm.key)
+        if group.lost is not None or group.pact.frozen:
+            return
+        with suppress(ExchangeError):
+            drift = self._votes.count()
+            if drift is not None:
+                warnings.warn(str(drift), RuntimeWarning, stacklevel=2)
 
     def _settle_at_end(self) -> DriftError | None:
         """The same when the session ends: who is lost then, the others are told."""
