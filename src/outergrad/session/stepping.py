@@ -8,7 +8,7 @@ from typing import Any
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.batch import Batch
 from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
-from outergrad.capture.parameters import WatchedParameter
+from outergrad.capture.parameters import WatchedParameter, accumulating
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
@@ -109,7 +109,7 @@ class Stepping(GivingUp):
         refuse_nested_backward()
         self._require_group()
         self._refuse_changed()
-        used = {name for name, watched in self._watched.items() if watched.accumulates()}
+        used = accumulating(list(self._watched.values()))
         begin = self._synchronised if self._synchronise else self._unsynchronised
         step = self._step = begin(task, used)
         at_end_of_backward(lambda: self._finish(step))
@@ -186,17 +186,15 @@ class Stepping(GivingUp):
             header: what this site announces.
             **about: attributes of the `StepSpec` that are not the session's own.
         """
-        own = StepSpec(
-            model=self._model,
-            planner=self._planner,
-            comm=self._comm,
-            header=header,
-            blocks=self._blocks,
-            reading=self._reporter.reading(self._stats.step),
-            buffers=self._buffers,
-            skips_bad=self._mishaps.skips_bad,
-        )
-        step = self._step_of_spec(replace(own, **about))
+        own: dict[str, Any] = {
+            "model": self._model,
+            "planner": self._planner,
+            "blocks": self._blocks,
+            "reading": self._reporter.reading(self._stats.step),
+            "buffers": self._buffers,
+            "skips_bad": self._mishaps.skips_bad,
+        }
+        step = self._step_of_spec(StepSpec(comm=self._comm, header=header, **(own | about)))
         on_transport(self._comm.key).running.append(self)
         return step
 
