@@ -15,6 +15,7 @@ from outergrad.record.trials import trials_noted
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
 from outergrad.session.transform_checks import noted, units_shown
+from outergrad.session.usual_method import usual_noted
 from outergrad.session.verified import Verified
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
 from outergrad.step.pact import is_in_trouble
@@ -82,7 +83,7 @@ class Session(Verified):
         lines = self._cadence.noted(coverage(params, self._local, *told))
         if self._choosing is not None:
             lines = trials_noted(lines, model.units, self._choosing.chooser)
-        return noted(lines, self._transform)
+        return usual_noted(noted(lines, self._transform), self._not_auto)
 
     def choice(self) -> dict[str, Method]:
         """The method that `og.Auto()` has chosen so far for each parameter, by its full name.

@@ -84,7 +84,7 @@ class Stepping(GivingUp):
         self._due_parts: DueParts | None = None
         self._step: Step | None = None
         self._synchronise, self._attached = True, True
-        self._transform = settings.transform
+        self._transform, self._not_auto = settings.transform, settings.not_auto
         self._batch = _batch(settings.transform)
         self._several = comm.world_size > 1 or settings.transform is not None
         self._may_owe = False
