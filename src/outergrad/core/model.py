@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -41,15 +42,24 @@ class Model:
     units: tuple[Unit, ...]
     reasons: Mapping[str, str]
 
-    @property
+    @cached_property
     def blocks(self) -> list[Block]:
         """What is computed again, in the order of the units."""
         return [unit.block for unit in self.units if unit.block is not None]
 
-    @property
+    @cached_property
     def index(self) -> dict[Source, int]:
         """The place in headers of all that is captured: slots, then blocks."""
         return {source: k for k, source in enumerate((*self.slots, *self.blocks))}
+
+    @cached_property
+    def slots_of(self) -> dict[str, list[Slot]]:
+        """The slots that feed each parameter."""
+        found: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            for name in slot.params:
+                found.setdefault(name, []).append(slot)
+        return found
 
     @staticmethod
     def of(

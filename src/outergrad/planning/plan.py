@@ -176,6 +176,10 @@ class Planner:
                 self._paid.append((one, slot))
         return found
 
+    def owes(self) -> bool:
+        """Whether `owed` may have something of some parameter."""
+        return bool(self._memories)
+
     def commit(self, *, applied: bool) -> None:
         """Tells the compressors of the model that a step is over, for all sites alike."""
         self._compressors.commit(self._units, applied=applied, used=self._used)

@@ -112,6 +112,7 @@ def distribute(
         `make_equal()`, `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
+        TypeError: what was passed is no model, or no method.
         ValueError: the model or the method cannot be used, or the transport cannot do what the
             method needs, or the sites differ: the same message on every site, naming the first
             difference and the rank that has it.
@@ -196,7 +197,12 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     """What `torch.compile(model)` stands around: parameters go by their names in the plain model.
 
     By the name of its class: importing it takes a second.
+
+    Raises:
+        TypeError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: pass a torch.nn.Module first, then the method")
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
 
 

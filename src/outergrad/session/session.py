@@ -147,7 +147,7 @@ class Session(Verified):
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
         own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]
         self._weighting.load(own.get("samples", {}))
-        self._tap_next = dict(progress.tap_next)
+        self._tap_next, self._followed = dict(progress.tap_next), None
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
         self._note_end(counted=False)
         if self._choosing is not None:

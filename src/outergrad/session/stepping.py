@@ -8,10 +8,11 @@ from typing import Any
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.batch import Batch
 from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
-from outergrad.capture.parameters import WatchedParameter
+from outergrad.capture.parameters import WatchedParameter, accumulating
 from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
+from outergrad.core.model import Choice
 from outergrad.core.reasons import Reason
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
@@ -93,6 +94,8 @@ class Stepping(GivingUp):
         self._buffers = settings.buffers
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: dict[Unit, Reason] = {}
+        self._followed: Choice | None = None
+        """The last choice that these are from."""
         tell = self._reporter.mishap
         self._choosing = choosing_of(compressors, model, comm, fingerprint)
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
@@ -111,7 +114,7 @@ class Stepping(GivingUp):
         refuse_nested_backward()
         self._require_group()
         self._refuse_changed()
-        used = {name for name, watched in self._watched.items() if watched.accumulates()}
+        used = accumulating(list(self._watched.values()))
         begin = self._synchronised if self._synchronise else self._unsynchronised
         step = self._step = begin(task, used)
         at_end_of_backward(lambda: self._finish(step))
@@ -188,17 +191,15 @@ class Stepping(GivingUp):
             header: what this site announces.
             **about: attributes of the `StepSpec` that are not the session's own.
         """
-        own = StepSpec(
-            model=self._model,
-            planner=self._planner,
-            comm=self._comm,
-            header=header,
-            blocks=self._blocks,
-            reading=self._reporter.reading(self._stats.step),
-            buffers=self._buffers,
-            skips_bad=self._mishaps.skips_bad,
-        )
-        step = self._step_of_spec(replace(own, **about))
+        own: dict[str, Any] = {
+            "model": self._model,
+            "planner": self._planner,
+            "blocks": self._blocks,
+            "reading": self._reporter.reading(self._stats.step),
+            "buffers": self._buffers,
+            "skips_bad": self._mishaps.skips_bad,
+        }
+        step = self._step_of_spec(StepSpec(comm=self._comm, header=header, **(own | about)))
         on_transport(self._comm.key).running.append(self)
         return step
 
@@ -258,9 +259,11 @@ class Stepping(GivingUp):
         """Goes by what a step has chosen, and reports it."""
         if step.choice is None:
             return
-        self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
-        self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
-        self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
+        if step.choice is not self._followed:
+            self._followed = step.choice
+            self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
+            self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
+            self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
         self._stats = step.stats(self._stats.step + 1)
         if step.decision is not None:
             self._note_end(counted=step.applied)

@@ -82,7 +82,7 @@ class HeaderBuilder:
         """What this site announces in a backward; accumulated gradients count as used."""
         params, joint, loop = self._model.params, about.joint, about.loop
         waiting = {name for name in about.unshared if params[name].grad is not None}
-        has_gradient = tuple(name in about.used or name in waiting for name in params)
+        has_gradient = tuple(map((about.used | waiting).__contains__, params))
         formed = waiting - about.carried_over.params
         uses = [self._use(slot, formed, about.carried_over) for slot in self._model.slots]
         uses += [self._block_use(block, formed) for block in self._model.blocks]

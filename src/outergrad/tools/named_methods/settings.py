@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import outergrad as og
@@ -22,9 +23,20 @@ def read_settings(texts: Iterable[str]) -> dict[str, Any]:
     """Reads ``rank=16`` and ``wire=topk0.1+int8`` as arguments by name.
 
     Raises:
-        ValueError: There is no such codec.
+        ValueError: There is no such codec, or a setting is there twice.
     """
-    return dict(map(_setting, texts))
+    found: dict[str, Any] = {}
+    for name, value in map(_setting, texts):
+        if name in found:
+            raise ValueError(f"{name}= is there twice")
+        found[name] = value
+    return found
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A question that names what is nearly the same, if anything is."""
+    close = get_close_matches(name.lower(), known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _setting(text: str) -> tuple[str, Any]:
