@@ -101,6 +101,11 @@ class Assignment:
         found = [self._compressor(method) for method in self._candidates[name]]
         return any(compressor is not None and compressor.takes_plain for compressor in found)
 
+    def takes_vectors(self, name: str) -> bool:
+        """Whether every method of the parameter takes its formed gradient, if it is a vector."""
+        found = [self._compressor(method) for method in self._candidates[name]]
+        return all(compressor is not None and compressor.takes_vectors for compressor in found)
+
     def exchange_of(self, name: str) -> Compressor | None:
         """What makes the gradient of the parameter global first; None where it travels dense."""
         return self._compressor(self._methods[name])

@@ -87,7 +87,7 @@ class Settings:
     """What the settings of methods have in common; each is a frozen dataclass of its own."""
 
     def __post_init__(self) -> None:
-        """Checks them, and makes `wire` a tuple: however it is written, a method is one.
+        """Checks them, and makes a tuple of codecs: however they are written, a method is one.
 
         Raises:
             ValueError: names the method, the setting and what it may be.
@@ -95,8 +95,8 @@ class Settings:
         for name, value in list(vars(self).items()):
             self._check_type(name, value)
             require(name not in _LEAST or value >= 1, self, name, _LEAST.get(name, ""))
-            if name == "wire":
-                object.__setattr__(self, name, self._stacked(value))
+            if name in ("wire", "vectors"):
+                object.__setattr__(self, name, self._stacked(name, value))
 
     def _check_type(self, name: str, value: object) -> None:
         plain = _plain_settings(type(self)).get(name)
@@ -105,18 +105,19 @@ class Settings:
             known = isinstance(value, tuple(_PLAIN[kind][0] for kind in plain)) and not is_flag
             require(known, self, name, ", or ".join(_PLAIN[kind][1] for kind in plain))
 
-    def _stacked(self, wire: Wire) -> Codecs:
+    def _stacked(self, name: str, wire: Wire) -> Codecs:
         try:
-            return stacked(wire)
+            return stacked(wire, name)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: {error}") from None
 
     def __repr__(self) -> str:
-        """With the rank, and the settings that differ from the defaults."""
+        """With the rank or the budget, and the settings that differ from the defaults."""
+        always = "rank" if getattr(self, "budget", None) is None else "budget"
         told = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
-            if field.name == "rank" or getattr(self, field.name) != field.default
+            if field.name == always or getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(told)})"
 

@@ -9,8 +9,10 @@ import typer
 
 from outergrad import __version__
 from outergrad.tools.commands.doctor import doctor
+from outergrad.tools.commands.hub import hub_app
 from outergrad.tools.commands.plan import plan
 from outergrad.tools.commands.report import report
+from outergrad.tools.commands.site import site
 from outergrad.tools.commands.watch import watch
 
 app = typer.Typer(
@@ -50,3 +52,5 @@ app.command()(report)
 app.command()(watch)
 app.command()(doctor)
 app.command()(plan)
+app.add_typer(hub_app, name="hub")
+app.command(context_settings={"allow_interspersed_args": False})(site)

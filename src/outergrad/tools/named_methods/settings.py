@@ -8,7 +8,15 @@ from typing import Any
 
 import outergrad as og
 
-_CODECS: dict[str, og.wire.Codec] = {"bf16": og.wire.BF16(), "int8": og.wire.Int8()}
+_CODECS: dict[str, og.wire.Codec] = {
+    "bf16": og.wire.BF16(),
+    "int8": og.wire.Int8(),
+    "int4": og.wire.Int4(),
+    "int3": og.wire.Int3(),
+    "int2": og.wire.Int2(),
+}
+_OF_CODECS = ("wire", "vectors")
+"""Settings that are codecs."""
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
@@ -34,7 +42,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 def _setting(text: str) -> tuple[str, Any]:
     """Reads one; ``wire=fp32`` is no codec, and what is no Python number or the like is a word."""
     name, _, value = text.partition("=")
-    if name == "wire":
+    if name in _OF_CODECS:
         return name, () if value == "fp32" else tuple(map(_codec, value.split("+")))
     try:
         return name, ast.literal_eval(value)
