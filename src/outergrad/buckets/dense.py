@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
+from outergrad.core.cost import CostModel
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
-from outergrad.messages.checksum import checksum
+from outergrad.messages.checksum import SummedRoom
 from outergrad.messages.wire import State
+from outergrad.record.stats import Booking
+
+_SMALL = 1 << 14
+"""Elements of a gradient below which a pass over all of them costs less than a call for each."""
 
 _BUFFERS = 2
 
@@ -26,7 +33,7 @@ class DenseBucket(Bucket):
         self.params = frozenset(params)
         self.dense_params: Sequence[str] = tuple(params)
         self._params = dict(params)
-        self._buffers: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._buffers: list[_Buffer] = []
 
     @property
     def is_kept(self) -> bool:
@@ -35,37 +42,75 @@ class DenseBucket(Bucket):
 
     def start(self, context: StepContext) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
-        buffer, views = self._scratch()
-        for name, view in views.items():
-            context.fill(name, self._params[name], view)
-            traffic = context.comm.cost.all_reduce(view.nbytes)
-            context.add(name, "dense", **traffic._asdict())
+        kept = self._scratch(context.comm.cost)
+        buffer, views = kept.room.tensor, kept.views
+        self._fill(context, kept)
+        context.layers.book(kept.bookings)
         if context.skips_bad and not is_finite(buffer[:-2]):
             for name, view in views.items():
                 context.check(name, [view])
         buffer[-2] = float(context.state == State.SURPRISED)
         buffer[-1] = float(context.state.is_void)
         work = context.comm.all_reduce(buffer)
-        return _DensePending(work, views)
+        return _DensePending(work, kept)
 
-    def _scratch(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The buffer that the step before does not have, and views of it."""
+    def _scratch(self, cost: CostModel) -> _Buffer:
+        """The buffer that the step before does not have."""
         if len(self._buffers) < _BUFFERS:
-            sizes = [p.numel() for p in self._params.values()]
-            first = next(iter(self._params.values()))
-            buffer = first.new_empty(sum(sizes) + 2, requires_grad=False)
-            pairs = zip(self._params.items(), buffer[:-2].split(sizes), strict=True)
-            self._buffers.insert(0, (buffer, {n: part.view(p.shape) for (n, p), part in pairs}))
+            self._buffers.insert(0, _Buffer.of(self._params, cost))
         else:
             self._buffers.reverse()
         return self._buffers[0]
 
+    def _fill(self, context: StepContext, kept: _Buffer) -> None:
+        """Copies this site's part of the mean; many small gradients at once."""
+        grads = [p.grad for p in self._params.values()]
+        there = [g for g in grads if g is not None and not g.is_sparse]
+        if len(there) < len(grads) or not context.adds_all_alike():
+            for name, view in kept.views.items():
+                context.fill(name, self._params[name], view)
+        elif kept.room.tensor.numel() < _SMALL * len(grads):
+            torch._foreach_copy_(list(kept.views.values()), there)  # type: ignore[attr-defined]
+            kept.room.tensor[:-2].mul_(context.share)
+        else:
+            for view, g in zip(kept.views.values(), there, strict=True):
+                torch.mul(g, context.share, out=view)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """What an all-reduce sums.
+
+    Attributes:
+        room: for all of it.
+        views: of the part of each parameter, in its shape.
+        bookings: what it does for each of them.
+    """
+
+    room: SummedRoom
+    views: Mapping[str, Tensor]
+    bookings: Sequence[Booking]
+
+    @staticmethod
+    def of(params: Mapping[str, nn.Parameter], cost: CostModel) -> _Buffer:
+        """For these parameters, over a transport of this cost."""
+        sizes = [p.numel() for p in params.values()]
+        first = next(iter(params.values()))
+        room = SummedRoom(first, sum(sizes) + 2)
+        pairs = zip(params.items(), room.tensor[:-2].split(sizes), strict=True)
+        views = {name: part.view(p.shape) for (name, p), part in pairs}
+        traffic = {name: cost.all_reduce(view.nbytes) for name, view in views.items()}
+        bookings = [Booking(name, "dense", *one) for name, one in traffic.items()]
+        return _Buffer(room, views, bookings)
+
 
 class _DensePending(Pending):
-    def __init__(self, work: Work, views: dict[str, Tensor]) -> None:
-        self._work, self._views = work, views
+    def __init__(self, work: Work, kept: _Buffer) -> None:
+        self._work, self._kept = work, kept
         self._sum: Tensor | None = None
 
     def wait(self) -> Result:
         buffer = self._sum = self._work.wait() if self._sum is None else self._sum
-        return Result(self._views, state=State.of(*buffer[-2:].tolist()), digest=checksum(buffer))
+        room = self._kept.room
+        state = State.of(*buffer[-2:].tolist())
+        return Result(self._kept.views, state=state, digest=room.checksum())

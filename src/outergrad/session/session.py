@@ -15,6 +15,7 @@ from outergrad.record.trials import trials_noted
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
 from outergrad.session.transform_checks import noted, units_shown
+from outergrad.session.usual_method import usual_noted
 from outergrad.session.verified import Verified
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
 from outergrad.step.pact import is_in_trouble
@@ -82,7 +83,7 @@ class Session(Verified):
         lines = self._cadence.noted(coverage(params, self._local, *told))
         if self._choosing is not None:
             lines = trials_noted(lines, model.units, self._choosing.chooser)
-        return noted(lines, self._transform)
+        return usual_noted(noted(lines, self._transform), self._not_auto)
 
     def choice(self) -> dict[str, Method]:
         """The method that `og.Auto()` has chosen so far for each parameter, by its full name.
@@ -131,7 +132,9 @@ class Session(Verified):
         """
         self._require_group()
         self._settle()
-        progress = Progress(self._stats.step, self._tap_next, self._planner.has_autograd_grad)
+        progress = Progress(
+            self._stats.step, self._next_forward.tap_next, self._planner.has_autograd_grad
+        )
         state = saved(self._owner, progress, self._compressors.states())
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
@@ -162,7 +165,7 @@ class Session(Verified):
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
         own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]
         self._weighting.load(own.get("samples", {}))
-        self._tap_next = dict(progress.tap_next)
+        self._next_forward.resume(progress.tap_next)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
         self._note_end(counted=False)
         if self._choosing is not None:
@@ -195,7 +198,7 @@ class Session(Verified):
         end_session(self._comm)
         self._end_watching()
         self._weighting.remove()
-        for layer in [*self._layers, *self._blocks]:
+        for layer in [*self._next_forward.layers, *self._blocks]:
             layer.restore()
         for watched in [*self._watched.values(), *([self._joint] if self._joint else [])]:
             watched.remove()
