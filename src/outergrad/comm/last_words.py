@@ -50,9 +50,14 @@ class LastWords:
         self._limited(lambda: self._store.set(_WORD.format(self._rank), text))
 
     def leave_at_end(self, text: str, *, of_process: bool) -> None:
-        """This site's when it ends the session, or its whole process."""
+        """This site's when it ends the session, or its whole process; others can read it then."""
         key = AT_EXIT.format(self._rank) if of_process else AT_END.format(self._rank, self._session)
-        self._limited(lambda: self._store.set(key, text))
+
+        def leave() -> None:
+            self._store.set(key, text)
+            self._store.check([key])  # a TCPStore does not answer to what is set
+
+        self._limited(leave)
 
     def gather(
         self, enough: Enough, patience_s: float, final: str | None = None

@@ -196,7 +196,14 @@ class LateStep:
         return Brought(True, means, additions, named)
 
     def take(self, brought: Brought) -> None:
-        """Takes what the step brought elsewhere; what this site has written of it is the same."""
+        """Takes what the step brought elsewhere; what this site has written of it is the same.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        self.is_taken = True
+        if not (brought.means or brought.additions):  # this site has all but the decision
+            return
         params, written = self.context.params, self._receiver.written
         means = {n: t for n, t in brought.means.items() if n not in written}
         additions = {n: t for n, t in brought.additions.items() if n not in written}
@@ -208,4 +215,3 @@ class LateStep:
         self._shared_buffers.take(self._shared_buffers.named(brought.buffers))
         self.context.used = written | means.keys() | additions.keys()
         self.context.reading, self._sent_buffers = None, None
-        self.is_taken = True
