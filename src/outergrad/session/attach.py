@@ -43,7 +43,13 @@ from outergrad.session.transform_checks import capturing, check_transform, refus
 from outergrad.session.usual_method import usual_method
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
+from outergrad.step.groups import (
+    count_session,
+    end_unfinished,
+    lost_sites_told,
+    on_transport,
+    refuse_lost,
+)
 
 
 def distribute(
@@ -178,6 +184,8 @@ def distribute(
     counted.watch(model)
     session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
+    if comm.board is not None:
+        on_transport(comm.key).watch(comm)
     return session
 
 
