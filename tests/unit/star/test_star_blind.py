@@ -9,6 +9,7 @@ import torch
 from test_own_transport import METHODS, build, train
 
 import outergrad as og
+from cases import relative_error
 from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import new_authority, new_site
 from outergrad.star.frames import Kind
@@ -19,12 +20,12 @@ from outergrad.star.sealing import Seal
 from stars import NAMES, folder, kit_of, on_star
 
 BLIND = {"blind": True}
+BY_COST = {"rank-dad sums"}
+"""Where it depends on what sums cost whether a layer travels dense."""
 
 
 @pytest.mark.parametrize("name", ["dense", "dad forced", "rank-dad two ways", "rank-dad sums"])
 def test_gradients_are_those_of_a_hub_that_reads(name):
-    """By methods whose ways do not depend on what sums cost."""
-
     def body(rank, one):
         model = build()
         session = og.distribute(model, METHODS[name], transport=one)
@@ -34,7 +35,8 @@ def test_gradients_are_those_of_a_hub_that_reads(name):
 
     for mine, theirs in zip(on_star(3, body, BLIND), on_star(3, body), strict=True):
         for step, gradients in enumerate(mine):
-            assert all(map(torch.equal, gradients, theirs[step]))
+            for pair in zip(gradients, theirs[step], strict=True):
+                assert torch.equal(*pair) or (name in BY_COST and relative_error(*pair) < 1e-12)
 
 
 def seen_by_the_hub(monkeypatch, settings):
