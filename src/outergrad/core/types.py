@@ -50,6 +50,10 @@ class Slot:
     lookup: bool = False
     patches: bool = False
 
+    def __hash__(self) -> int:
+        """Of what tells slots apart: they are looked up several times in a step."""
+        return hash((self.layer, self.weight, self.weight_rows))
+
     @property
     def place(self) -> Place:
         """The weight and the part of it: what the gradient belongs to, however it is made."""
@@ -108,6 +112,10 @@ class Unit:
     dense_numel: int
     matrices: tuple[Slot, ...] = ()
     block: Block | None = None
+
+    def __hash__(self) -> int:
+        """Of the parameters, which no other unit of a model has."""
+        return hash(self.params)
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -246,7 +246,7 @@ class Stepping(GivingUp):
             self._weighting.settle()
             self._blocks.forget()
             for layer in self._layers:
-                if due_parts is None or due_parts.shares(layer.slots):
+                if due_parts is None or due_parts.later is None or due_parts.shares(layer.slots):
                     layer.forget_untapped()
         if shared:
             self._follow_up(step)
