@@ -15,13 +15,17 @@ from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchDistributed
+from outergrad.core.model import Model
 from outergrad.core.protocols import Method, Policy, Rules
+from outergrad.core.step_size import Whole
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
-from outergrad.methods import DAD, LocalSteps
+from outergrad.messages.header import Header, SlotUse
+from outergrad.messages.vote import WORDS
+from outergrad.methods import LocalSteps
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
 from outergrad.session.capable import refuse_incapable, transport_lines
@@ -36,9 +40,16 @@ from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
 from outergrad.session.topology import Topology, opened
 from outergrad.session.transform_checks import capturing, check_transform, refuse_unfit
+from outergrad.session.usual_method import usual_method
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
+from outergrad.step.groups import (
+    count_session,
+    end_unfinished,
+    lost_sites_told,
+    on_transport,
+    refuse_lost,
+)
 
 
 def distribute(
@@ -67,9 +78,14 @@ def distribute(
 
     Args:
         model: any module, not wrapped but by `torch.compile`; its parameters on one device.
-        method: how gradients travel: `og.DAD()` by default; `og.PerLayer({...})` for a method per
-            part of the model, `og.Local()` for a part that is not shared; `og.LocalSteps(k)` to
-            share not gradients but what k steps of each site have changed.
+        method: how gradients travel. By default `og.Auto()`: dense or as factors, whichever makes
+            steps shorter here, as the sites find out while they train; exact, and other sites see
+            no more than this site's gradient. What it has chosen differs from run to run, and with
+            it rounding: a run that has to repeat to the bit names its method, as `og.DAD()` or
+            `og.Dense()`, or `og.Auto(frozen=choice)`. With `mesh=` or `transform=` the default is
+            `og.DAD()`. `og.PerLayer({...})` for a method per part of the model, `og.Local()` for a
+            part that is not shared; `og.LocalSteps(k)` to share not gradients but what k steps of
+            each site have changed.
         group: the sites; the default group if None.
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
@@ -108,13 +124,16 @@ def distribute(
         `make_equal()`, `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
+        TypeError: what was passed is no model, or no method.
         ValueError: the model or the method cannot be used, or the transport cannot do what the
             method needs, or the sites differ: the same message on every site, naming the first
             difference and the rank that has it.
         RuntimeError: there is no process group, or none of what another transport needs.
         SiteLostError: another site does not come, or went.
     """
-    model, method = _uncompiled(model), DAD() if method is None else method
+    model, not_auto = _uncompiled(model), ""
+    if method is None:
+        method, not_auto = usual_method(mesh=mesh, transform=transform)
     topology = _topology(transport, group, mesh, _device(model), time_span(timeout))
     comm = topology.site
     refuse_lost(comm.key)
@@ -151,6 +170,7 @@ def distribute(
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
         method=repr(method),
+        not_auto=not_auto,
         recorders=recorders,
         max_bad_steps=max_bad_steps,
         weighting=counted,
@@ -164,6 +184,8 @@ def distribute(
     counted.watch(model)
     session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
+    if comm.board is not None:
+        on_transport(comm.key).watch(comm)
     return session
 
 
@@ -192,12 +214,26 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     """What `torch.compile(model)` stands around: parameters go by their names in the plain model.
 
     By the name of its class: importing it takes a second.
+
+    Raises:
+        TypeError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: pass a torch.nn.Module first, then the method")
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
 
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _whole(model: Model) -> Whole:
+    """What there is to send of a model."""
+    params, used = model.params, (False,) * len(model.params)
+    header = Header(0, 0, 0, used, (SlotUse(0, False, torch.float32),) * len(model.index))
+    sizes = {name: p.nbytes for name, p in params.items()}
+    dtypes = {name: p.dtype for name, p in params.items()}
+    return Whole(sizes, dtypes, 8 * (header.length + WORDS))
 
 
 def _settle(
@@ -209,9 +245,11 @@ def _settle(
     """Tells the methods of the transport; measures link and machine where one goes by them."""
     for compressor, _ in inspection.compressors.items():
         compressor.settle(comm.cost, comm.capabilities)
+    for compressor, units in inspection.compressors.items():
+        compressor.settle_budget(units, _whole(inspection.model))
     sites = comm.world_size
     asking = [(e, units) for e, units in inspection.compressors.items() if e.wants_link(sites)]
-    chooser = inspection.compressors.chooser if sites > 1 else None
+    chooser = inspection.compressors.chooser if sites > 1 and inspection.model.units else None
     link = measured() if asking or chooser else None
     for compressor, units in asking:
         assert link is not None

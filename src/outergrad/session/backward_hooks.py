@@ -40,7 +40,7 @@ class BackwardHooks(Stepping):
         for layer in inspection.layers:
             watched = [self._watches(slot.params) for slot in layer.slots]
             tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, self._batch)
-            self._layers.append(tapped)
+            self._next_forward.layers.append(tapped)
             self._header_builder.add(tapped)
         for found in inspection.blocks:  # in the order of the model
             watched = [self._watches(params) for params in found.params_of]

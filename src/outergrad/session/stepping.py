@@ -9,10 +9,9 @@ from outergrad.buckets.bucket import StepContext
 from outergrad.capture.batch import Batch
 from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
 from outergrad.capture.parameters import WatchedParameter, accumulating
-from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
+from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
-from outergrad.core.model import Choice
 from outergrad.core.reasons import Reason
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
@@ -24,6 +23,7 @@ from outergrad.replay.block_message import Blocks
 from outergrad.session.choosing import Choosing, choosing_of
 from outergrad.session.giving_up import GivingUp
 from outergrad.session.inspect import Inspection
+from outergrad.session.next_forward import NextForward
 from outergrad.session.reporting import Reporter
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
@@ -33,7 +33,9 @@ from outergrad.step.captured import Captured
 from outergrad.step.groups import on_transport
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, described
+from outergrad.step.late_votes import LateVotes
 from outergrad.step.mishaps import Mishaps
+from outergrad.step.pact import Pact
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 from outergrad.step.transforming import leftover_error
@@ -73,10 +75,7 @@ class Stepping(GivingUp):
         self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
         self._planner = Planner(model, compressors, comm.cost)
-        self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
-        self._unit_of = {source: unit for unit in model.units for source in unit.sources}
-        self._layers: list[TappedLayer] = []
-        self._graphs = GraphTaps()
+        self._next_forward = NextForward(model.units, self._planner.first_tap_next())
         self._blocks = Blocks()
         self._header_builder = HeaderBuilder(model, fingerprint, comm, self._blocks)
         whole = Share(model, self._planner, self._header_builder)
@@ -85,7 +84,7 @@ class Stepping(GivingUp):
         self._due_parts: DueParts | None = None
         self._step: Step | None = None
         self._synchronise, self._attached = True, True
-        self._transform = settings.transform
+        self._transform, self._not_auto = settings.transform, settings.not_auto
         self._batch = _batch(settings.transform)
         self._several = comm.world_size > 1 or settings.transform is not None
         self._may_owe = False
@@ -94,9 +93,8 @@ class Stepping(GivingUp):
         self._buffers = settings.buffers
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: dict[Unit, Reason] = {}
-        self._followed: Choice | None = None
-        """The last choice that these are from."""
         tell = self._reporter.mishap
+        self._votes = LateVotes()
         self._choosing = choosing_of(compressors, model, comm, fingerprint)
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
 
@@ -104,11 +102,11 @@ class Stepping(GivingUp):
         """Whether some product of the layer should travel as factors in the next step."""
         if self._batch is not None:  # samples are told apart by rows alone, however these travel
             return True
-        return any(self._tap_next[self._unit_of[slot]] for slot in layer.slots)
+        return self._next_forward.taps(layer.slots)
 
     def taps_block(self, block: Block) -> bool:
         """Whether the block should be computed again in the next step."""
-        return self._tap_next[self._unit_of[block]]
+        return self._next_forward.taps([block])
 
     def _begin(self, task: int) -> None:
         refuse_nested_backward()
@@ -167,7 +165,7 @@ class Stepping(GivingUp):
 
     def _alone(self) -> bool:
         """Whether nothing travels, and nothing is left of what other sites had not sent."""
-        if self._several or any(self._tap_next.values()):
+        if self._several or any(self._next_forward.tap_next.values()):
             return False
         self._may_owe = self._may_owe and self._compressors.owe
         return not self._may_owe
@@ -198,10 +196,18 @@ class Stepping(GivingUp):
             "reading": self._reporter.reading(self._stats.step),
             "buffers": self._buffers,
             "skips_bad": self._mishaps.skips_bad,
+            "pact": self._pact(),
+            "votes": self._votes,
         }
         step = self._step_of_spec(StepSpec(comm=self._comm, header=header, **(own | about)))
         on_transport(self._comm.key).running.append(self)
         return step
+
+    def _pact(self) -> Pact | None:
+        """What this site promises the others, if they have a board to agree on."""
+        if self._comm.board is None:
+            return None
+        return on_transport(self._comm.key).pact
 
     def _step_of_spec(self, spec: StepSpec) -> SharedStep:
         return SharedStep(spec)
@@ -232,7 +238,12 @@ class Stepping(GivingUp):
 
     def _take_note(self, step: Step) -> None:
         """Of what all sites decided."""
-        if isinstance(step, SharedStep) and step.decision is not None:
+        if not isinstance(step, SharedStep) or step.decision is None:
+            return
+        drift = getattr(step, "drift", None)
+        if drift is not None:
+            self._mishaps.drifted(step.context.header.step, drift.sites, "")
+        else:
             self._mishaps.decided(step.decision, step.subjects.names)
 
     def _close(self, step: Step) -> None:
@@ -240,13 +251,13 @@ class Stepping(GivingUp):
         shared = isinstance(step, SharedStep)
         if shared:
             on_transport(self._comm.key).running.remove(self)
-        for layer in self._layers:
+        for layer in self._next_forward.layers:
             layer.forget_awaited()
         if shared or not self._several:  # else they add up
             self._weighting.settle()
             self._blocks.forget()
-            for layer in self._layers:
-                if due_parts is None or due_parts.later is None or due_parts.shares(layer.slots):
+            for layer in self._next_forward.layers:
+                if not layer.rests and (due_parts is None or due_parts.shares(layer.slots)):
                     layer.forget_untapped()
         if shared:
             self._follow_up(step)
@@ -259,11 +270,8 @@ class Stepping(GivingUp):
         """Goes by what a step has chosen, and reports it."""
         if step.choice is None:
             return
-        if step.choice is not self._followed:
-            self._followed = step.choice
-            self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
+        if self._next_forward.follow(step.units, step.choice):
             self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
-            self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
         self._stats = step.stats(self._stats.step + 1)
         if step.decision is not None:
             self._note_end(counted=step.applied)
@@ -271,6 +279,8 @@ class Stepping(GivingUp):
             self._reporter.report(step.context, self._stats)
         if self._choosing is not None and step.decision is not None:
             self._measure(self._choosing, step.context)
+        if self._transform is None:
+            self._next_forward.let_rest(self._compressors.counting)
 
     def _measure(self, choosing: Choosing, context: StepContext) -> None:
         """Tells a chooser how long the step took, unless the next one will say who is lost."""
@@ -291,12 +301,15 @@ class Stepping(GivingUp):
         step = self._step
         if not isinstance(step, SharedStep) or step.task == unless:
             return  # another session may be in the middle of the same backward
+        self._hear_of_end()
         try:
-            step.abandon()
+            if on_transport(self._comm.key).lost is None:
+                step.abandon()
         except ExchangeError as error:
             self._lost_by(error)
-        self._close(step)
-        self._take_note(step)
+        finally:
+            self._close(step)
+            self._take_note(step)
 
     def _refuse_changed(self) -> None:
         """Checks that the model is what the sites agreed on."""

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outergrad.core.transport import Comm, Work
+from outergrad.buckets.bucket import Gathered
+from outergrad.core.transport import Comm
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, Join
 from outergrad.messages.raw import from_raw, raw
@@ -47,6 +48,7 @@ class BufferMessage:
 
     Attributes:
         first: the name of one of them.
+        gathered: the messages of all sites; None where nothing is sent.
     """
 
     def __init__(self, buffers: SharedBuffers, context: Parties) -> None:
@@ -58,13 +60,14 @@ class BufferMessage:
         mean = buffers.kind == "mean"
         self._means = [p for p in places if mean and p.dtype.is_floating_point]
         self._taken = [p for p in places if p not in self._means]
-        self._work: Work | None = None
+        self.gathered: Gathered | None = None
         self._messages: Sequence[Tensor] = ()
         self._preambles: list[Preamble] = []
         self.first = places[0].name if places else ""
         if places:
             sizes = [self._nbytes(header) for header in self._headers]
-            self._work = context.comm.all_gather(self._packed(sizes[self._rank]), sizes)
+            message = self._packed(sizes[self._rank])
+            self.gathered = Gathered(context.comm.all_gather(message, sizes), message)
 
     def receive(self) -> int:
         """Waits for those of all sites; a digest of them.
@@ -72,8 +75,8 @@ class BufferMessage:
         Raises:
             RefusedError: a message is not as it was sent.
         """
-        if self._work is not None:
-            self._messages = self._work.wait()
+        if self.gathered is not None:
+            self._messages = self.gathered.wait()
             pairs = zip(self._messages, self._headers, strict=True)
             self._preambles = [self._read(*pair) for pair in pairs]
         return combined(preamble.total for preamble in self._preambles)
@@ -114,7 +117,7 @@ class BufferMessage:
 
     def values(self) -> Values:
         """The agreed value of each buffer that was sent; after `receive`."""
-        if self._work is None:
+        if self.gathered is None:
             return {}
         triples = zip(self._messages, self._headers, self._preambles, strict=True)
         found = [_read(message, self._sent_by(site), p.flags) for message, site, p in triples]
