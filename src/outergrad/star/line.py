@@ -44,7 +44,8 @@ class Line:
         self._arrivals: defaultdict[tuple[int, int], Arrival] = defaultdict(Arrival)
         self._owed, self._hurried = 0, False
         self._moved_at = 0.0
-        self._failure: ExchangeError | None = None
+        self.failure: ExchangeError | None = None
+        """Why nothing can come any more."""
         self.is_ready = False
         self.has_left = False
         self.gone: dict[int, str] = {}
@@ -123,7 +124,7 @@ class Line:
             name, _, text = _text(frame).partition("\n")
             self.texts[frame.sender, name] = text
         elif frame.kind == Kind.FAULT:
-            self._failure = self._failure or ExchangeError(_text(frame))
+            self.failure = self.failure or ExchangeError(_text(frame))
 
     def break_off(self, stream: Stream) -> None:
         """A stream ended."""
@@ -135,7 +136,7 @@ class Line:
         """The hub cannot be reached any more, for good."""
         with self.changed:
             told = ExchangeError(why, kind=Failure.TRANSPORT)
-            self._failure = self._failure or told
+            self.failure = self.failure or told
             self.changed.notify_all()
 
     # -- what collectives do -----------------------------------------------------------------------
@@ -218,47 +219,12 @@ class Line:
             raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self.has_left:
             raise ExchangeError("this site has left", kind=Failure.LOCAL)
 
     # -- what sites tell ---------------------------------------------------------------------------
-
-    def wait_until_ready(self, wait_s: float) -> None:
-        """Until all sites are there.
-
-        Raises:
-            RuntimeError: they have not come, or the hub cannot be reached.
-        """
-        with self.changed:
-            self.changed.wait_for(lambda: self.is_ready or self._failure is not None, wait_s)
-            if self._failure is not None:
-                raise RuntimeError(str(self._failure)) from self._failure
-            if not self.is_ready:
-                raise RuntimeError(
-                    f"not all of the sites {', '.join(self.names)} came within {wait_s:g} s"
-                    if self.names
-                    else f"the hub did not answer within {wait_s:g} s"
-                )
-
-    def exchange_texts(self, name: str, text: str, wait_s: float) -> dict[int, str]:
-        """Those that all other sites leave under the same name, by rank.
-
-        Raises:
-            RuntimeError: they do not.
-        """
-        self.leave_text(name, text)
-        others = [rank for rank in range(len(self.names)) if rank != self.rank]
-
-        def missing() -> set[int]:
-            return {rank for rank in others if (rank, name) not in self.texts}
-
-        self.wait_for(lambda: not missing() or bool(missing() & self.gone.keys()), wait_s)
-        if late := missing():
-            names = ", ".join(self.names[rank] for rank in sorted(late & self.gone.keys() or late))
-            raise RuntimeError(f"no word of {names} within {wait_s:g} s, or before they went")
-        return {rank: self.texts[rank, name] for rank in others}
 
     def leave_text(self, name: str, text: str) -> None:
         """Leaves a text for all others."""
@@ -286,7 +252,7 @@ class Line:
     def wait_for(self, done: Callable[[], bool], wait_s: float) -> bool:
         """Until something holds, or nothing can come any more; returns whether it does."""
         with self.changed:
-            self.changed.wait_for(lambda: done() or self._failure is not None, wait_s)
+            self.changed.wait_for(lambda: done() or self.failure is not None, wait_s)
             return done()
 
     @property
@@ -297,7 +263,7 @@ class Line:
     @property
     def has_failed(self) -> bool:
         """Whether the hub cannot be reached."""
-        return self._failure is not None
+        return self.failure is not None
 
 
 def _text(frame: Frame) -> str:

@@ -91,20 +91,22 @@ class _Line:
 
     def open(self, device: torch.device, patience_s: float) -> StarComm:
         from outergrad.star.comm import StarComm
+        from outergrad.star.meeting import wait_until_ready
 
-        self._line.wait_until_ready(self._star_wait_s)
+        wait_until_ready(self._line, self._star_wait_s)
         if not self._met:
             self._seal, self._met = self._agree(patience_s), True
         return StarComm(self._line, self, device, patience_s, self._seal)
 
     def _agree(self, patience_s: float) -> Seal | None:
         """Whether to encrypt, and by which keys."""
+        from outergrad.star.meeting import exchange_texts
         from outergrad.star.sealing import Seal
 
         line = self._line
         seal = Seal(self._kit, line.names, line.rank, line.run) if self._blind else None
         own = "" if seal is None else seal.announcement()
-        told = line.exchange_texts("keys", own, patience_s)
+        told = exchange_texts(line, "keys", own, patience_s)
         if len({bool(one) for one in (own, *told.values())}) > 1:
             blind = [line.names[rank] for rank, one in {line.rank: own, **told}.items() if one]
             raise ValueError(
@@ -112,7 +114,7 @@ class _Line:
                 f"every site"
             )
         if seal is not None:
-            seal.learn(line.exchange_texts("sender keys", seal.meet(told), patience_s))
+            seal.learn(exchange_texts(line, "sender keys", seal.meet(told), patience_s))
         return seal
 
 
