@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,12 +49,14 @@ class Decision:
         vote: of the first site that said so.
         apart: sites that received something else than most; all of them if no two of three agree.
         contradicted: whether a site's messages said that it failed, and its vote did not.
+        covered: steps before, to which `apart` may be due, too.
     """
 
     verdict: Verdict
     vote: Vote
     apart: tuple[int, ...] = ()
     contradicted: bool = False
+    covered: int = 0
 
     @staticmethod
     def all_good(header: Header) -> Decision:
@@ -116,6 +118,11 @@ class Decision:
         told = f"site {vote.rank} computed again what site {vote.site} sent of it and"
         return blocks.unrepeated(subjects.names[vote.param], told)
 
+    @property
+    def _steps(self) -> str:
+        last, first = self.vote.step, self.vote.step - self.covered
+        return f"step {last}" if first == last else f"one of the steps {first} to {last}"
+
     def _why(self, subjects: Subjects) -> str:
         vote = self.vote
         if self.verdict == Verdict.FAILED:
@@ -124,10 +131,10 @@ class Decision:
             return f"a site said that it failed in step {vote.step}, and voted for it"
         if len(self.apart) > 1:
             sites = ", ".join(map(str, self.apart))
-            return f"the sites {sites} received different messages or sums in step {vote.step}"
+            return f"the sites {sites} received different messages or sums in {self._steps}"
         if self.apart:
-            what = "received other messages or sums than the others in step"
-            return f"site {vote.rank} {what} {vote.step}"
+            what = "received other messages or sums than the others in"
+            return f"site {vote.rank} {what} {self._steps}"
         if vote.site == NOTHING:
             return f"site {vote.rank} did not apply step {vote.step}"
         return (
@@ -158,6 +165,7 @@ class Ballot:
         self._comm, self._subjects = comm, subjects
         self._vote = Vote(header.fingerprint, header.step, header.rank)
         self._sums: list[Tensor | int] = []
+        self._covered = 0
         self._heard = State.GOOD
         self._work: Work | None = None
         self._is_cast = False
@@ -172,6 +180,22 @@ class Ballot:
     def note_sum(self, digest: Tensor | int) -> None:
         """A digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
+
+    def cover(self, steps: int, digest: int) -> None:
+        """The vote is about so many steps before, too, that nobody has voted on.
+
+        Args:
+            steps: how many.
+            digest: of what came in them.
+        """
+        self._covered = steps
+        if steps:
+            self._sums.append(digest)
+
+    @property
+    def digest(self) -> int:
+        """Of all that this site received, which all sites did."""
+        return combined(map(int, self._sums))
 
     def hear(self, state: State) -> None:
         """The worst state that messages of this step told of."""
@@ -210,7 +234,7 @@ class Ballot:
             index = NOTHING if param is None else self._index(param)
             self._vote = replace(self._vote, verdict=verdict, param=index, site=NOTHING)
         good = verdict == Verdict.GOOD
-        self._vote = replace(self._vote, digest=combined(map(int, self._sums)) if good else 0)
+        self._vote = replace(self._vote, digest=self.digest if good else 0)
         words, began = self._comm.control(self._vote.words()), time.monotonic()
         self._is_cast = True  # if this raises, some site may have it
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
@@ -223,6 +247,24 @@ class Ballot:
     def is_good(self) -> bool:
         """Whether this site has said, to some other or all, that the step may count."""
         return self._is_cast and self._vote.verdict == Verdict.GOOD
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether this site has begun to send its vote."""
+        return self._is_cast
+
+    def compared(self, digests: Mapping[int, int | None]) -> Decision:
+        """What a vote would bring, if all sites are known to have made the step.
+
+        Args:
+            digests: of what came to each site; None where that is not known.
+        """
+        own = digests[self._comm.rank]
+        apart = _apart([own if d is None else d for _, d in sorted(digests.items())])
+        if not apart:
+            return Decision(Verdict.GOOD, self._vote)
+        first = replace(self._vote, rank=apart[0])
+        return Decision(Verdict.REFUSED, first, apart, covered=self._covered)
 
     def count(self) -> Decision:
         """Waits for all votes, the first time.
@@ -241,18 +283,20 @@ class Ballot:
         pairs = enumerate(parts)
         votes = [Vote.parse(part.tolist(), self._vote, rank, *counts) for rank, part in pairs]
         worst = max(votes, key=lambda vote: vote.verdict)  # the first of these
-        apart, contradicted = _apart(votes), self._heard != State.GOOD
+        apart = _apart([vote.digest for vote in votes])
+        contradicted = self._heard != State.GOOD
         if worst.verdict == Verdict.GOOD and (apart or contradicted):
             first = votes[apart[0] if apart else 0]
-            return Decision(Verdict.REFUSED, first, apart, contradicted and not apart)
+            contradicted = contradicted and not apart
+            return Decision(Verdict.REFUSED, first, apart, contradicted, self._covered)
         return Decision(worst.verdict, worst)
 
     def _index(self, name: str) -> int:
         return self._subjects.names.index(name)
 
 
-def _apart(votes: Sequence[Vote]) -> tuple[int, ...]:
+def _apart(digests: Sequence[int | None]) -> tuple[int, ...]:
     """The sites whose digest is not that of more than half; all, if there is none such."""
-    usual, count = Counter(vote.digest for vote in votes).most_common(1)[0]
-    most = 2 * count > len(votes)
-    return tuple(vote.rank for vote in votes if not (most and vote.digest == usual))
+    usual, count = Counter(digests).most_common(1)[0]
+    most = 2 * count > len(digests)
+    return tuple(site for site, d in enumerate(digests) if not (most and d == usual))

@@ -53,10 +53,12 @@ class _Step:
     Attributes:
         applied: whether it counts.
         kept: what is left of it; None where whoever lacks it needs no more than `applied`.
+        digest: of what came in it, and in those before it that nobody voted on.
     """
 
     applied: bool
     kept: ref[Any] | None
+    digest: int | None = None
 
     def content(self) -> bytes | None:
         """What it brought, if that is still known."""
@@ -73,10 +75,11 @@ class Pact:
         made: how many steps have come to their end, those of all sessions.
         frozen: whether this site makes no more.
         session: the one whose step came to its end last.
+        asked: questions of other sites that were read.
     """
 
     def __init__(self) -> None:
-        self.made, self.frozen, self.session = 0, False, 0
+        self.made, self.frozen, self.session, self.asked = 0, False, 0, 0
         self._sent = False
         self._last: _Step | None = None
         self._current: ref[Any] | None = None
@@ -99,13 +102,16 @@ class Pact:
             self._refuse_frozen()
             self._sent = True
 
-    def makes(self, session: int, step: Kept | None, *, applied: bool) -> None:
+    def makes(
+        self, session: int, step: Kept | None, *, applied: bool, digest: int | None = None
+    ) -> None:
         """A step comes to its end here.
 
         Args:
             session: whose.
             step: what is kept; None where all that could lack it have all but the decision.
             applied: whether it counts.
+            digest: of what came in it, where nobody voted on it.
 
         Raises:
             ExchangeError: it must not, without the others.
@@ -113,13 +119,18 @@ class Pact:
         with self._lock:
             self._refuse_frozen()
             self.made, self._sent, self.session = self.made + 1, False, session
-            self._last = _Step(applied, None if step is None else ref(step))
+            self._last = _Step(applied, None if step is None else ref(step), digest)
 
     def _refuse_frozen(self) -> None:
         if self.frozen:
             raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
     # -- what the watcher answers ---------------------------------------------------------------
+
+    def digest_of(self, made: int) -> int | None:
+        """Of what came in the last step, if it made so many; None if nothing is to be compared."""
+        with self._lock:
+            return self._last.digest if self._last is not None and self.made == made else None
 
     def message_to(self, site: int, made: int, place: int) -> bytes | None:
         """What this site sent in the step after so many, if it is known."""

@@ -138,7 +138,8 @@ class SharedStep(LateStep):
         if self.context.header.alone:  # else messages of other sessions may come between
             for bucket in self._buckets:
                 bucket.expect(self.context)
-            self._ballot.expect()
+            if self._votes.are_due or not self._is_late:
+                self._ballot.expect()
 
     def _start(self) -> None:
         """Starts the next message."""
