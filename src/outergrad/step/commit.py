@@ -49,14 +49,14 @@ class Decision:
         vote: of the first site that said so.
         apart: sites that received something else than most; all of them if no two of three agree.
         contradicted: whether a site's messages said that it failed, and its vote did not.
-        covered: steps before, to which `apart` may be due, too.
+        first: of the steps that the vote is about, where these are several.
     """
 
     verdict: Verdict
     vote: Vote
     apart: tuple[int, ...] = ()
     contradicted: bool = False
-    covered: int = 0
+    first: int | None = None
 
     @staticmethod
     def all_good(header: Header) -> Decision:
@@ -120,8 +120,8 @@ class Decision:
 
     @property
     def _steps(self) -> str:
-        last, first = self.vote.step, self.vote.step - self.covered
-        return f"step {last}" if first == last else f"one of the steps {first} to {last}"
+        last = self.vote.step
+        return f"step {last}" if self.first is None else f"one of the steps {self.first} to {last}"
 
     def _why(self, subjects: Subjects) -> str:
         vote = self.vote
@@ -165,7 +165,7 @@ class Ballot:
         self._comm, self._subjects = comm, subjects
         self._vote = Vote(header.fingerprint, header.step, header.rank)
         self._sums: list[Tensor | int] = []
-        self._covered = 0
+        self._first: int | None = None
         self._heard = State.GOOD
         self._work: Work | None = None
         self._is_cast = False
@@ -181,16 +181,20 @@ class Ballot:
         """A digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
 
-    def cover(self, steps: int, digest: int) -> None:
-        """The vote is about so many steps before, too, that nobody has voted on.
+    def cover(self, first: int, digest: int) -> None:
+        """The vote is about steps before, too, that nobody has voted on.
 
         Args:
-            steps: how many.
+            first: of these.
             digest: of what came in them.
         """
-        self._covered = steps
-        if steps:
-            self._sums.append(digest)
+        self._first = first
+        self._sums.append(digest)
+
+    @property
+    def step(self) -> int:
+        """What it is about; the last one, where these are several."""
+        return self._vote.step
 
     @property
     def digest(self) -> int:
@@ -264,7 +268,7 @@ class Ballot:
         if not apart:
             return Decision(Verdict.GOOD, self._vote)
         first = replace(self._vote, rank=apart[0])
-        return Decision(Verdict.REFUSED, first, apart, covered=self._covered)
+        return Decision(Verdict.REFUSED, first, apart, first=self._first)
 
     def count(self) -> Decision:
         """Waits for all votes, the first time.
@@ -288,7 +292,7 @@ class Ballot:
         if worst.verdict == Verdict.GOOD and (apart or contradicted):
             first = votes[apart[0] if apart else 0]
             contradicted = contradicted and not apart
-            return Decision(Verdict.REFUSED, first, apart, contradicted, self._covered)
+            return Decision(Verdict.REFUSED, first, apart, contradicted, self._first)
         return Decision(worst.verdict, worst)
 
     def _index(self, name: str) -> int:

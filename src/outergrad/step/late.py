@@ -95,7 +95,8 @@ class LateStep:
         if last is not None:
             self._receiver.write(*last)
         header, votes = self.context.header, self._votes
-        self._ballot.cover(votes.covered, votes.digest)
+        if votes.first is not None:
+            self._ballot.cover(votes.first, votes.digest)
         digest = self._ballot.digest
         self._pact.makes(header.fingerprint, self, applied=True, digest=digest)  # type: ignore[arg-type]
         if votes.are_due:
