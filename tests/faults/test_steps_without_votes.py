@@ -161,6 +161,31 @@ def test_a_site_that_died_after_the_last_step_is_named_when_the_session_settles(
     assert run_ranks(2, body)[0] == ((1,), 3)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_each_session_of_a_group_finds_its_own_damaged_sum(faulty_transport, last):
+    """Also the one that did not make the last step."""
+    faulty_transport.change = last_site_is_damaged(2)
+
+    def body(rank, group):
+        models = [copy.deepcopy(MODEL), mlp(6, 9, 5)]
+        sessions = [og.distribute(model, og.Dense(), group=group) for model in models]
+        comm = sessions[0]._comm
+        for step in range(5):
+            comm.armed = step == DAMAGED
+            backward(models[0], rank, step)
+            comm.armed = False
+            backward(models[1], rank, step)
+        if last == 0:
+            backward(models[0], rank, 5)
+        sessions[1].state_dict()
+        with pytest.raises(og.DriftError, match="one of the steps 1 to"):
+            sessions[0].state_dict()
+        for session in sessions:
+            session.detach()
+
+    run_on_lasting_groups(2, body)
+
+
 def test_two_sessions_of_one_group_settle_each_by_itself():
     def body(rank, group):
         models = [copy.deepcopy(MODEL), mlp(6, 9, 5)]

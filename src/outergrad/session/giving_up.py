@@ -140,11 +140,10 @@ class GivingUp:
         """
         pact = on_transport(self._comm.key).pact
         try:
-            digests = all_made(self._comm, pact, self._is_done, limit_s)
+            digests = all_made(self._comm, pact, self._number, self._is_done, limit_s)
         except BoardGoneError:
             digests = {self._comm.rank: None}
-        own = pact.session == self._number
-        return self._votes.compare(digests if own else {self._comm.rank: None})
+        return self._votes.compare(digests)
 
     @property
     def _others(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outergrad.core.errors import ExchangeError, Failure
@@ -74,9 +74,17 @@ def ask(board: Board, question: Question, start: int) -> int:
     return number
 
 
-def tell_made(board: Board, site: int, made: int, digest: int | None) -> None:
-    """Says that a site has made so many steps, and what came in them, if that is known."""
-    board.put(_made_key(site, made), str(digest).encode())
+def tell_made(board: Board, site: int, made: int, digests: Mapping[int, int]) -> None:
+    """Says that a site has made so many steps, and what came in the last ones of each session."""
+    board.put(_made_key(site, made), json.dumps({str(s): d for s, d in digests.items()}).encode())
+
+
+def _digest(told: bytes, session: int) -> int | None:
+    """What a site has said of a session; None if it did not, or it cannot be read."""
+    try:
+        return int(json.loads(told)[str(session)])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
 
 
 def _made_key(site: int, made: int) -> str:
@@ -84,18 +92,19 @@ def _made_key(site: int, made: int) -> str:
 
 
 def all_made(
-    comm: Comm, pact: Pact, is_done: Callable[[int], bool], limit_s: float
+    comm: Comm, pact: Pact, session: int, is_done: Callable[[int], bool], limit_s: float
 ) -> dict[int, int | None]:
     """Waits until all sites have made as many steps as this one.
 
     Args:
         comm: the transport, which has a board.
         pact: what this site knows.
+        session: whose steps are compared.
         is_done: whether a site has ended in order after as many steps, whatever came in them.
         limit_s: how long this may take.
 
     Returns:
-        Of each site its digest, where it is known.
+        Of each site the digest of what came in the session's last steps, where it is known.
 
     Raises:
         ExchangeError: some site has not made them.
@@ -103,13 +112,14 @@ def all_made(
     """
     board, made, began, is_asked = comm.board, pact.made, time.monotonic(), False
     assert board is not None
-    found = {comm.rank: pact.digest_of(made)}
-    tell_made(board, comm.rank, made, found[comm.rank])
+    own = pact.digests_of(made)
+    found = {comm.rank: own.get(session)}
+    tell_made(board, comm.rank, made, own)
     while missing := [site for site in range(comm.world_size) if site not in found]:
         waited_s = time.monotonic() - began  # before it looks: it may be stopped between
         for site in missing:
             if (told := board.get(_made_key(site, made))) is not None:
-                found[site] = int(told) if told.isdigit() else None
+                found[site] = _digest(told, session)
             elif is_done(site):
                 found[site] = None
         missing = [site for site in missing if site not in found]

@@ -53,12 +53,10 @@ class _Step:
     Attributes:
         applied: whether it counts.
         kept: what is left of it; None where whoever lacks it needs no more than `applied`.
-        digest: of what came in it, and in those before it that nobody voted on.
     """
 
     applied: bool
     kept: ref[Any] | None
-    digest: int | None = None
 
     def content(self) -> bytes | None:
         """What it brought, if that is still known."""
@@ -76,10 +74,12 @@ class Pact:
         frozen: whether this site makes no more.
         session: the one whose step came to its end last.
         asked: questions of other sites that were read.
+        digests: by session, of what came in its last steps; only of those that nobody voted on.
     """
 
     def __init__(self) -> None:
         self.made, self.frozen, self.session, self.asked = 0, False, 0, 0
+        self.digests: dict[int, int] = {}
         self._sent = False
         self._last: _Step | None = None
         self._current: ref[Any] | None = None
@@ -119,7 +119,9 @@ class Pact:
         with self._lock:
             self._refuse_frozen()
             self.made, self._sent, self.session = self.made + 1, False, session
-            self._last = _Step(applied, None if step is None else ref(step), digest)
+            self._last = _Step(applied, None if step is None else ref(step))
+            if digest is not None:
+                self.digests[session] = digest
 
     def _refuse_frozen(self) -> None:
         if self.frozen:
@@ -127,10 +129,10 @@ class Pact:
 
     # -- what the watcher answers ---------------------------------------------------------------
 
-    def digest_of(self, made: int) -> int | None:
-        """Of what came in the last step, if it made so many; None if nothing is to be compared."""
+    def digests_of(self, made: int) -> dict[int, int]:
+        """By session, of what came in its last steps, if all have made so many; else nothing."""
         with self._lock:
-            return self._last.digest if self._last is not None and self.made == made else None
+            return dict(self.digests) if self.made == made else {}
 
     def message_to(self, site: int, made: int, place: int) -> bytes | None:
         """What this site sent in the step after so many, if it is known."""

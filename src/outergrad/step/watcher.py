@@ -83,7 +83,7 @@ class Watcher:
             self._answer(self._pact.asked, Question.of_text(text))
             self._pact.asked += 1
         for made in [n for n in self._waiting if n <= self._pact.made]:
-            tell_made(self._board, self._rank, made, self._pact.digest_of(made))
+            tell_made(self._board, self._rank, made, self._pact.digests_of(made))
             self._waiting.remove(made)
 
     def _give_up(self) -> None:
