@@ -17,7 +17,7 @@ from outergrad.step import param_grad
 from outergrad.step.agreement import Outcome
 from outergrad.step.asking import all_made
 from outergrad.step.brought import Brought
-from outergrad.step.commit import Decision
+from outergrad.step.decision import Decision
 from outergrad.step.groups import end_unfinished, give_up, note_lost, on_transport, refuse_lost
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.lost import Findings, standing_of

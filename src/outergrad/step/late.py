@@ -15,7 +15,8 @@ from outergrad.step.asking import Question, answer_key, ask
 from outergrad.step.brought import Brought
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.commit import Ballot, Decision
+from outergrad.step.commit import Ballot
+from outergrad.step.decision import Decision
 from outergrad.step.joint import JointStep
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.pact import Pact, is_in_trouble

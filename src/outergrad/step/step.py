@@ -18,7 +18,8 @@ from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.commit import Ballot, Decision
+from outergrad.step.commit import Ballot
+from outergrad.step.decision import Decision
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.late import LateStep
 from outergrad.step.readiness import Readiness
