@@ -42,6 +42,16 @@ def last_site_is_damaged(sites):
     return staticmethod(change)
 
 
+def trained(rank, group, steps):
+    """A model and its session after so many steps, one of which was damaged."""
+    model = copy.deepcopy(MODEL)
+    session = og.distribute(model, og.Dense(), group=group)
+    for step in range(steps):
+        own_comm().armed = step == DAMAGED
+        backward(model, rank, step)
+    return model, session
+
+
 @pytest.mark.parametrize("sites", [2, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_sites_vote_on_one_step_of_sixteen(name, sites):
@@ -68,11 +78,7 @@ def test_a_damaged_sum_is_found_by_the_next_vote(faulty_transport, sites):
     faulty_transport.change = last_site_is_damaged(sites)
 
     def body(rank, group):
-        model = copy.deepcopy(MODEL)
-        session = og.distribute(model, og.Dense(), group=group)
-        for step in range(17):
-            own_comm().armed = step == DAMAGED
-            backward(model, rank, step)
+        model, session = trained(rank, group, 17)
         with pytest.raises(og.DriftError) as caught:
             backward(model, rank, 17)
         assert all(p.grad is None for p in model.parameters())
@@ -95,11 +101,7 @@ def test_a_damaged_sum_is_found_when_the_session_settles(faulty_transport, sites
     faulty_transport.change = last_site_is_damaged(sites)
 
     def body(rank, group):
-        model = copy.deepcopy(MODEL)
-        session = og.distribute(model, og.Dense(), group=group)
-        for step in range(6):
-            own_comm().armed = step == DAMAGED
-            backward(model, rank, step)
+        _, session = trained(rank, group, 6)
         with pytest.raises(og.DriftError) as caught:
             getattr(session, when)()
         session.detach()
