@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -17,8 +18,21 @@ from torch.optim import Optimizer
 
 from outergrad.capture.untappable import in_functional_call
 
-_SHAPE = attrgetter("shape")
+_KIND = attrgetter("dtype", "device", "shape")
+_ADDRESS = attrgetter("_cdata")
+"""Of a parameter itself, not of its values; as long as its node of autograd is kept, it is no
+other's. `swap_tensors` gives it another one, and autograd then tells nothing of it."""
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class Look(Enum):
+    """For which conversions of parameters a model is looked through."""
+
+    NONE = 0
+    KINDS = 1
+    """What is of another dtype, device or shape now, or was swapped."""
+    NODES = 2
+    """Also what was so in between: it has another node of autograd. To find these takes longer."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +79,9 @@ class ModelWatch:
     ) -> None:
         self._model, self._trained, self._is_local = ref(model), dict(trained), is_local
         self._known = {id(p): p for p in (*trained.values(), *local.values())}
-        self._kinds = [(p.dtype, p.device, p.shape) for p in trained.values()]
-        self._shapes = list(map(_SHAPE, trained.values()))
+        self._kinds = list(map(_KIND, trained.values()))
         self._nodes: Sequence[Node] = ()
+        self._addresses: list[int] = []
         self._note(model)
 
     def follow(self, nodes: Sequence[Node]) -> None:
@@ -77,29 +91,34 @@ class ModelWatch:
             nodes: which accumulate their gradients, in the order of the model.
         """
         self._nodes = nodes
+        self._addresses = list(map(_ADDRESS, self._trained.values()))
 
-    def change(self, *, converted: bool = True) -> Change | None:
+    def change(self, look: Look = Look.NODES) -> Change | None:
         """The first difference that matters.
 
         Args:
-            converted: whether to look for conversions, too.
+            look: for which conversions.
         """
         model = self._model()
         if model is None or torch._C._are_functorch_transforms_active():
             return None
-        name = self._converted() if self._nodes and converted else None
+        name = self._converted(look) if self._nodes and look != Look.NONE else None
         if name is not None:
             return Change(name, "was replaced or converted after og.distribute()")
         return None if self._is_as_noted() or in_functional_call() else self._difference(model)
 
-    def _converted(self) -> str | None:
+    def _converted(self, look: Look) -> str | None:
         """The first parameter that has another dtype, device or shape, or had in between."""
         params = list(self._trained.values())
-        found, shapes = _accumulators(params), list(map(_SHAPE, params))
-        if found == self._nodes and shapes == self._shapes:
+        kinds = list(map(_KIND, params))
+        same = kinds == self._kinds and self._addresses == list(map(_ADDRESS, params))
+        if look == Look.KINDS and same:
+            return None
+        found = _accumulators(params)
+        if found == self._nodes and kinds == self._kinds:
             return None
         kept = map(_is_kept, found, self._nodes)
-        pairs = zip(self._trained, kept, shapes, self._shapes, strict=True)
+        pairs = zip(self._trained, kept, kinds, self._kinds, strict=True)
         return next((name for name, same, now, then in pairs if not same or now != then), None)
 
     @contextmanager

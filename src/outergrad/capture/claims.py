@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -115,9 +115,6 @@ class HeldHooks:
     @property
     def any(self) -> bool:
         """Whether there are any."""
-        hooks = self._parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if len(hooks or ()) < 2 and not hasattr(self._parameter, "_in_backward_optimizers"):
-            return False
         self.hold()
         return bool(self._places())
 
@@ -143,6 +140,17 @@ class HeldHooks:
         found: list[tuple[Any, int]] = [(own, key) for key in own]
         found.extend(_in_backward(self._parameter))
         return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _Held)]
+
+
+def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
+    """The names of those parameters that have hooks of others, in their order."""
+    found = []
+    for name, held in hooks.items():  # without a call for each: mostly there are none
+        p = held._parameter
+        own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if (len(own or ()) > 1 or hasattr(p, "_in_backward_optimizers")) and held.any:
+            found.append(name)
+    return found
 
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:

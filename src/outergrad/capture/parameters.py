@@ -19,6 +19,7 @@ _BY_CLONES = (
     "differentiate by clones: torch.func.functional_call(model, {n: p.clone() for n, p in "
     "model.named_parameters()}, inputs) and torch.autograd.grad of these"
 )
+_will_run = torch._C._will_engine_execute_node
 
 
 class ParameterSink(Protocol):
@@ -88,11 +89,16 @@ class WatchedParameter(HookedClaim):
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
-        reached = self.reached()
-        if reached is None:
-            return
-        if not reached:
-            self._sink.on_stale(self.name)
+        try:
+            runs = self._node is not None and _will_run(self._node)
+        except RuntimeError:
+            runs = False
+        if not runs:
+            reached = self.reached()
+            if reached is None:
+                return
+            if not reached:
+                self._sink.on_stale(self.name)
         if torch.is_grad_enabled():
             raise RuntimeError(_double_backward(self.name))
         self.hooks.hold()
@@ -110,9 +116,8 @@ def _double_backward(name: str) -> str:
 
 def accumulating(watched: Sequence[WatchedParameter]) -> set[str]:
     """Names of those in which the current backward leaves a gradient; raises as `reached`."""
-    runs = torch._C._will_engine_execute_node
     with suppress(RuntimeError):  # the gradient of one is returned; it is named below
-        rest = [p for p in watched if p._node is None or not runs(p._node)]
+        rest = [p for p in watched if p._node is None or not _will_run(p._node)]
         return {p.name for p in watched} - {p.name for p in rest if not p.accumulates()}
     return {p.name for p in watched if p.accumulates()}
 

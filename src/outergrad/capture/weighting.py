@@ -43,6 +43,11 @@ class Weighting:
             self._swap = ClassSwap(model, self._forward)
 
     @property
+    def is_even(self) -> bool:
+        """Whether all sites always count alike."""
+        return self._kind == "sites"
+
+    @property
     def weight(self) -> int:
         """Of this site.
 

@@ -35,6 +35,15 @@ class HeaderCache:
             return None
         return [replace(header, step=step) for header in self._headers]
 
+    @property
+    def known(self) -> Sequence[Header]:
+        """What is foreseen goes by these; the same object as long as it does."""
+        return self._headers
+
+    def foresees(self, known: Sequence[Header]) -> bool:
+        """Whether the next step goes by these headers, without an exchange of others."""
+        return known is self._headers and self._equal >= self._enough
+
     def surprises(self, ours: Header, foreseen: Sequence[Header]) -> bool:
         """Whether this site's header would make for another plan than what was foreseen.
 

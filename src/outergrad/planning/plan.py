@@ -49,7 +49,8 @@ class Planner:
         self._has_autograd_grad: set[Unit] = set()
         """What travels dense because autograd has a gradient for it besides its factors."""
         self._outside: set[str] = set()
-        self._last: tuple[list[Hashable], Choice] | None = None
+        self._last: tuple[list[Hashable], list[tuple[Hashable, ...]], Choice] | None = None
+        """What the last choice was made from: what is known here, and what all announced."""
         self._phases = compressors.phases
         self._used: Collection[str] = ()
         self._adopted: Choice | None = None
@@ -197,15 +198,30 @@ class Planner:
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced; the same again for the same."""
-        facts: list[Hashable] = [
-            len(self._has_autograd_grad),
-            *self._compressors.phases,
-            self._compressors.ahead,
-            *(header.facts for header in headers),
-        ]
-        if self._last is None or self._last[0] != facts:
-            self._last = facts, self._chosen(headers)
-        return self._last[1]
+        known, facts = self._known(), [header.facts for header in headers]
+        last = self._last
+        if last is None or last[:2] != (known, facts):
+            last = self._last = known, facts, self._chosen(headers)
+        return last[2]
+
+    def repeats(self, choice: Choice, headers: Sequence[Header], step: int) -> bool:
+        """Whether a step, which begins, goes as the last one did; then nothing is to be adopted.
+
+        Args:
+            choice: of the last one.
+            headers: `header_cache.known` in it.
+            step: that begins.
+        """
+        self.begin(step)
+        last = self._last
+        if last is None or last[2] is not choice or choice is not self._adopted:
+            return False
+        return self.header_cache.foresees(headers) and last[0] == self._known()
+
+    def _known(self) -> list[Hashable]:
+        """What a choice is made from besides headers."""
+        compressors = self._compressors
+        return [len(self._has_autograd_grad), *compressors.phases, compressors.ahead]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
         decided = [self._decided(unit, headers) for unit in self._model.units]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from outergrad.session.settings import Settings
 from outergrad.session.stepping import Step, Stepping
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointParts, Point
+from outergrad.step.repeated import RepeatedStep
 
 
 class BackwardHooks(Stepping):
@@ -65,34 +67,42 @@ class BackwardHooks(Stepping):
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """A product's delta has arrived."""
         self._refuse_detached()
-        self._step_of(slot.weight).captured.add(slot, factors)
+        self._current()
+        step = self._step_of(slot.weight)
+        assert not isinstance(step, RepeatedStep)
+        step.captured.add(slot, factors)
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
-        self._step_of(name).captured.has_autograd_grad.add(name)
+        step = self._step_of(name)
+        if not isinstance(step, RepeatedStep):
+            step.captured.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
-        step = self._step_of(name)
         try:
-            step.on_ready(name)
+            self._step_of(name).on_ready(name)
         except ExchangeError as error:  # without a context manager, once per parameter
             raise self._lost_by(error) from error
 
-    def _current(self) -> Step:
-        """The step of the backward that runs now; its first event begins it."""
-        task = current_task()
-        if self._step is None or self._step.task != task:
-            with self._giving_up():
-                self._begin(task)
-        assert self._step is not None
-        return self._step
+    def _current(self) -> Any:
+        """The step of the backward that runs now, as one that takes products."""
+        self._step_of("")
+        return self._in_full()
 
     def _step_of(self, name: str) -> Step:
-        """Where a parameter belongs in it; blocks and averages are due every time."""
-        step, due_parts = self._current(), self._due_parts
-        later = None if due_parts is None else due_parts.later
-        return later if later is not None and name in later.captured.model.params else step
+        """Where a parameter belongs in the backward that runs now; its first event begins a step.
+
+        Blocks and averages are due every time.
+        """
+        step = self._step
+        if step is None or step.task != current_task():
+            with self._giving_up():
+                step = self._begin(current_task())
+        if self._due_parts is None or self._due_parts.later is None:
+            return step
+        later = self._due_parts.later
+        return later if name in later.captured.model.params else step
 
     def _refuse_detached(self) -> None:
         if not self._attached:

@@ -15,6 +15,7 @@ from outergrad.session.giving_up import GivingUp
 from outergrad.session.next_forward import NextForward
 from outergrad.session.reporting import Reporter
 from outergrad.step.groups import on_transport
+from outergrad.step.repeated import Pattern
 from outergrad.step.step import SharedStep
 
 
@@ -27,10 +28,11 @@ class FollowingUp(GivingUp):
     _reporter: Reporter
     _choosing: Choosing | None
     _transform: GradientTransform | None
+    _pattern: Pattern | None
 
     def _take_note(self, step: Any) -> None:
         """Of what all sites decided."""
-        if not isinstance(step, SharedStep) or step.decision is None:
+        if not isinstance(step, SharedStep) or step.decision is None:  # nothing was decided
             return
         if step.drift is not None:
             self._mishaps.drifted(step.context.header.step, step.drift.sites, "")
@@ -52,6 +54,11 @@ class FollowingUp(GivingUp):
             self._measure(self._choosing, step.context)
         if self._transform is None:
             self._next_forward.let_rest(self._compressors.counting)
+        self._pattern = self._pattern_of(step)
+
+    def _pattern_of(self, step: SharedStep) -> Pattern | None:
+        """What the steps behind one may have in common with it."""
+        raise NotImplementedError
 
     def _measure(self, choosing: Choosing, context: StepContext) -> None:
         """Tells a chooser how long the step took, unless the next one will say who is lost."""

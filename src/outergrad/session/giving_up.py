@@ -101,7 +101,12 @@ class GivingUp:
         found = self._find_out(error).findings
         self._mishaps.lost(note_lost(self._comm, self._stats.step, place, error, found))
 
+    def _in_full(self) -> Any:
+        """The step that runs, as one that can take what other sites have of it."""
+        return self._step
+
     def _find_out(self, error: ExchangeError) -> Outcome:
+        self._in_full()
         voted = isinstance(self._step, SharedStep) and self._step.voted
         ends = on_transport(self._comm.key).ends
         standing = standing_of(error, self._stats.step, self._number, ends)

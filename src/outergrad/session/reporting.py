@@ -60,6 +60,11 @@ class Reporter:
 
     # -- steps ------------------------------------------------------------------------------------
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is nobody to tell of steps."""
+        return not self._clients
+
     def reading(self, step: int) -> Reading | None:
         """Measures a step, if a recorder wants to know of it."""
         allowed_s = max((client.allowed_s for client in self._due(step)), default=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,9 @@ from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
 from outergrad.replay.block_message import Blocks
 from outergrad.session.choosing import choosing_of
-from outergrad.session.following_up import FollowingUp
 from outergrad.session.inspect import Inspection
 from outergrad.session.next_forward import NextForward
+from outergrad.session.repeating import Repeating
 from outergrad.session.reporting import Reporter
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
@@ -31,23 +32,23 @@ from outergrad.step.cadence import Cadence, DueParts, Share
 from outergrad.step.captured import Captured
 from outergrad.step.groups import on_transport
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
-from outergrad.step.joint import JointParts, JointStep, described
+from outergrad.step.joint import JointStep, described
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.mishaps import Mishaps
-from outergrad.step.pact import Pact
+from outergrad.step.repeated import Pattern, RepeatedStep
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
-from outergrad.step.transforming import leftover_error
+from outergrad.step.transforming import leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
 
-Step = UnsyncedStep | SharedStep
+Step = UnsyncedStep | SharedStep | RepeatedStep
 
 
 def _batch(transform: GradientTransform | None) -> Batch | None:
     return Batch() if transform is not None and transform.needs_samples else None
 
 
-class Stepping(FollowingUp):
+class Stepping(Repeating):
     """Makes a step for every backward, and goes by what the sites have decided in it.
 
     Args:
@@ -57,8 +58,6 @@ class Stepping(FollowingUp):
         settings: of the user's.
     """
 
-    _joint: JointParts | None
-    """The parts of the model whose outputs' deltas are averaged."""
     _watched: dict[str, WatchedParameter]
 
     def __init__(
@@ -82,6 +81,7 @@ class Stepping(FollowingUp):
         self._cadence = Cadence(whole, inspection.every, self._accumulator)
         self._due_parts: DueParts | None = None
         self._step: Step | None = None
+        self._pattern: Pattern | None = None
         self._synchronise, self._attached = True, True
         self._transform, self._not_auto = settings.transform, settings.not_auto
         self._batch = _batch(settings.transform)
@@ -107,34 +107,64 @@ class Stepping(FollowingUp):
         """Whether the block should be computed again in the next step."""
         return self._next_forward.taps([block])
 
-    def _begin(self, task: int) -> None:
+    def _begin(self, task: int) -> Step:
         refuse_nested_backward()
         self._require_group()
-        self._refuse_changed()
         used = accumulating(list(self._watched.values()))
+        self._refuse_changed(used)
         begin = self._synchronised if self._synchronise else self._unsynchronised
-        step = self._step = begin(task, used)
-        at_end_of_backward(lambda: self._finish(step))
+        step = self._repeated(task, used)
+        if step is None:
+            step = begin(task, used)
+        else:
+            on_transport(self._comm.key).running.append(self)
+        self._step = step
+        at_end_of_backward(lambda: self._end(task))
+        return step
+
+    def _in_full(self) -> Any:
+        """The step that runs, as one that may go every way, with what was sent of it."""
+        step = self._step
+        if isinstance(step, RepeatedStep):
+            on_transport(self._comm.key).running.remove(self)
+            self._pattern = None
+            self._step = self._synchronised(step.task, set(step.used), before=step)
+        return self._step
+
+    def _succeeds(self, step: RepeatedStep) -> bool:
+        try:
+            return step.succeeds()
+        except BaseException:  # an interrupt
+            full = self._in_full()
+            self._close(full)
+            self._take_note(full)
+            raise
 
     def _unsynchronised(self, task: int, used: set[str]) -> UnsyncedStep:
         several, self._due_parts = self._several, None
-        self._refuse_leftover(self._leftover())
+        refuse_leftover(self._leftover(), self._transform)
         self._unshared |= used if several else set()
         write = self._accumulator.write if several else None
         captured = Captured(self._model, used, self._blocks, write)
         return UnsyncedStep(task, captured, captured.settle)
 
-    def _synchronised(self, task: int, used: set[str]) -> Step:
-        """Shares what is due; on a single site that needs no messages."""
+    def _synchronised(self, task: int, used: set[str], **more: Any) -> Step:
+        """Shares what is due; on a single site that needs no messages.
+
+        Args:
+            task: of the backward.
+            used: parameters that it leaves a gradient in.
+            **more: as for `_new_step`.
+        """
         alone = self._alone()
-        leftover = self._leftover()
+        left = self._leftover()
         carried_over = self._accumulator.take(used)
         due_parts = self._due_parts = self._cadence.due_parts(
             task, used, carried_over, rows=not alone
         )
         if due_parts.due is None:
             assert due_parts.later is not None
-            self._refuse_leftover(leftover)
+            refuse_leftover(left, self._transform)
             return due_parts.later
         model = due_parts.due.model
         if alone:
@@ -159,7 +189,8 @@ class Stepping(FollowingUp):
             carried_over=due_parts.carried_over,
             joint=JointStep(points, self._comm, header, trained),
             transform=self._transform,
-            leftover=leftover,
+            leftover=left,
+            **more,
         )
 
     def _alone(self) -> bool:
@@ -170,16 +201,7 @@ class Stepping(FollowingUp):
         return not self._may_owe
 
     def _leftover(self) -> str:
-        """A parameter with a gradient that a transform must not see: of an earlier shared step."""
-        if self._transform is None:
-            return ""
-        params = self._model.params.items()
-        left = (n for n, p in params if p.grad is not None and n not in self._unshared)
-        return next(left, "")
-
-    def _refuse_leftover(self, name: str) -> None:
-        if name and self._transform is not None:
-            raise RuntimeError(leftover_error(name, self._transform))
+        return leftover(self._transform, self._model.params, self._unshared)
 
     def _new_step(self, header: Header, **about: Any) -> SharedStep:
         """Begins a step with the other sites: of the whole model, unless a `StepSpec` says else.
@@ -202,17 +224,20 @@ class Stepping(FollowingUp):
         on_transport(self._comm.key).running.append(self)
         return step
 
-    def _pact(self) -> Pact | None:
-        """What this site promises the others, if they have a board to agree on."""
-        if self._comm.board is None:
-            return None
-        return on_transport(self._comm.key).pact
-
     def _step_of_spec(self, spec: StepSpec) -> SharedStep:
         return SharedStep(spec)
 
+    def _end(self, task: int) -> None:
+        """A backward has succeeded here."""
+        step = self._step
+        if step is None or step.task != task:  # left over from a backward that raised
+            return
+        if isinstance(step, RepeatedStep) and not self._succeeds(step):
+            step = self._in_full()
+        self._finish(step)
+
     def _finish(self, step: Step) -> None:
-        if step is not self._step:  # left over from a backward that raised
+        if step is not self._step:
             return
         try:
             self._complete(step)
@@ -236,6 +261,10 @@ class Stepping(FollowingUp):
             self._mishaps.alone(self._stats.step)
 
     def _close(self, step: Step) -> None:
+        if isinstance(step, RepeatedStep):
+            on_transport(self._comm.key).running.remove(self)
+            self._close_repeated(step)
+            return
         self._step, due_parts, self._due_parts = None, self._due_parts, None
         shared = isinstance(step, SharedStep)
         if shared:
@@ -259,9 +288,11 @@ class Stepping(FollowingUp):
 
     def end_unfinished(self, *, unless: int) -> None:
         """Ends a step whose backward raised here, so that all sites are in step again."""
-        step = self._step
-        if not isinstance(step, SharedStep) or step.task == unless:
+        if self._step is None or self._step.task == unless:
             return  # another session may be in the middle of the same backward
+        step = self._in_full()
+        if not isinstance(step, SharedStep):
+            return
         self._hear_of_end()
         try:
             if on_transport(self._comm.key).lost is None:
@@ -272,5 +303,9 @@ class Stepping(FollowingUp):
             self._close(step)
             self._take_note(step)
 
-    def _refuse_changed(self) -> None:
-        """Checks that the model is what the sites agreed on."""
+    def _refuse_changed(self, used: Set[str]) -> None:
+        """Checks that the model is what the sites agreed on.
+
+        Args:
+            used: parameters that the backward, which begins, leaves a gradient in.
+        """

@@ -19,6 +19,7 @@ from outergrad.session.made_equal import ReplicaState
 from outergrad.session.settings import Settings
 from outergrad.session.watching import Watching
 from outergrad.step.groups import lost_sites_told, on_transport
+from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
 
 _REMEDY = {
@@ -94,7 +95,7 @@ class Verified(Watching):
 
     def _finish(self, step: Any) -> None:
         super()._finish(step)
-        applied = isinstance(step, SharedStep) and step.applied
+        applied = isinstance(step, SharedStep | RepeatedStep) and step.applied
         self._shared = set(step.context.used) if applied else set()
         if self._verify_every is None or not applied:
             return

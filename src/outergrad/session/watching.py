@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outergrad.capture.changes import Change, ModelWatch
-from outergrad.capture.claims import HeldHooks
+from outergrad.capture.changes import Change, Look, ModelWatch
+from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.session.join import Joining
 from outergrad.step.groups import on_transport
+from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
 from outergrad.step.unsynced import UnsyncedStep
 
@@ -26,9 +27,10 @@ from outergrad.step.unsynced import UnsyncedStep
 class Watching(Joining):
     """Refuses a model that is not what the sites agreed on, and calls hooks that were held.
 
-    The model is looked at when it is called, when a backward begins of which no call was seen, and
-    before an optimizer's step: if every parameter was replaced, autograd has nothing to tell, and
-    where only parts of the model are called, or its graph, nor have its calls.
+    The model is looked at when it is called, when a backward begins of which no call was seen or
+    which misses a parameter, and before an optimizer's step: if every parameter was replaced,
+    autograd has nothing to tell, and where only parts of the model are called, or its graph, nor
+    have its calls.
     """
 
     _swap: CallSwap | None = None
@@ -67,25 +69,28 @@ class Watching(Joining):
 
     def _on_call(self, watch: ModelWatch) -> None:
         if torch.is_grad_enabled() and current_task() == NO_TASK and self._attached:
-            self._refuse(watch.change())
+            self._refuse(watch.change(Look.KINDS))
             self._called = True
 
-    def _refuse_changed(self) -> None:
+    def _refuse_changed(self, used: Set[str]) -> None:
         watch = self._model_watch()
-        if watch is not None and not self._called:
+        if watch is not None and not (self._called and len(used) == len(self._watched)):
             self._refuse(watch.change())
         self._called, self._began = False, True
 
     def before_applying(self, optimizer: Optimizer) -> None:
         """An optimizer is about to apply gradients, maybe of a backward that nobody heard of."""
         watch = self._model_watch() if get_ident() == self._thread else None
-        change = None if watch is None else watch.change(converted=not self._began)
+        change = None if watch is None else watch.change(Look.NONE if self._began else Look.NODES)
         self._began = False
         if watch is not None and change is not None and watch.holds_some_of(optimizer):
             self._refuse(change)
 
     def on_stale(self, name: str) -> None:
-        """A parameter was converted behind the last look."""
+        """A parameter was converted behind the last look, or so that it could not be seen then."""
+        watch = self._model_watch()
+        if watch is not None:
+            self._refuse(watch.change())
         self._refuse(Change(name, "was replaced or converted after og.distribute()"))
 
     # -- what the sites hear of it --------------------------------------------------------------
@@ -128,7 +133,7 @@ class Watching(Joining):
             return
         due_parts = self._due_parts
         super()._finish(step)
-        if isinstance(step, SharedStep):
+        if isinstance(step, SharedStep | RepeatedStep):
             self._run_hooks(step.context.used if step.applied else ())
         elif due_parts is not None:
             self._run_hooks(due_parts.used | due_parts.released)
@@ -142,7 +147,7 @@ class Watching(Joining):
             RuntimeError: a hook applied a gradient of this site alone.
         """
         hooks, names = self._hooks(), set(names)
-        hooked = [name for name in reversed(list(hooks)) if name in names and hooks[name].any]
+        hooked = [name for name in reversed(with_any(hooks)) if name in names]
         with self._watch.passing_over() if self._watch is not None else nullcontext():
             spent = [name for name in hooked if hooks[name].run()]
         if spent and not shared:

@@ -79,6 +79,11 @@ class Ballot:
         return self._vote.step
 
     @property
+    def session(self) -> int:
+        """Fingerprint of the one whose step it is."""
+        return self._vote.fingerprint
+
+    @property
     def digest(self) -> int:
         """Of all that this site received, which all sites did."""
         return combined(map(int, self._sums))

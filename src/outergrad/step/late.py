@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure
@@ -19,7 +18,7 @@ from outergrad.step.commit import Ballot
 from outergrad.step.decision import Decision
 from outergrad.step.joint import JointStep
 from outergrad.step.late_votes import LateVotes
-from outergrad.step.pact import Pact, is_in_trouble
+from outergrad.step.pact import Pact, refuse_if_given_up
 from outergrad.step.receiving import BUFFERS_PLACE, Receiver
 
 _POLL_S = 0.02
@@ -68,7 +67,8 @@ class LateStep:
         return self._pact is not None and kept and not self._averages
 
     @property
-    def _needs_no_votes(self) -> bool:
+    def needs_no_votes(self) -> bool:
+        """Whether it is applied before there are votes; known once its messages are there."""
         return self._is_late and self.drift is None and self._receiver.may_count
 
     def _begins_to_end(self) -> None:
@@ -88,23 +88,15 @@ class LateStep:
         """The votes on the step before, which this site has applied without them."""
         self._receiver.place = "the other sites' votes on the step before"
         with self._receiver.waiting():
-            self.drift = self._votes.count(self.context.header.step)
+            self.drift = self.drift or self._votes.count(self.context.header.step)
 
     def _applied_at_once(self, last: Last) -> Decision:
         assert self._pact is not None
-        self._refuse_if_given_up()
+        refuse_if_given_up(self._comm, self._began)
         if last is not None:
             self._receiver.write(*last)
-        header, votes = self.context.header, self._votes
-        if votes.first is not None:
-            self._ballot.cover(votes.first, votes.digest)
-        digest = self._ballot.digest
-        self._pact.makes(header.fingerprint, self, applied=True, digest=digest)  # type: ignore[arg-type]
-        if votes.are_due:
-            with suppress(ExchangeError):  # the next step finds it
-                self._ballot.cast(self.context.state)
-        votes.keep(self._ballot, self)
-        return Decision.all_good(header)
+        self._votes.make(self._ballot, self, self._pact)
+        return Decision.all_good(self.context.header)
 
     def _voted_on(self, last: Last) -> Decision:
         """What is last is written while the votes travel."""
@@ -137,19 +129,6 @@ class LateStep:
             self._votes.keep(self._ballot, self)  # the others find it out in the next step
             self.drift = decision.drift()
             raise self.drift
-
-    def _refuse_if_given_up(self) -> None:
-        """A site that stood still looks whether the others went on without it.
-
-        Raises:
-            ExchangeError: they did.
-        """
-        board = self._comm.board
-        if board is None or time.monotonic() - self._began < self._comm.patience_s / 2:
-            return
-        with suppress(BoardGoneError):
-            if is_in_trouble(board):
-                raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
     # -- a message that was damaged -------------------------------------------------------------
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from outergrad.core.errors import DriftError
+from outergrad.core.errors import DriftError, ExchangeError
+from outergrad.messages.wire import State
 from outergrad.step.commit import Ballot
+from outergrad.step.pact import Pact
 
 _EVERY = 16
 """Steps. A vote in each would cost small models a tenth of a step: it wakes threads of gloo's."""
@@ -54,6 +57,20 @@ class LateVotes:
         else:
             first = ballot.step if self.first is None else self.first
             self._left, self.first, self.digest = self._left - 1, first, ballot.digest
+
+    def make(self, ballot: Ballot, step: Any, pact: Pact) -> None:
+        """A step whose messages all were good is made here; the sites vote on it if that is due.
+
+        Raises:
+            ExchangeError: it must not be made without the others, who gave up.
+        """
+        if self.first is not None:
+            ballot.cover(self.first, self.digest)
+        pact.makes(ballot.session, step, applied=True, digest=ballot.digest)
+        if self.are_due:
+            with suppress(ExchangeError):  # the next step finds it
+                ballot.cast(State.GOOD)
+        self.keep(ballot, step)
 
     def count(self, now: int | None = None) -> DriftError | None:
         """Waits for the votes, if there are some; all sites have made the last step.

@@ -62,6 +62,10 @@ class Mishaps:
         if decision.verdict == Verdict.BAD:
             self._skip(vote, layer)
 
+    def counted(self) -> None:
+        """A step counts."""
+        self._bad = 0
+
     def alone(self, step: int) -> None:
         """A step of a single site has come to its end; its gradients are taken away if bad.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import ref
@@ -202,6 +203,23 @@ def _answer(board: Board, request: Request, session: int) -> Any:
         Rest: lambda one: time.sleep(_POLL_S),
     }
     return answers[type(request)](request)
+
+
+def refuse_if_given_up(comm: Comm, began: float) -> None:
+    """A site that stood still looks whether the others went on without it.
+
+    Args:
+        comm: the transport.
+        began: when its backward was over, by the monotonic clock.
+
+    Raises:
+        ExchangeError: they did.
+    """
+    if comm.board is None or time.monotonic() - began < comm.patience_s / 2:
+        return
+    with suppress(BoardGoneError):
+        if is_in_trouble(comm.board):
+            raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
 
 def is_in_trouble(board: Board) -> bool:

@@ -77,6 +77,10 @@ class Receiver:
     def place(self, place: str) -> None:
         self._awaited = place
 
+    def awaits(self, bucket: Bucket) -> None:
+        """It waits for a message."""
+        self._awaited = bucket
+
     def _first(self, bucket: Bucket) -> str:
         return next(name for name in self._context.params if name in bucket.params)
 
@@ -179,7 +183,8 @@ class Receiver:
     @contextmanager
     def _awaiting(self, bucket: Bucket) -> Iterator[None]:
         """Waits for a message; books the time on its parameters, but for what is computed."""
-        self._awaited, context = bucket, self._context
+        self.awaits(bucket)
+        context = self._context
         began, computed_s = time.perf_counter(), context.computed_s
         with torch.no_grad():
             yield
@@ -206,8 +211,8 @@ class Receiver:
     def effects(self, bucket: Bucket, result: Result) -> tuple[Mapping[str, Tensor], Gradients]:
         """What replaces `param.grad`, and what is added to it."""
         used, params = self._context.used, self._context.params
-        means = _only(result.means, used)
-        additions = dict(_only(result.additions, used))
+        means = only(result.means, used)
+        additions = dict(only(result.additions, used))
         for name in (bucket.params & used) - set(additions) - set(means):
             additions[name] = torch.zeros_like(params[name], requires_grad=False)
         return means, additions
@@ -241,7 +246,8 @@ class Receiver:
         param_grad.add(self._context.params, self._has_autograd_grad)
 
 
-def _only(gradients: Mapping[str, Tensor], used: Set[str]) -> Mapping[str, Tensor]:
+def only(gradients: Mapping[str, Tensor], used: Set[str]) -> Mapping[str, Tensor]:
+    """Those of some parameters."""
     if gradients.keys() <= used:
         return gradients
     return {name: g for name, g in gradients.items() if name in used}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from outergrad.buckets.bucket import StepContext
+from outergrad.buckets.bucket import Bucket, Pending, StepContext
 from outergrad.capture.engine import NO_TASK
+from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.core.model import Model
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm
 from outergrad.messages.header import Header
 from outergrad.planning.plan import Planner
 from outergrad.record.gauge import Reading
+from outergrad.record.stats import Since
 from outergrad.replay.block_message import Blocks
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured
@@ -20,7 +23,29 @@ from outergrad.step.carried_over import CarriedOver
 from outergrad.step.joint import JointStep
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.pact import Pact
-from outergrad.step.transforming import Transforming, leftover_error
+from outergrad.step.transforming import Transforming, refuse_leftover
+
+
+class Begun(Protocol):
+    """What was begun of a step.
+
+    Attributes:
+        context: of its messages.
+        since: what the transport had counted before it.
+        ready: parameters that its backward has nothing more for.
+        sent: its messages that are under way.
+        awaited: the one that it waits for; None before the first.
+        drift: what is wrong with what sites have applied before, if that was found out.
+        error: with which it failed, if it did.
+    """
+
+    context: StepContext
+    since: Since
+    ready: Sequence[str]
+    sent: Sequence[tuple[Bucket, Pending]]
+    awaited: Bucket | None
+    drift: DriftError | None
+    error: ExchangeError | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +69,7 @@ class StepSpec:
         leftover: name of a parameter with a gradient that is none of this step's.
         pact: what this site promises the others on their board; None where there is none.
         votes: of the session, on the step before.
+        before: what was begun of the step in another way, and goes on; None where nothing was.
     """
 
     model: Model
@@ -62,6 +88,7 @@ class StepSpec:
     leftover: str = ""
     pact: Pact | None = None
     votes: LateVotes = field(default_factory=LateVotes)
+    before: Begun | None = None
 
     def captured(self) -> Captured:
         """What the backward will capture, begun with the rows of earlier passes."""
@@ -75,8 +102,7 @@ class StepSpec:
 
     def refuse_leftover(self) -> None:
         """Raises where the transform would change a gradient that is none of this step's."""
-        if self.transform is not None and self.leftover:
-            raise RuntimeError(leftover_error(self.leftover, self.transform))
+        refuse_leftover(self.leftover, self.transform)
 
     def context(self, captured: Captured) -> StepContext:
         """What the messages of the step need to know."""

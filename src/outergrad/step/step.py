@@ -24,7 +24,7 @@ from outergrad.step.joint import JointStep, Point
 from outergrad.step.late import LateStep
 from outergrad.step.readiness import Readiness
 from outergrad.step.receiving import Receiver
-from outergrad.step.spec import StepSpec
+from outergrad.step.spec import Begun, StepSpec
 
 
 class SharedStep(LateStep):
@@ -54,8 +54,12 @@ class SharedStep(LateStep):
         self._readiness = Readiness(spec.used)
         self._buckets: list[Bucket] = []
         self._sent: list[tuple[Bucket, Pending]] = []
+        self._goes_on = spec.before is not None
+        self._lost_by: ExchangeError | None = None
         self.context = spec.context(self.captured)
         self._receiver = Receiver(planner, self.context)
+        if spec.before is not None:
+            self._go_on(spec.before)
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
         self._ballot = Ballot(comm, header, self.subjects)
         planner.begin(header.step)
@@ -65,15 +69,30 @@ class SharedStep(LateStep):
         if foreseen is None:
             self._announce(header)
         else:
-            surprised = planner.header_cache.surprises(header, foreseen)
-            self.context.state = State.SURPRISED if surprised else State.GOOD
+            if planner.header_cache.surprises(header, foreseen):
+                self.context.state = State.SURPRISED
             self._plan(foreseen)
+
+    def _go_on(self, before: Begun) -> None:
+        """What was begun of the step stays as it is."""
+        self._sent, self.drift, self._lost_by = list(before.sent), before.drift, before.error
+        self._since, self.context.layers = before.since, before.context.layers
+        self.context.state, self.context.bad = before.context.state, before.context.bad
+        if before.awaited is not None:
+            self._receiver.awaits(before.awaited)
+        for name in before.ready:
+            self._readiness.note(name)
 
     def _announce(self, header: Header) -> None:
         """Starts the exchange of headers."""
         words = self._comm.control(header.words())
         self.context.header = header
         self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Its messages, once there is a plan."""
+        return self._buckets
 
     @property
     def place(self) -> str:
@@ -136,6 +155,8 @@ class SharedStep(LateStep):
         self.context.take(headers)
         self.choice = self._planner.adopt(headers, self.context.used)
         self._buckets = self._planner.packer.buckets(self.choice)
+        if self._goes_on:
+            return
         if self.context.header.alone:  # else messages of other sessions may come between
             for bucket in self._buckets:
                 bucket.expect(self.context)
@@ -171,6 +192,8 @@ class SharedStep(LateStep):
         Raises:
             StepDiscardedError: on all sites: what is in `param.grad` is void.
         """
+        if self._lost_by is not None:
+            raise self._lost_by
         decision = self._pass()
         if decision.verdict == Verdict.SURPRISED:
             self._start_again()  # known from the first message on: nothing was written
@@ -235,7 +258,7 @@ class SharedStep(LateStep):
         self._receiver.receive_buffers(self._sent_buffers, self._ballot)
         self._ballot.note_sum(self._joint.digest)
         self._count_before()
-        if self._needs_no_votes:
+        if self.needs_no_votes:
             return self._applied_at_once(last)
         return self._voted_on(last)
 
@@ -262,6 +285,7 @@ class SharedStep(LateStep):
         self._planner.commit(applied=False)
         header = self.captured.unsettled(self.context.header)
         self.choice, self._sent, self.context.state = None, [], State.GOOD
+        self._goes_on = False
         self.context.forget()
         self._ballot = Ballot(self._comm, self.context.header, self.subjects)
         self._announce(header)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,7 @@ class Transforming:
         due = [u for u in self._waiting if self.holds_back or not set(u.params).isdisjoint(names)]
         if not due:
             return
-        if self._leftover:
-            raise RuntimeError(leftover_error(self._leftover, self._transform))
+        refuse_leftover(self._leftover, self._transform)
         self._waiting = [unit for unit in self._waiting if unit not in due]
         for units in [due] if self.holds_back else [[unit] for unit in due]:
             given = self._given(units)
@@ -136,13 +135,27 @@ class Transforming:
             p.grad = gradient.to(p.dtype)
 
 
-def leftover_error(name: str, transform: GradientTransform) -> str:
-    """Why a gradient may not stay in a parameter when a backward begins."""
-    return (
-        f"{name!r} had a gradient before this backward, which {transform!r} would change again: "
-        f"call optimizer.zero_grad(set_to_none=True) before each backward that is not inside "
-        f"session.no_sync()"
-    )
+def leftover(
+    transform: GradientTransform | None, params: Mapping[str, Tensor], unshared: Collection[str]
+) -> str:
+    """A parameter with a gradient that a transform must not see: of an earlier shared step."""
+    if transform is None:
+        return ""
+    return next((n for n, p in params.items() if p.grad is not None and n not in unshared), "")
+
+
+def refuse_leftover(name: str, transform: GradientTransform | None) -> None:
+    """Checks that no gradient was left in a parameter when a backward begins.
+
+    Raises:
+        RuntimeError: one was, which the transform would change again.
+    """
+    if transform is not None and name:
+        raise RuntimeError(
+            f"{name!r} had a gradient before this backward, which {transform!r} would change "
+            f"again: call optimizer.zero_grad(set_to_none=True) before each backward that is not "
+            f"inside session.no_sync()"
+        )
 
 
 def check_transformed(transform: Any, given: SiteGradient, found: Any) -> None:

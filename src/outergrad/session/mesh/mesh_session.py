@@ -26,6 +26,7 @@ from outergrad.step.cadence import Cadence, Share
 from outergrad.step.groups import end_unfinished
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
+from outergrad.step.step import SharedStep
 
 _STATE = "two levels"
 
@@ -127,6 +128,9 @@ class MeshSession(Session):
     def _step_of_spec(self, spec: StepSpec) -> MeshStep:
         assert isinstance(spec.planner, SharePlanner)
         return MeshStep(spec, self._inside(spec.planner, spec.model), spec.planner)
+
+    def _pattern_of(self, step: SharedStep) -> None:
+        """None: there is more to a step of several ranks than its messages to other sites."""
 
     def _inside(self, planner: SharePlanner, model: Model) -> Inside:
         """How the gradients of this site come together."""

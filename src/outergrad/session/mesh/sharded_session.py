@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -22,6 +22,7 @@ from outergrad.session.mesh.shards import Sharded, Shards
 from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
+from outergrad.session.stepping import Step
 from outergrad.step.spec import StepSpec
 from outergrad.step.unsynced import UnsyncedStep
 
@@ -85,10 +86,11 @@ class ShardedSession(MeshSession):
         """FSDP2 tells what is used only as it comes."""
         return super()._step_of_spec(replace(spec, used={*spec.used, *self._unshared}))
 
-    def _begin(self, task: int) -> None:
-        super()._begin(task)
+    def _begin(self, task: int) -> Step:
+        step = super()._begin(task)
         for claim in self._claims.values():
             claim.hooks.hold()
+        return step
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         yield (
@@ -97,7 +99,7 @@ class ShardedSession(MeshSession):
             "those that have run out: use loops of equal length",
         )
 
-    def _refuse_changed(self) -> None:
+    def _refuse_changed(self, used: Set[str]) -> None:
         for name in self._frozen:
             if self._shards.params[name].requires_grad:
                 raise RuntimeError(

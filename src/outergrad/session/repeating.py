@@ -1,0 +1,70 @@
+"""Steps of a session that are like the last one: when they are made, and what comes of them."""
+
+from __future__ import annotations
+
+from outergrad.capture.weighting import Weighting
+from outergrad.messages.header import Join
+from outergrad.planning.plan import Planner
+from outergrad.session.following_up import FollowingUp
+from outergrad.step.buffers import SharedBuffers
+from outergrad.step.cadence import Cadence
+from outergrad.step.groups import on_transport
+from outergrad.step.joint import JointParts
+from outergrad.step.pact import Pact
+from outergrad.step.repeated import Pattern, RepeatedStep
+from outergrad.step.step import SharedStep
+
+
+class Repeating(FollowingUp):
+    """The part of a session that makes steps without planning them anew."""
+
+    _joint: JointParts | None
+    """The parts of the model whose outputs' deltas are averaged."""
+    _planner: Planner
+    _cadence: Cadence
+    _buffers: SharedBuffers
+    _weighting: Weighting
+    _join: Join
+    _synchronise: bool
+    _unshared: set[str]
+
+    def _repeated(self, task: int, used: set[str]) -> RepeatedStep | None:
+        """A step like the last one; None where something may be another than then."""
+        pattern, pact, number = self._pattern, self._pact(), self._stats.step
+        if pattern is None or pact is None or not self._synchronise or used != pattern.used:
+            return None
+        alone = len(on_transport(self._comm.key).attached) == 1
+        plain = alone and not self._unshared and self._join == Join.NONE
+        quiet = self._reporter.is_silent and not any(self._buffers.written())
+        if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
+            return None
+        return RepeatedStep(pattern, task, number, pact, self._votes)
+
+    def _pact(self) -> Pact | None:
+        """What this site promises the others, if they have a board to agree on."""
+        if self._comm.board is None:
+            return None
+        return on_transport(self._comm.key).pact
+
+    def _pattern_of(self, step: SharedStep) -> Pattern | None:
+        """What the steps behind one may have in common with it."""
+        layers = self._next_forward.layers
+        changes = self._transform is not None or self._joint is not None or self._model.blocks
+        if changes or not (step.applied and self._cadence.always and self._weighting.is_even):
+            return None
+        known = self._planner.header_cache.known
+        if not all(layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots)):
+            return None
+        return Pattern.of(step, known)
+
+    def _close_repeated(self, step: RepeatedStep) -> None:
+        """What of `_close` is not the same every time."""
+        self._step = None
+        self._planner.commit(applied=True)
+        self._cadence.passes += 1
+        self._stats = step.stats(self._stats.step + 1)
+        self._note_end(counted=True)
+        self._mishaps.counted()
+        if self._choosing is not None:
+            self._measure(self._choosing, step.context)
+            self._next_forward.let_rest(self._compressors.counting)

@@ -1,0 +1,223 @@
+"""A step like the one before it, all of whose gradients are summed: nothing is planned anew."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import compress
+
+import torch
+
+from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
+from outergrad.buckets.dense import DenseBucket
+from outergrad.capture.engine import NO_TASK
+from outergrad.core.errors import DriftError, ExchangeError
+from outergrad.core.model import Choice
+from outergrad.messages.checksum import combined
+from outergrad.messages.header import Header, Join
+from outergrad.messages.vote import Subjects
+from outergrad.messages.wire import State
+from outergrad.record.stats import LayerBook, Since, Stats
+from outergrad.step import param_grad
+from outergrad.step.brought import Brought
+from outergrad.step.commit import Ballot
+from outergrad.step.late_votes import LateVotes
+from outergrad.step.pact import Pact, refuse_if_given_up
+from outergrad.step.receiving import only
+from outergrad.step.step import SharedStep
+
+_NEITHER = (combined(()), combined(()))
+"""In place of the digests of buffers and of mean deltas, which a `SharedStep` may have."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What steps have in common that are alike, and of which all gradients are summed.
+
+    Attributes:
+        known: the headers that they go by, the same object as long as these are foreseen.
+        choice: how the units travel.
+        buckets: the messages.
+        context: of the step that it was taken from; the next ones have it, too.
+        own: this site's header of that step.
+        used: parameters that a backward leaves a gradient in.
+        place: of each of them, the number of its message.
+        counts: how many of them each message has.
+        subjects: what votes can be about.
+    """
+
+    known: Sequence[Header]
+    choice: Choice
+    buckets: Sequence[DenseBucket]
+    context: StepContext
+    own: Header
+    used: frozenset[str]
+    place: dict[str, int]
+    counts: Sequence[int]
+    subjects: Subjects
+
+    @staticmethod
+    def of(step: SharedStep, known: Sequence[Header]) -> Pattern | None:
+        """What the next step may have in common with one that was applied; None if nothing."""
+        context, buckets, choice = step.context, step.buckets, step.choice
+        dense = [bucket for bucket in buckets if isinstance(bucket, DenseBucket)]
+        if not dense or len(dense) < len(buckets) or choice is None or not _is_plain(step, known):
+            return None
+        used = list(compress(context.params, context.header.used))
+        place = {name: k for k, bucket in enumerate(dense) for name in bucket.dense_params}
+        counts = Counter(place[name] for name in used)
+        return Pattern(
+            known,
+            choice,
+            dense,
+            context,
+            context.header,
+            frozenset(used),
+            place,
+            [counts[k] for k in range(len(dense))],
+            step.subjects,
+        )
+
+
+def _is_plain(step: SharedStep, known: Sequence[Header]) -> bool:
+    """Whether nothing but gradients travelled, by headers that may be the next ones."""
+    context = step.context
+    if not step.needs_no_votes or step.task == NO_TASK or context.owes():
+        return False
+    if len(known) != len(context.headers) or known[context.comm.rank].facts != context.header.facts:
+        return False
+    return all(
+        header.alone and header.join == Join.NONE and not any(header.buffers) for header in known
+    )
+
+
+class RepeatedStep:
+    """A shared step of a pattern: its messages are those that a `SharedStep` would send.
+
+    It writes nothing before they have told that all sites are in the same step. Where something
+    speaks against it, a `SharedStep` takes over what was sent.
+
+    Args:
+        pattern: of the last step.
+        task: the backward that it belongs to.
+        number: of synchronised steps before it.
+        pact: what this site promises the others.
+        votes: of the session, on the steps before.
+
+    Attributes:
+        context: as of a `SharedStep`.
+        since: what the transport had counted before it.
+        ready: parameters that the backward has nothing more for.
+        sent: messages under way, in their order.
+        awaited: the one that it waits for; None before the first.
+        drift: what is wrong with what sites have applied before, if that was found out.
+        error: with which it failed, if it did.
+        wait_s: seconds that this site waited.
+    """
+
+    is_taken = False
+    applied = True
+    awaited: Bucket | None = None
+    drift: DriftError | None = None
+    error: ExchangeError | None = None
+
+    def __init__(
+        self, pattern: Pattern, task: int, number: int, pact: Pact, votes: LateVotes
+    ) -> None:
+        self.task, self.context = task, pattern.context
+        self._pattern, self._pact, self._votes = pattern, pact, votes
+        self._left = [*pattern.counts]
+        self.since = Since(self.context.comm)
+        self.ready: list[str] = []
+        self.sent: list[tuple[Bucket, Pending]] = []
+        self.wait_s = 0.0
+        self.context.header = replace(pattern.own, step=number)
+        self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
+        pact.begins(self)
+
+    @property
+    def used(self) -> frozenset[str]:
+        """Parameters that its backward leaves a gradient in."""
+        return self._pattern.used
+
+    def on_ready(self, name: str) -> None:
+        """Starts messages in their order, as far as they are ready, but for the last."""
+        self.ready.append(name)
+        k = self._pattern.place[name]
+        self._left[k] -= 1
+        if not self._left[k]:
+            while len(self.sent) < len(self._left) - 1 and not self._left[len(self.sent)]:
+                self._start()
+
+    def _start(self) -> None:
+        bucket = self._pattern.buckets[len(self.sent)]
+        if len(self.sent) == len(self._left) - 1:
+            self._pact.sends()
+        with torch.no_grad():
+            self.sent.append((bucket, bucket.start(self.context)))
+
+    def succeeds(self) -> bool:
+        """Goes through all messages, and makes the gradients the mean, if nothing is against it."""
+        with suppress(Exception):  # it comes again, where the other sites hear of it
+            try:
+                return self._goes_through()
+            except ExchangeError as error:
+                self.error = error
+        return False
+
+    def _goes_through(self) -> bool:
+        began = time.monotonic()
+        while len(self.sent) < len(self._left):
+            self._start()
+        results = self._received()
+        if results is None:
+            return False
+        self.drift = self._votes.count(self.context.header.step)
+        if self.drift is not None:
+            return False
+        refuse_if_given_up(self.context.comm, began)
+        self._write(results[-1])
+        ballot = Ballot(self.context.comm, self.context.header, self._pattern.subjects)
+        for result in results:
+            assert result.digest is not None
+            ballot.note_sum(result.digest)
+        for nothing in _NEITHER:
+            ballot.note_sum(nothing)
+        self._votes.make(ballot, self, self._pact)
+        return True
+
+    def _received(self) -> list[Result] | None:
+        """What the messages brought, all but the last written; None if not all is good."""
+        results: list[Result] = []
+        began = time.perf_counter()
+        for bucket, pending in self.sent:
+            self.awaited = bucket
+            result = pending.wait()
+            if result.state != State.GOOD:
+                return None
+            if results:
+                self._write(results[-1])
+            results.append(result)
+        self.wait_s = time.perf_counter() - began
+        return results
+
+    def _write(self, result: Result) -> None:
+        context = self.context
+        param_grad.overwrite(context.params, only(result.means, context.used))
+
+    def stats(self, step: int) -> Stats:
+        """What this site did; as of a `SharedStep`."""
+        return self.since.stats(step, wait_s=self.wait_s, layers=self.context.layers)
+
+    # -- for sites that lack it -----------------------------------------------------------------
+
+    def brought(self) -> Brought:
+        """What came of it, again."""
+        means = [only(pending.wait().means, self.context.used) for _, pending in self.sent]
+        return Brought(True, {name: t for part in means for name, t in part.items()})
+
+    def message_to(self, site: int, place: int) -> None:
+        """Nothing: sums cannot be sent again."""

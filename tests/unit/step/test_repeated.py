@@ -1,0 +1,301 @@
+"""Steps that are like the last one send and leave the same as if they had been planned anew."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import outergrad as og
+from cases import Events
+from outergrad.session.stepping import Stepping
+from outergrad.step.repeated import RepeatedStep
+from ranks import run_ranks
+
+STEPS = 24
+"""More than one vote is for."""
+
+
+class Net(nn.Module):
+    """Layers of which one can be left out, in two dense messages."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.first, self.side = nn.Linear(6, 600), nn.Linear(600, 600)
+        self.norm = nn.BatchNorm1d(600) if norm else nn.Identity()
+        self.last = nn.Linear(600, 3)
+
+    def forward(self, x, leave_out=False):
+        h = self.norm(torch.relu(self.first(x)))
+        return self.last(h if leave_out else h + self.side(h))
+
+
+@cache
+def made(norm):
+    """Once, before there are threads, which share one random stream."""
+    torch.manual_seed(0)
+    return Net(norm)
+
+
+def batch(rank, step, rows=5):
+    seed = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, 6, generator=seed)
+
+
+@contextmanager
+def planned_anew():
+    """No step goes by what the last one was."""
+    before = Stepping._pattern_of
+    Stepping._pattern_of = lambda session, step: None
+    try:
+        yield
+    finally:
+        Stepping._pattern_of = before
+
+
+def digest(tensors):
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(b"-" if t is None else t.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def plain(run, step):
+    run.step(run.loss(step))
+
+
+def left_out_here(run, step):
+    run.step(run.loss(step, leave_out=run.rank == 1 and step % 7 == 6))
+
+
+def left_out_everywhere(run, step):
+    run.step(run.loss(step, leave_out=step in (9, 10, 11, 12, 18)))
+
+
+def accumulating(run, step):
+    if step % 8 == 7:
+        with run.session.no_sync():
+            run.loss(step, seed=50).backward()
+    run.step(run.loss(step))
+
+
+def other_rows(run, step):
+    run.step(run.loss(step, rows=5 + (step % 10 == 9)))
+
+
+def raising(run, step):
+    if step == 13 and run.rank == 1:
+        handle = run.model.side.weight.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.loss(step).backward()
+        handle.remove()
+    elif step == 13:
+        with pytest.raises(og.StepDiscardedError):
+            run.loss(step).backward()
+    else:
+        run.step(run.loss(step))
+    run.model.zero_grad()
+
+
+def not_finite(run, step):
+    factor = float("nan") if step == 13 and run.rank == 1 else 1.0
+    (factor * run.loss(step)).backward()
+    run.step(None)
+
+
+def saved(run, step):
+    run.step(run.loss(step))
+    if step == 12:
+        run.session.load_state_dict(run.session.state_dict())
+
+
+def kept_gradients(run, step):
+    run.loss(step).backward()
+    if step % 3 == 0:
+        run.step(None)
+
+
+def looked_at(run, step):
+    run.step(run.loss(step))
+    assert run.session.stats().step == step + 1
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        plain,
+        left_out_here,
+        left_out_everywhere,
+        accumulating,
+        other_rows,
+        raising,
+        not_finite,
+        saved,
+        kept_gradients,
+        looked_at,
+    )
+}
+
+
+class Run:
+    """One site's training."""
+
+    def __init__(self, rank, group, loop, norm=False, **settings):
+        self.rank, self.loop = rank, loop
+        self.model = copy.deepcopy(made(norm))
+        self.session = og.distribute(self.model, group=group, **settings)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.found = []
+
+    def loss(self, step, rows=5, seed=0, leave_out=False):
+        return self.model(batch(self.rank, step + seed, rows), leave_out).square().mean()
+
+    @property
+    def sent(self):
+        """Bytes of the last step, and of its layers."""
+        stats = self.session.stats()
+        layers = {name: (one.travels, one.sent_bytes) for name, one in stats.layers.items()}
+        return stats.step, stats.sent_bytes, stats.received_bytes, layers
+
+    def step(self, loss):
+        if loss is not None:
+            loss.backward()
+        self.found.append((digest([p.grad for p in self.model.parameters()]), self.sent))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def go(self):
+        for step in range(STEPS):
+            self.loop(self, step)
+        self.session.flush()
+        stats = self.session.stats()
+        end = digest([*self.model.parameters(), *self.model.buffers()])
+        self.session.detach()
+        return self.found, end, stats.step, stats.total_sent_bytes
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """How often a step was like the last one."""
+    times, before = [], RepeatedStep.succeeds
+    monkeypatch.setattr(
+        RepeatedStep, "succeeds", lambda step: (times.append(before(step)), times[-1])[1]
+    )
+    return times
+
+
+def trained(loop, sites=2, **settings):
+    method = settings.pop("method", og.Dense)
+    made(settings.get("norm", False))
+    more = {"max_bad_steps": 2} if loop == "not_finite" else {}
+    return run_ranks(
+        sites,
+        lambda rank, group: Run(rank, group, LOOPS[loop], method=method(), **settings, **more).go(),
+    )
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_goes_as_if_every_step_was_planned(loop, repeated):
+    found = trained(loop)
+    assert repeated.count(True) >= (STEPS if loop.startswith("left_out") else 2 * STEPS) / 2
+    with planned_anew():
+        assert trained(loop) == found
+
+
+SETTINGS = {
+    "three sites": {"sites": 3},
+    "buffers that are written": {"norm": True, "buffers": "mean"},
+    "buffers of their own": {"norm": True, "buffers": "local"},
+    "weights": {"weighting": "samples"},
+    "verified": {"verify_every": 3},
+    "sketches from step 14 to 18": {
+        "method": lambda: og.Schedule({0: og.Dense(), 14: og.RankDAD(rank=2), 18: og.Dense()})
+    },
+    "rows that do not pay": {"method": lambda: og.DAD()},
+    "a part": {"method": lambda: og.PerLayer({"side.*": og.Local(), "*": og.Dense()})},
+    "every other": {"method": lambda: og.Dense(every=2)},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_any_settings_go_as_if_every_step_was_planned(settings):
+    found = trained("left_out_here", **SETTINGS[settings])
+    with planned_anew():
+        assert trained("left_out_here", **SETTINGS[settings]) == found
+
+
+def test_a_site_that_plans_every_step_goes_with_one_that_does_not(repeated):
+    """It has a recorder; the votes on the sixteen steps say that both received the same."""
+    events = Events()
+    found = run_ranks(
+        2,
+        lambda rank, group: Run(
+            rank, group, plain, method=og.Dense(), recorder=events if rank else None
+        ).go(),
+    )
+    assert found[0][:3] == found[1][:3]
+    assert repeated.count(True) == STEPS - 2
+
+
+def test_two_sessions_on_a_group_take_turns(repeated):
+    def body(rank, group):
+        runs = [Run(rank, group, plain, method=og.Dense()) for _ in range(2)]
+        for step in range(STEPS):
+            for run in runs:
+                plain(run, step)
+        return [run.found for run in runs]
+
+    one, other = run_ranks(2, body)[0]
+    assert one == other
+    assert not repeated  # only headers tell them apart
+
+
+def test_sums_that_differ_are_found(repeated, monkeypatch):
+    """One site's differs in a step that is like the last; the vote comes three steps later."""
+    before = RepeatedStep._received
+
+    def received(step):
+        results = before(step)
+        if step.context.header.step == 13 and step.context.comm.rank == 1:
+            results[-1].digest = results[-1].digest + 1
+        return results
+
+    monkeypatch.setattr(RepeatedStep, "_received", received)
+
+    def body(rank, group):
+        with pytest.raises(og.DriftError, match="one of the steps 1 to 16") as caught:
+            Run(rank, group, plain, method=og.Dense()).go()
+        return caught.value.step
+
+    assert run_ranks(2, body) == [17, 17]
+
+
+@pytest.mark.parametrize("moment", ["in backward", "between steps"])
+def test_a_lost_site_is_the_same_error(moment, repeated):
+    def body(rank, group):
+        run = Run(rank, group, plain, method=og.Dense(), timeout=timedelta(seconds=1))
+        for step in range(13):
+            plain(run, step)
+        loss = run.loss(13)
+        if rank == 1:
+            if moment == "in backward":
+                run.model.first.weight.register_hook(lambda g: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+            run.session._comm.close()
+            return None
+        with pytest.raises(og.SiteLostError) as caught:
+            loss.backward()
+        assert all(p.grad is None for p in run.model.parameters())
+        return caught.value.sites, caught.value.step, run.sent[0]
+
+    found = run_ranks(2, body)
+    assert repeated.count(False) == 1
+    with planned_anew():
+        assert run_ranks(2, body) == found
