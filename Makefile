@@ -27,7 +27,7 @@ test: $(READY)
 
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not alone"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone $$(grep -rl --include='*.py' mark.alone tests)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -28,9 +28,9 @@ from outergrad.launch.simulate import gloo_group
 from ranks import TIMEOUT
 
 SITES = 2
-STEPS = 5100 if os.environ.get("OUTERGRAD_LONG") else 600
+STEPS = 5100 if os.environ.get("OUTERGRAD_LONG") else 450
 """Of each method."""
-PERIOD = 300
+PERIOD = 150
 """After so many steps everything that is kept should be there. The last ones of each are plain, so
 that what depends on the steps just before is the same whenever one looks."""
 

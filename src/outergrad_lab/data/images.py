@@ -1,24 +1,37 @@
 """Readers of images."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outergrad_lab.data.cache import Arrays, cached, key_of
 from outergrad_lab.data.dataset import Dataset
 from outergrad_lab.data.files import as_labels, read_idx, read_parts, reading
 
+_PARTS = ("x_train", "y_train", "x_test", "y_test")
+
 
 def read_digits(_folder: Path) -> Dataset:
-    """Reads the digits that scikit-learn ships: four fifths to train on, one to test."""
+    """Reads the digits that scikit-learn ships: four fifths to train on, one to test.
+
+    Those that were read before lie in the cache: to import scikit-learn takes a second.
+    """
+    arrays = cached("digits", key_of([version("scikit-learn")], []), _split_digits)
+    parts = (torch.from_numpy(arrays[name]) for name in _PARTS)
+    return Dataset(*parts, classes=10).to(torch.float32)
+
+
+def _split_digits() -> Arrays:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(x / 16, y, test_size=0.2, stratify=y, random_state=0)
-    x_train, x_test, y_train, y_test = map(torch.tensor, parts)
-    return Dataset(x_train, y_train, x_test, y_test, classes=10).to(torch.float32)
+    x_train, x_test, y_train, y_test = parts
+    return dict(zip(_PARTS, (x_train, y_train, x_test, y_test), strict=True))
 
 
 def read_mnist(folder: Path) -> Dataset:

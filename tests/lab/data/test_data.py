@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,14 @@ def test_digits_are_split_by_class(tmp_path):
     assert (data.y_test.bincount() - everything / 5).abs().max() <= 1
 
 
-def test_digits_are_the_same_every_time(tmp_path):
-    assert load("digits", tmp_path).x_test.equal(load("digits", tmp_path).x_test)
+def test_digits_are_the_same_every_time(tmp_path, monkeypatch):
+    """Also from the cache, where scikit-learn is not asked."""
+    monkeypatch.setenv("OUTERGRAD_CACHE", str(tmp_path))
+    first = load("digits", tmp_path)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    again = load("digits", tmp_path)
+    for split in ("x_train", "y_train", "x_test", "y_test"):
+        assert getattr(first, split).equal(getattr(again, split))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import outergrad as og
-from coded import CODECS, METHODS, WEIGHTS, by_dropping, by_sites, few
+from coded import CODECS, DROPPING, METHODS, WEIGHTS, few
 from covering import covering
 from low_rank import (
     backward,
@@ -24,6 +24,7 @@ from low_rank import (
 from outergrad.methods.low_rank import settings as _settings
 from ranks import run_on_lasting_groups
 
+REDUCES = ["gather", "two_way"]
 MEMORIES = {
     "of small matrices": (50_000, {}),
     "dense": (0, {"error_feedback": "dense"}),
@@ -31,12 +32,17 @@ MEMORIES = {
 }
 
 
-@by_dropping
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize(("small", "memory"), MEMORIES.values(), ids=MEMORIES)
-@by_sites
-def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, small, memory, sites, monkeypatch):
+def many(_rank: int, _step: int) -> int:
+    return 40
+
+
+@pytest.mark.parametrize(
+    ("codecs", "reduce", "memory", "sites"),
+    covering(DROPPING, REDUCES, MEMORIES, [2, 3], quick=2, every=2),
+)
+def test_nothing_is_lost_where_all_is_remembered(codecs, reduce, memory, sites, monkeypatch):
     """What was applied and the mean residual are the sum of the mean gradients."""
+    small, memory = memory
     monkeypatch.setattr(_settings, "_SMALL", small)
     steps, original = 5, model()
     method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, **memory)
@@ -60,9 +66,10 @@ def residual_of(memory: dict[str, Tensor]) -> Tensor:
     return memory["unsent_deltas"][0].double().mT @ memory["unsent_activations"][0].double()
 
 
-@by_dropping
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize("rows", [few, lambda rank, step: 40], ids=["few rows", "many"])
+@pytest.mark.parametrize(
+    ("codecs", "reduce", "rows"),
+    covering(DROPPING, REDUCES, {"few rows": few, "many": many}, quick=2, every=2),
+)
 def test_error_feedback_sends_later_what_encoding_lost(codecs, reduce, rows, large_matrices):
     """Also of a layer whose rows are few enough to travel exactly: that is, but for the codecs."""
     steps, lost = 16, {}
@@ -74,9 +81,10 @@ def test_error_feedback_sends_later_what_encoding_lost(codecs, reduce, rows, lar
     assert lost["factored"] < 0.75 * lost[None]
 
 
-@by_dropping
-@pytest.mark.parametrize("reduce", ["gather", "two_way"])
-@pytest.mark.parametrize("feedback", ["factored", "dense"])
+@pytest.mark.parametrize(
+    ("codecs", "reduce", "feedback"),
+    covering(DROPPING, REDUCES, ["factored", "dense"], quick=2, every=2),
+)
 def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, large_matrices):
     method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, error_feedback=feedback)
     smooth, rough = (gradients_around_a_void_step(method, 3, void=void) for void in (False, True))

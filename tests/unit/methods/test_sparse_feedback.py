@@ -161,9 +161,9 @@ def test_momentum_without_a_choice_is_that_of_the_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), covering(KINDS, [torch.nan, torch.inf], quick=2), ids=str
+    ("kind", "value", "momentum"),
+    covering(KINDS, [torch.nan, torch.inf], [0.0, 0.5], quick=2, every=2),
 )
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_what_is_not_finite_is_seen_by_all_and_not_remembered(kind, value, momentum):
     select, wire = kind
     method = og.Sparse(density=0.02, select=select, wire=WIRES[wire], momentum=momentum)

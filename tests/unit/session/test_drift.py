@@ -360,15 +360,14 @@ def test_every_dtype_and_layout_is_compared():
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="a processor with one way to round"
 )
-@pytest.mark.parametrize("on_drift", ["raise", "mend"])
-def test_processors_that_round_differently_are_found_out(on_drift, tmp_path):
+def test_processors_that_round_differently_are_found_out(tmp_path):
     """One site keeps to the oldest instructions; nobody touches a parameter here."""
     store = (tmp_path / "store").as_uri()
     script = Path(__file__).with_name("drifting_site.py")
     oldest = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), store, on_drift],
+            [sys.executable, str(script), str(rank), store],
             env={**os.environ, "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", **oldest} if rank else None,
             stdout=subprocess.PIPE,
             text=True,
@@ -378,4 +377,6 @@ def test_processors_that_round_differently_are_found_out(on_drift, tmp_path):
     first, second = (process.communicate(timeout=250)[0] for process in started)
     assert [process.returncode for process in started] == [0, 0]
     assert first == second
-    assert "the replicas differ after step 4: site 1 has another '0.weight' than site 0" in first
+    raised, _, mended, _ = first.splitlines()
+    for told in (raised, mended):
+        assert "the replicas differ after step 4: site 1 has another '0.weight' than site 0" in told

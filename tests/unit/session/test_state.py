@@ -141,9 +141,11 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("small", [0, 50_000], ids=["large", "small"], indirect=True)
-@pytest.mark.parametrize("method", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("sites", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "sites", "small"),
+    covering(OTHERS, [1, 2], {"large": 0, "small": 50_000}, quick=2, every=2),
+    indirect=["small"],
+)
 def test_every_method_goes_on_to_the_bit(method, sites, small):
     interrupted(method, sites)
 

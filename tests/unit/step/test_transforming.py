@@ -49,7 +49,7 @@ def check(model, expected, limit=1e-5):
         assert relative_error(p.grad, expected[name]) < limit, name
 
 
-@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=6, every=3))
+@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=6, every=6))
 def test_half_of_every_model(name, label):
     """Also of weights that are used outside of their layers, on one site alone, or nowhere."""
     if name in SHARED_STREAM:
