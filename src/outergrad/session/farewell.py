@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, finalize
 
 from outergrad.comm.standing import Standing
 from outergrad.core.transport import Comm, Notes
-from outergrad.session.giving_up import SETTLES_S
+from outergrad.session.settling import SETTLES_S
 from outergrad.step.groups import Sessions, on_transport
 
 _farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()

@@ -11,7 +11,8 @@ from weakref import WeakSet
 from outergrad.comm.standing import LastStep, Standing
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board, Comm
-from outergrad.step.asking import MADE, Question, answer_key, asked_slot, tell_made
+from outergrad.step.asking import MADE, Question, answer_key, asked_slot
+from outergrad.step.comparing import tell_made
 from outergrad.step.pact import Pact, is_in_trouble
 
 POLL_S = 0.25
