@@ -62,15 +62,19 @@ class GivingUp:
             step.settle(Decision.all_good(step.context.header))
         return counted
 
+    @property
+    def _place(self) -> str:
+        """What this site waits for, in words."""
+        return self._step.place if isinstance(self._step, SharedStep) else "the headers"
+
     def _note_end(self, *, counted: bool) -> None:
         """How far this session is, for sites that lose each other."""
         end = LastStep(self._stats.step, counted)
         on_transport(self._comm.key).note_end(self._number, end)
 
     def _give_up(self, error: ExchangeError) -> bool:
-        outcome = self._find_out(error)
+        place, outcome = self._place, self._find_out(error)
         found = self._taken(outcome) if outcome.content is not None else outcome.findings
-        place = self._step.place if isinstance(self._step, SharedStep) else "the headers"
         number = self._stats.step + found.counted
         self._mishaps.lost(note_lost(self._comm, number, place, error, found))
         if not found.counted:

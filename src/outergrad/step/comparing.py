@@ -1,79 +1,81 @@
-"""What sites tell each other of their last steps, on a board, and how it is compared."""
+"""How a site that settles hears what the others have received in their last steps."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 
-from outergrad.core.errors import ExchangeError, Failure
+from outergrad.comm.standing import Standing
+from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Board, Comm
 from outergrad.step.asking import ALL, MADE, Question, ask
+from outergrad.step.digests import Digests
 from outergrad.step.pact import Pact, is_in_trouble
 
+WordOf = Callable[[int], Standing | None]
 _POLL_S = 0.02
 _SOON_S = 0.05
 """Sites that come to their end together need not be asked."""
 
 
-def tell_made(board: Board, site: int, made: int, digests: Mapping[int, int]) -> None:
-    """Says that a site has made so many steps, and what came in the last ones of each session."""
-    board.put(_made_key(site, made), json.dumps({str(s): d for s, d in digests.items()}).encode())
-
-
-def _digest(told: bytes, session: int) -> int | None:
-    """What a site has said of a session; None if it did not, or it cannot be read."""
-    try:
-        return int(json.loads(told)[str(session)])
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return None
-
-
-def _made_key(site: int, made: int) -> str:
-    return f"made {made} {site}"
-
-
-def all_made(
-    comm: Comm, pact: Pact, session: int, is_done: Callable[[int], bool], limit_s: float
-) -> dict[int, int | None]:
+def heard_from_all(
+    comm: Comm, pact: Pact, word_of: WordOf, limit_s: float, stays_s: float
+) -> Digests:
     """Waits until all sites have made as many steps as this one.
 
     Args:
         comm: the transport, which has a board.
         pact: what this site knows.
-        session: whose steps are compared.
-        is_done: whether a site has ended in order after as many steps, whatever came in them.
+        word_of: what a site has left that has ended in order after as many steps.
         limit_s: how long this may take.
+        stays_s: how long the site that holds the board waits besides until the others have read.
 
     Returns:
-        Of each site the digest of what came in the session's last steps, where it is known.
+        What came to each in its last steps.
 
     Raises:
         ExchangeError: some site has not made them.
-        BoardGoneError: the board is gone.
+        BoardGoneError: the board is gone, before all of this was known.
     """
-    board, made, began, is_asked = comm.board, pact.made, time.monotonic(), False
+    board, began, is_asked = comm.board, time.monotonic(), False
     assert board is not None
-    own = pact.digests_of(made)
-    found = {comm.rank: own.get(session)}
-    tell_made(board, comm.rank, made, own)
-    while missing := [site for site in range(comm.world_size) if site not in found]:
+    digests = pact.digests_of_all(comm)
+    if digests.missing:
+        digests.tell(board)
+    while digests.missing:
         waited_s = time.monotonic() - began  # before it looks: it may be stopped between
-        for site in missing:
-            if (told := board.get(_made_key(site, made))) is not None:
-                found[site] = _digest(told, session)
-            elif is_done(site):
-                found[site] = None
-        missing = [site for site in missing if site not in found]
-        if missing and waited_s > limit_s:
-            raise ExchangeError(Failure.TIMEOUT.value, missing, kind=Failure.TIMEOUT)
-        if waited_s > _SOON_S and not is_asked:
-            ask(board, Question(comm.rank, ALL, made, MADE), pact.asked)
+        _look(digests, board, word_of)
+        if digests.missing and waited_s > limit_s:
+            raise ExchangeError(Failure.TIMEOUT.value, digests.missing, kind=Failure.TIMEOUT)
+        if digests.missing and waited_s > _SOON_S and not is_asked:
+            ask(board, Question(comm.rank, ALL, digests.made, MADE), pact.asked)
             is_asked = True
-        if missing:
+        if digests.missing:
             _refuse_trouble(board)
             time.sleep(_POLL_S)
-    return found
+    with suppress(BoardGoneError):  # it is needed no more
+        digests.say_read(board)
+        if comm.holds_board:
+            _stay(comm, board, digests, stays_s)
+    return digests
+
+
+def _look(digests: Digests, board: Board, word_of: WordOf) -> None:
+    digests.look(board)
+    for site in digests.missing:
+        if (word := word_of(site)) is not None:
+            digests.take(site, word.digests)
+
+
+def _stay(comm: Comm, board: Board, digests: Digests, limit_s: float) -> None:
+    """The board may end when this site goes on: the others need it until they have read."""
+    until = time.monotonic() + limit_s
+    for site in (site for site in range(comm.world_size) if site != comm.rank):
+        while not digests.is_read_by(board, site) and time.monotonic() < until:
+            if is_in_trouble(board):
+                return
+            time.sleep(_POLL_S)
 
 
 def _refuse_trouble(board: Board) -> None:

@@ -199,7 +199,8 @@ class ForwardingSite(Site):
         """From here on it applies nothing but what all agree on."""
         self._frozen, made = True, self.ending.applied
         word = Standing(made) if error is None else standing_of(error, made)
-        word = replace(word, made=made, sent=self._sent)
+        waited_s = max(word.waited_s, self.waits_s)
+        word = replace(word, made=made, sent=self._sent, waited_s=waited_s)
         self.note(f"gives up: {word}")
         own = self.rank, self.trial.sites, self.store.host, self.patience_s
         clock, closes = lambda: self.world.now, lambda: self.network.close_all(self.rank)

@@ -80,6 +80,7 @@ class Site:
         # In the order in which a site of `TorchComm` waits for them.
         self.others = [(self.rank - k) % trial.sites for k in range(1, trial.sites)]
         self.ending = Ending()
+        self._waits_since: float | None = None
         self._damaged = {
             (f.step, f.site) for f in trial.faults if f.kind == "damage" and f.other == self.rank
         }
@@ -187,13 +188,21 @@ class Site:
             ExchangeError: a site is late, or its connection closed.
         """
         found, began = dict[int, object](), self.world.now
-        for other in self.others:
-            try:
+        self._waits_since = began
+        try:
+            for other in self.others:
                 found[other] = yield from self._receive(lane, other)
-            except ExchangeError as error:
-                error.waited_s = self.world.now - began
-                raise
+        except ExchangeError as error:
+            error.waited_s = self.world.now - began
+            raise
+        finally:
+            self._waits_since = None
         return found
+
+    @property
+    def waits_s(self) -> float:
+        """For how long it has been waiting for what it waits for now."""
+        return 0.0 if self._waits_since is None else self.world.now - self._waits_since
 
     def _receive(self, lane: int, other: int) -> Waiting[object]:
         until, inbox = self.world.now + self.patience_s, self.network.inbox(self.rank, other, lane)
