@@ -28,6 +28,7 @@ class Ending:
         certain: as of `SiteLostError`.
         may_differ: as of `SiteLostError`.
         left: whether its program raised an error of its own.
+        compared: whether it knows what all received in the last steps; else it warns of that.
         longest_s: in a step, without what it stood still.
         wrong: what it did that must never be.
     """
@@ -38,13 +39,15 @@ class Ending:
     certain: bool = True
     may_differ: tuple[int, ...] = ()
     left: bool = False
+    compared: bool = True
     longest_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         steps = f"has applied {self.applied} step{'s' * (self.applied != 1)}"
         if self.lost is None:
-            return f"{steps} and " + ("is done" if self.done else "is no more")
+            compared = "" if self.compared else ", without having compared"
+            return f"{steps} and " + ("is done" if self.done else "is no more") + compared
         said = "certain" if self.certain else "not certain"
         return f"{steps}, lost {list(self.lost)}, {said}, may differ: {list(self.may_differ)}"
 
@@ -96,7 +99,7 @@ class Site:
             yield from self.end_after(error)
         self.note("ends" + (": " + str(self.ending)))
         if not self.trial.stays or not self.ending.done:
-            yield from self.process.sleep(self.world.dice.random() * 0.1)
+            yield from self.process.sleep(self.world.dice.random() ** 4 * 0.1)  # often at once
             self.process.end()
 
     def _train(self) -> Waiting[None]:
