@@ -236,9 +236,8 @@ def lost_error(
     rank: int, step: int, place: str, error: Exception, findings: Findings
 ) -> SiteLostError:
     """What the user is told."""
-    who = named(findings.lost) if findings.lost else "a connection, while all sites live,"
     return SiteLostError(
-        f"site {rank} lost {who} in step {step}, while it waited for {place}: "
+        f"site {rank} lost {_who(findings)} in step {step}, while it waited for {place}: "
         f"{_why(error, findings)}. {_how_far(step, findings)}. The connections cannot be used "
         f"any more: start the processes again from the last checkpoint",
         findings.lost,
@@ -247,6 +246,12 @@ def lost_error(
         certain=findings.certain,
         may_differ=findings.may_differ,
     )
+
+
+def _who(findings: Findings) -> str:
+    if findings.lost:
+        return named(findings.lost)
+    return "the others" if findings.doubt else "a connection, while all sites live,"
 
 
 def _why(error: Exception, findings: Findings) -> str:
