@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -26,9 +27,11 @@ from trials import METHODS, Trial, batch, build
 
 import outergrad as og
 import outergrad.comm.torch
+from outergrad.comm.board import StoreBoard
 from outergrad.comm.torch import TorchComm
-from outergrad.core.errors import ExchangeError
+from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
+from outergrad.step.digests import Digests
 from outergrad.step.groups import on_transport
 from outergrad.step.late import LateStep
 
@@ -153,6 +156,21 @@ class Injector:
             return True
         return self._store in (sock.getsockname()[1], sock.getpeername()[1])
 
+    def _slow_store(self) -> None:
+        limited, late_s = StoreBoard._limited, self.fault.delay_s * self._timeout_s
+
+        def late(board: StoreBoard, call: Callable[[], Any]) -> Any:
+            time.sleep(late_s)
+            return limited(board, call)
+
+        StoreBoard._limited = late
+
+    def _store_away(self) -> None:
+        def gone(board: StoreBoard, call: Callable[[], Any]) -> Any:
+            raise BoardGoneError("the store of the process group does not answer")
+
+        StoreBoard._limited = gone
+
     def _cut(self) -> None:
         subprocess.run(["ip", "link", "set", "link0", "down"], check=True)
 
@@ -248,6 +266,7 @@ def run(
         if fault.moment == "crash":
             sys.exit(0)
     LateStep._ask_again = _told(LateStep._ask_again, tell)
+    Digests.look = _after(lambda: injector.at("settling"), Digests.look)
     try:
         _train(trial, rank, models, method, injector, tell)
     except og.DriftError as error:
@@ -255,6 +274,17 @@ def run(
     except og.SiteLostError as error:
         _tell_of(error, trial, models, tell)
         raise
+
+
+def _after(first: Callable[[], None], look: Callable[..., None]) -> Any:
+    """Something happens before the loop reads what the others have received."""
+
+    def looks(*about: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            first()
+        look(*about)
+
+    return looks
 
 
 def _told(ask_again: Callable[..., bytes], tell: Tell) -> Any:
@@ -296,7 +326,11 @@ def _train(
     saves = trial.fault.kind == "corrupt" and not on_transport(dist.group.WORLD).lost
     for session in sessions:  # whose last steps nobody has voted on
         if trial.detaches:
-            session.detach()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                session.detach()
+            for one in caught:
+                tell("warned", why=str(one.message))
         elif saves:
             session.state_dict()
 

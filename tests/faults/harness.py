@@ -324,7 +324,8 @@ def main() -> int:
             numbers = range(number, number + options.injections - harness.injections)
             numbers = [options.only] if options.only is not None else numbers
             drawn = [draw(n, options.seed, options.timeout, can_cut=bool(names)) for n in numbers]
-            harness.run([t for t in drawn if options.kind in (None, t.fault.kind)])
+            drawn = [t for t in drawn if options.kind in (None, t.fault.kind)]
+            harness.run([t for t in drawn if options.moment in (None, t.fault.moment)])
             number += len(drawn)
             if options.only is not None:
                 break
@@ -346,6 +347,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="a single trial, by its number")
     parser.add_argument("--kind", help="only faults of one kind")
+    parser.add_argument("--moment", help="only faults at one, as settling")
     parser.add_argument("--timeout", type=float, default=1.0, help="of distribute, in seconds")
     parser.add_argument("--no-cuts", action="store_true", help="leave links alone")
     return parser.parse_args()

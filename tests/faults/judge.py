@@ -14,6 +14,8 @@ from trials import GOING, LETHAL, Fault, Trial
 
 _FIRST_STEPS = 1
 _NEAR = 1e-3
+_STORE_S = 2.0
+"""For a store that does not answer."""
 MARGIN_S = 3.0
 """Beyond what a site may take: other programs want the processors, too."""
 
@@ -244,6 +246,8 @@ class _Judgement:
             "nan": bool(seen.told("skipped")),
             "reset": bool(seen.told("reset")),
             "cut": bool(went_on),
+            "slow store": bool(went_on),
+            "store away": bool(seen.told("warned")),
             "corrupt": any(
                 one.told(what)
                 for one in self.sites
@@ -324,6 +328,16 @@ class _Judgement:
                 self.wonder(f"site {rank} did not finish: {seen.last('ended')}")
         if self.injected_at is not None:
             self._told_of(self.fault)
+        if self.injected_at is not None and self.fault.moment == "settling":
+            self._settled_in_time(self.injected_at)
+
+    def _settled_in_time(self, injected_at: float) -> None:
+        """Whoever is left: 2 T until all are there, T for those that read, and for a dead store."""
+        limit_s = 3 * self.trial.timeout_s + 2 * _STORE_S + MARGIN_S
+        for rank, seen in self._bound.items():
+            took_s = self._at(seen, "ended") - (seen.resumed_at or injected_at)
+            if took_s > limit_s:
+                self.wonder(f"site {rank} settled after {took_s:.1f} s")
 
     def _told_of(self, fault: Fault) -> None:
         """All heard of the step that came to nothing."""

@@ -18,7 +18,7 @@ import outergrad as og
 from cases import mlp
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.standing import LastStep, Standing
-from outergrad.step.lost import find_out, lost_error
+from outergrad.step.lost import Findings, find_out, lost_error
 from ranks import run_ranks
 
 SESSION, OTHER, STEP = 11, 12, 4
@@ -137,6 +137,11 @@ def test_where_a_connection_was_reset_nobody_is_lost(monkeypatch):
     found = found_by_site_0(at(STEP, gone=(1,)), others, monkeypatch)
     assert found.lost == ()
     assert "lost a connection, while all sites live" in words_of(found)
+
+
+def test_nothing_is_said_of_sites_of_which_nothing_is_known():
+    found = Findings((), doubt="the store of the group is gone")
+    assert words_of(found).startswith(f"site 0 lost the others in step {STEP}")
 
 
 @pytest.mark.parametrize("text", ["", "null", "{" * 5000, "x" * 10**6, '{"step": "a"}'])

@@ -25,7 +25,12 @@ METHODS = {
     "local steps": og.LocalSteps(2, method=og.Dense()),
 }
 
-BENIGN = {"none", "brief delay", "raise", "nan", "corrupt", "twin"}
+LATE = [
+    name for name in METHODS if name in ("dense", "dad", "rank-dad gather", "sparse", "per layer")
+]
+"""Methods whose last step nobody has voted on, so that their sessions settle by the store."""
+
+BENIGN = {"none", "brief delay", "raise", "nan", "corrupt", "twin", "slow store", "store away"}
 """After these all sites go on; after some corruptions they all give up, too."""
 LETHAL = {"kill", "stop", "long delay", "interrupt", "leave", "restart", "cut", "reset"}
 """After these the sites that are left raise."""
@@ -47,6 +52,10 @@ WEIGHTS = {
     "cut": 5,
     "reset": 8,
 }
+SETTLING = ("kill", "kill", "stop", "slow store", "store away")
+"""What happens while sites settle."""
+_VOTED = 16
+"""The step in which sites vote after the first, and a few before and behind it."""
 MOMENTS = ("forward", "backward", "message", "voting", "optimizer", "any", "distribute")
 _OF_KIND = {
     "corrupt": ("payload", "payload", "payload", "header", "vote"),
@@ -140,7 +149,7 @@ class Trial:
     def reference(self) -> Trial:
         """The same, undisturbed."""
         kept = {"method": self.method, "model": self.model, "sites": self.sites}
-        kept["sessions"] = self.sessions
+        kept["sessions"], kept["steps"] = self.sessions, self.steps
         number = -1 - zlib.crc32(repr(kept).encode())  # names its files
         return Trial(**kept, number=number, timeout_s=60.0, fault=Fault(kind="none"))
 
@@ -160,7 +169,27 @@ def draw(number: int, seed: int, timeout_s: float, *, can_cut: bool) -> Trial:
     base = replace(base, timeout_s=timeout_s, store=store, destroys=dice.random() < 0.5)
     base = replace(base, ends=dice.random() < 0.1, detaches=dice.random() < 0.7)
     base = replace(base, sessions=dice.choice([1, 1, 1, 2]))
-    return _with_company(dice, replace(base, fault=_fault(dice, kind, base)))
+    trial = _with_company(dice, replace(base, fault=_fault(dice, kind, base)))
+    return _around_votes(random.Random(f"votes {seed} {number}"), trial)
+
+
+def _around_votes(dice: random.Random, trial: Trial) -> Trial:
+    """Now and then the fault comes about a vote that is not the first, or while sites settle."""
+    chance, alone = dice.random(), replace(trial, second=None, busy=None, busy_s=0.0)
+    if chance < 0.08 and trial.fault.kind in ("kill", "corrupt", "reset", "stop", "interrupt"):
+        step = _VOTED + dice.choice([-1, 0, 0, 1])
+        return replace(alone, steps=_VOTED + 2, fault=replace(trial.fault, step=step))
+    if chance > 0.9:
+        fault = Fault(
+            kind=dice.choice(SETTLING),
+            victim=dice.choice([0, dice.randrange(trial.sites)]),
+            step=trial.steps,
+            moment="settling",
+            delay_s=dice.uniform(0.05, 0.15),
+        )
+        store, method = dice.choice(["tcp", "tcp", "file"]), dice.choice(LATE)
+        return replace(alone, fault=fault, store=store, method=method, detaches=True)
+    return trial
 
 
 def _fault(dice: random.Random, kind: str, trial: Trial) -> Fault:

@@ -55,6 +55,7 @@ class Standing:
         made: how many steps have come to their end, those of all sessions on the group.
         sent: whether some other site may have applied the next one: it has what it needs of this.
         goes_on: whether other sessions are left on the group, where one has ended.
+        digests: by session, of what came in its last steps, where it has ended.
     """
 
     step: int
@@ -71,11 +72,14 @@ class Standing:
     made: int = 0
     sent: bool = False
     goes_on: bool = False
+    digests: Mapping[int, int] = field(default_factory=dict)
 
     def text(self) -> str:
         """As it is left."""
         ends = {str(one): [end.steps, end.counted] for one, end in self.ends.items()}
-        return json.dumps({**vars(self), "ends": ends, "why": printable(self.why)})
+        digests = {str(one): digest for one, digest in self.digests.items()}
+        told = {"ends": ends, "why": printable(self.why), "digests": digests}
+        return json.dumps({**vars(self), **told})
 
     @staticmethod
     def of(text: str) -> Standing | None:
@@ -122,6 +126,10 @@ def _ends(value: object) -> dict[int, LastStep]:
     return {_whole(int(one)): _end(*_a(list, end)) for one, end in _a(dict, value).items()}
 
 
+def _digests(value: object) -> dict[int, int]:
+    return {_whole(int(one)): _whole(digest) for one, digest in _a(dict, value).items()}
+
+
 def _end(steps: object, counted: object) -> LastStep:
     return LastStep(_whole(steps), _a(bool, counted))
 
@@ -133,5 +141,6 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "float": _seconds,
     "tuple[int, ...]": lambda value: tuple(_whole(site, _MOST_SITES) for site in _a(list, value)),
     "Mapping[int, LastStep]": _ends,
+    "Mapping[int, int]": _digests,
 }
 """By the types of the fields."""

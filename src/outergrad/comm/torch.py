@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import RingCost
@@ -100,7 +102,8 @@ class TorchComm(Comm):
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
         if self.world_size > 1 and self._wire.type == "cpu":
-            self.board = StoreBoard(group.get_group_store())
+            store = group.get_group_store()
+            self.board, self.holds_board = StoreBoard(store), _is_first(self.rank) and _ends(store)
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
@@ -274,6 +277,19 @@ class TorchComm(Comm):
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
+
+
+def _is_first(rank: int) -> bool:
+    """Whether this process is the one that holds the store, with `env://`."""
+    return (dist.get_rank() if dist.is_initialized() else rank) == _USUAL_HOST
+
+
+def _ends(store: Store) -> bool:
+    """Whether a store may end with a site: not a file, nor what torchrun's agent holds."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return isinstance(store, TCPStore) and not is_agents
 
 
 def _room(like: Tensor, size: int, rank: int) -> Tensor:

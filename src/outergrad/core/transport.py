@@ -109,6 +109,8 @@ class Comm(Protocol):
     """The site with which the place ends where sites leave texts (`give_up`, `notes`), if any."""
     board: Board | None = None
     """Where sites that lost others agree on what counts, and no step has to wait for votes."""
+    holds_board: bool = False
+    """Whether the board ends with this process: then it goes last."""
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""

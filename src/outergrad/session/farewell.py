@@ -9,6 +9,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -16,9 +17,10 @@ from weakref import WeakKeyDictionary, finalize
 
 from outergrad.comm.standing import Standing
 from outergrad.core.transport import Comm, Notes
-from outergrad.session.giving_up import SETTLES_S
 from outergrad.step.groups import Sessions, on_transport
 
+_SETTLES_S = 6.0
+"""Longer than the last calls of a store may take, each of which has a limit of its own."""
 _farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()
 """Of the transport of each session of this process, and what is done when nobody has it any more,
 or Python ends; weak, so that process groups end when the user's do."""
@@ -39,7 +41,8 @@ def say_farewell(comm: Comm, session: int) -> None:
 
 
 def _at_exit() -> None:
-    """Leaves word of the end, before watchers end, and counts the votes on the last step."""
+    """Leaves word of the end, before watchers end, and settles."""
+    settling = list[threading.Thread]()
     for comm, (farewell, end) in list(_farewells.items()):
         if not farewell.is_own:
             continue
@@ -49,7 +52,10 @@ def _at_exit() -> None:
         settle = threading.Thread(target=_settle, args=(sessions,), daemon=True)
         with suppress(RuntimeError):  # no thread can be started any more
             settle.start()
-            settle.join(SETTLES_S)
+            settling.append(settle)
+    until = time.monotonic() + _SETTLES_S
+    for settle in settling:
+        settle.join(max(until - time.monotonic(), 0.0))
 
 
 def _settle(sessions: list[Any]) -> None:
@@ -104,8 +110,9 @@ class Farewell:
         if not self.is_own or self._group.lost is not None:
             return False
         goes_on = ended == "session" and len(self._group.attached) > 0
-        known = {"ends": self._group.ends, "made": self._group.pact.made, "goes_on": goes_on}
-        standing = Standing(0, self._session, **known, why=why, ended=ended)
+        pact, about = self._group.pact, {"goes_on": goes_on, "why": why, "ended": ended}
+        known = {"ends": self._group.ends, "made": pact.made, "digests": dict(pact.digests)}
+        standing = Standing(0, self._session, **known, **about)
         self._notes.leave_at_end(standing.text(), of_process=ended == "process")
         return True
 

@@ -11,15 +11,15 @@ from outergrad.core.reasons import Reason
 from outergrad.core.transform import GradientTransform
 from outergrad.core.types import Unit
 from outergrad.session.choosing import Choosing
-from outergrad.session.giving_up import GivingUp
 from outergrad.session.next_forward import NextForward
 from outergrad.session.reporting import Reporter
+from outergrad.session.settling import Settling
 from outergrad.step.groups import on_transport
 from outergrad.step.repeated import Pattern
 from outergrad.step.step import SharedStep
 
 
-class FollowingUp(GivingUp):
+class FollowingUp(Settling):
     """The part of a session that comes behind a step."""
 
     _compressors: Compressors

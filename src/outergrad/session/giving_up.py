@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from outergrad.comm.standing import LastStep, Standing
-from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
+from outergrad.comm.standing import LastStep
+from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.model import Model
 from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
 from outergrad.step import param_grad
 from outergrad.step.agreement import Outcome
-from outergrad.step.asking import all_made
 from outergrad.step.brought import Brought
 from outergrad.step.decision import Decision
 from outergrad.step.groups import end_unfinished, give_up, note_lost, on_transport, refuse_lost
@@ -23,9 +21,6 @@ from outergrad.step.late_votes import LateVotes
 from outergrad.step.lost import Findings, standing_of
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.step import SharedStep
-
-SETTLES_S = 0.5
-"""How long the end of Python may wait for the word of others, whose group may be gone."""
 
 
 class GivingUp:
@@ -67,15 +62,19 @@ class GivingUp:
             step.settle(Decision.all_good(step.context.header))
         return counted
 
+    @property
+    def _place(self) -> str:
+        """What this site waits for, in words."""
+        return self._step.place if isinstance(self._step, SharedStep) else "the headers"
+
     def _note_end(self, *, counted: bool) -> None:
         """How far this session is, for sites that lose each other."""
         end = LastStep(self._stats.step, counted)
         on_transport(self._comm.key).note_end(self._number, end)
 
     def _give_up(self, error: ExchangeError) -> bool:
-        outcome = self._find_out(error)
+        place, outcome = self._place, self._find_out(error)
         found = self._taken(outcome) if outcome.content is not None else outcome.findings
-        place = self._step.place if isinstance(self._step, SharedStep) else "the headers"
         number = self._stats.step + found.counted
         self._mishaps.lost(note_lost(self._comm, number, place, error, found))
         if not found.counted:
@@ -114,78 +113,9 @@ class GivingUp:
         self._votes.forget()
         return outcome
 
-    def _settle(self) -> None:
-        """Waits until all sites have made the last step; one site can do so alone.
-
-        Raises:
-            SiteLostError: another site is lost.
-            DriftError: sites have applied different things in the last step.
-        """
-        drift = None
-        if not self._votes.is_settled:
-            with self._giving_up():
-                drift = self._count_at_end(2 * self._comm.patience_s)
-        if drift is not None:
-            raise drift
-
-    def _count_at_end(self, limit_s: float) -> DriftError | None:
-        try:
-            return self._votes.count() if self._votes.are_cast else self._compare_at_end(limit_s)
-        except ExchangeError as error:
-            if error.kind != Failure.CLOSED or not all(map(self._is_done, self._others)):
-                raise
-            self._votes.forget()
-            return None
-
-    def _compare_at_end(self, limit_s: float) -> DriftError | None:
-        """Hears from the others that they have made the last step, on which nobody has voted.
-
-        One that is late may itself wait for a site that is lost, and gives up before this one does.
-        Where the board is gone, its host is: the next step will say so.
-        """
-        pact = on_transport(self._comm.key).pact
-        try:
-            digests = all_made(self._comm, pact, self._number, self._is_done, limit_s)
-        except BoardGoneError:
-            digests = {self._comm.rank: None}
-        return self._votes.compare(digests)
-
     @property
     def _others(self) -> list[int]:
         return [site for site in range(self._comm.world_size) if site != self._comm.rank]
-
-    def _is_done(self, site: int) -> bool:
-        """Whether a site has ended in order, after as many steps as this one."""
-        board, made = self._comm.board, on_transport(self._comm.key).pact.made
-        try:
-            text = None if board is None else board.farewell(site, self._number)
-        except BoardGoneError:
-            return False
-        word = None if text is None else Standing.of(text)
-        return word is not None and word.made == made and word.ended == "session"
-
-    def settle_at_exit(self) -> None:
-        """The same when Python ends, where others may have gone: it gives nobody up."""
-        group = on_transport(self._comm.key)
-        if self._votes.is_settled or group.lost is not None or group.pact.frozen:
-            return
-        with suppress(ExchangeError):
-            drift = self._count_at_end(SETTLES_S)
-            if drift is not None:
-                warnings.warn(str(drift), RuntimeWarning, stacklevel=2)
-
-    def _settle_at_end(self) -> DriftError | None:
-        """The same when the session ends: who is lost then, the others are told."""
-        group = on_transport(self._comm.key)
-        try:
-            if group.lost is None:
-                self._refuse_lost()
-                self._settle()
-        except SiteLostError:
-            return None
-        except DriftError as drift:
-            return drift
-        return None
 
     def _require_group(self) -> None:
         """Ends steps of the group whose backward raised: after that all sites are in step.

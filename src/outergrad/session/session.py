@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from outergrad.capture.engine import NO_TASK, current_task
-from outergrad.core.errors import BoardGoneError, ExchangeError, Failure, SiteLostError
+from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
 from outergrad.core.protocols import Method
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
@@ -181,6 +182,7 @@ class Session(Verified):
         """Ends the session: the model is plain again and keeps its parameters and gradients.
 
         Call it on every site. A step whose backward raised is first ended with the other sites.
+        Where another site is lost before their last steps were compared, this warns of it.
 
         Raises:
             DriftError: sites have applied different things in the last step.
@@ -191,7 +193,7 @@ class Session(Verified):
         super().detach()
         on_transport(self._comm.key).attached.discard(self)
         end_unfinished(self._comm.key)
-        drift = self._settle_at_end()
+        told = self._settle_at_end()
         if self._choosing is not None and on_transport(self._comm.key).lost is None:
             self._choosing.restart()
         self._forget_model()
@@ -204,8 +206,10 @@ class Session(Verified):
             watched.remove()
         self._accumulator.clear()
         self._reporter.close()
-        if drift is not None:
-            raise drift
+        if isinstance(told, DriftError):
+            raise told
+        if told is not None:
+            warnings.warn(told, stacklevel=2)
 
     def _end_watching(self) -> None:
         """Who gives up after this finds the word of the end; who did before is answered."""

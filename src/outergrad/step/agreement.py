@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from outergrad.comm.standing import Standing
 from outergrad.core.errors import BoardGoneError
-from outergrad.step.lost import FAREWELL_S, Findings, lost_of, told_by
+from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, told_by
 
 T = TypeVar("T")
 
@@ -253,7 +253,7 @@ class Agreement:
             counted=made > self._word.made,
             certain=not (is_behind or may_be_behind),
             may_differ=tuple(sorted((set(self._others) - confirmed) | apart)),
-            awaited_by=tuple(s for s, one in others.items() if self._rank in one.silent),
+            awaited_by=awaited_by(self._rank, {**others, self._rank: self._word}),
             told=told_by(others),
         )
 

@@ -14,10 +14,8 @@ from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.transport import Comm
 from outergrad.step.agreement import Outcome
 from outergrad.step.lost import Findings, find_out, lost_error, standing_of
-from outergrad.step.pact import Pact
+from outergrad.step.pact import MOST_SESSIONS, Pact
 from outergrad.step.watcher import Watcher
-
-_MOST_SESSIONS = 64
 
 
 class Endable(Protocol):
@@ -65,7 +63,7 @@ class Sessions:
 
     def note_end(self, session: int, end: LastStep) -> None:
         """A step of a session, known by its fingerprint, has come to its end."""
-        if session not in self.ends and len(self.ends) == _MOST_SESSIONS:
+        if session not in self.ends and len(self.ends) == MOST_SESSIONS:
             del self.ends[next(iter(self.ends))]
         self.ends[session] = end
 

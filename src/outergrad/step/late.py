@@ -57,6 +57,11 @@ class LateStep:
         self.is_taken = False
 
     @property
+    def waits_s(self) -> float:
+        """For how long this site has been waiting for what it waits for now."""
+        return self._receiver.waits_s
+
+    @property
     def _is_late(self) -> bool:
         """Whether nobody can refuse the step once all its messages are there.
 

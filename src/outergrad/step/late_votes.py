@@ -49,6 +49,14 @@ class LateVotes:
         """Whether sites vote on the step that is under way, if nobody can refuse it."""
         return self._left == 0
 
+    @property
+    def about(self) -> str:
+        """The steps since the last vote, in words."""
+        assert self._ballot is not None
+        last = self._ballot.step
+        several = self.first is not None and self.first != last
+        return f"the steps {self.first} to {last}" if several else f"step {last}"
+
     def keep(self, ballot: Ballot, step: object) -> None:
         """A step was applied, with votes or without."""
         self._ballot, self._step = ballot, step

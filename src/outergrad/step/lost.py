@@ -114,7 +114,7 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
         counted=counted,
         certain=not standing.voted or bool(later) or not unheard,
         may_differ=tuple(sorted(unheard | behind)),
-        awaited_by=tuple(site for site, one in others.items() if rank in one.silent),
+        awaited_by=awaited_by(rank, found),
         told=told_by(others),
     )
 
@@ -132,18 +132,42 @@ def lost_of(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tupl
     """
     suspects = {site for one in found.values() for site in (*one.silent, *one.gone)}
     left = missing | {site for site, one in found.items() if one.ended}
-    late = late_sites({site: one.silent for site, one in found.items()})
+    late = _late(found)
     erred = {site for site, one in found.items() if one.why}
-    timed_out = {site for site, one in found.items() if one.timed_out}
-    if timed_out and not late:
-        # In an all-reduce nobody knows for whom it waits; but who is late has not sent its part,
-        # or has at least waited least.
-        least = min(one.made for one in found.values())
-        unsent = [site for site, one in found.items() if one.made == least and not one.sent]
-        late = set(sorted(unsent, key=lambda site: found[site].waited_s)[:1])
+    timed_out = _timed_out(found)
     in_vain = timed_out - {rank} if rank in late else set[int]()
     who = left & suspects or left or late - {rank} or erred - {rank} or in_vain
     return tuple(sorted(who))
+
+
+def awaited_by(rank: int, found: Mapping[int, Standing]) -> tuple[int, ...]:
+    """Who has waited for a site in vain."""
+    told = tuple(site for site, one in found.items() if rank in one.silent)
+    if told or rank not in _late(found):
+        return told
+    return tuple(sorted(_timed_out(found) - {rank}))
+
+
+def _timed_out(found: Mapping[int, Standing]) -> set[int]:
+    return {site for site, one in found.items() if one.timed_out}
+
+
+def _late(found: Mapping[int, Standing]) -> set[int]:
+    late = late_sites({site: one.silent for site, one in found.items()})
+    return late if late or not _timed_out(found) else _late_in_sum(found)
+
+
+def _late_in_sum(found: Mapping[int, Standing]) -> set[int]:
+    """In an all-reduce nobody knows for whom it waits.
+
+    But who is late has not sent its part. If it stood still while it sent it, it has not waited for
+    long when the others give up.
+    """
+    least, longest_s = min(o.made for o in found.values()), max(o.waited_s for o in found.values())
+    level = {site: one for site, one in found.items() if one.made == least}
+    unsent = [site for site, one in level.items() if not one.sent]
+    still = [site for site, one in level.items() if one.waited_s < longest_s / 2]
+    return set(sorted(unsent or still, key=lambda site: found[site].waited_s)[:1])
 
 
 def late_sites(silent: Mapping[int, Sequence[int]]) -> set[int]:
@@ -212,9 +236,8 @@ def lost_error(
     rank: int, step: int, place: str, error: Exception, findings: Findings
 ) -> SiteLostError:
     """What the user is told."""
-    who = _named(findings.lost) if findings.lost else "a connection, while all sites live,"
     return SiteLostError(
-        f"site {rank} lost {who} in step {step}, while it waited for {place}: "
+        f"site {rank} lost {_who(findings)} in step {step}, while it waited for {place}: "
         f"{_why(error, findings)}. {_how_far(step, findings)}. The connections cannot be used "
         f"any more: start the processes again from the last checkpoint",
         findings.lost,
@@ -225,17 +248,23 @@ def lost_error(
     )
 
 
+def _who(findings: Findings) -> str:
+    if findings.lost:
+        return named(findings.lost)
+    return "the others" if findings.doubt else "a connection, while all sites live,"
+
+
 def _why(error: Exception, findings: Findings) -> str:
     why = str(error)
     if findings.awaited_by:
-        why = f"{_named(findings.awaited_by)} waited for this one until the timeout, and gave up"
+        why = f"{named(findings.awaited_by)} waited for this one until the timeout, and gave up"
     told = (f"; site {site} left word that {said}" for site, said in findings.told.items())
     return "".join([why, *told])
 
 
 def _how_far(step: int, findings: Findings) -> str:
     """Whether the step counts anywhere, and which sites may have made others than this one."""
-    some, doubt = _named(findings.may_differ), f"; {findings.doubt}" * bool(findings.doubt)
+    some, doubt = named(findings.may_differ), f"; {findings.doubt}" * bool(findings.doubt)
     if not findings.certain:
         return (
             f"Step {step} was not applied here, but {some} may have applied it{doubt}: compare the "
@@ -247,7 +276,8 @@ def _how_far(step: int, findings: Findings) -> str:
     return f"{applied}; how far {some} came before it is not known{doubt}"
 
 
-def _named(sites: Sequence[int]) -> str:
+def named(sites: Sequence[int]) -> str:
+    """Sites, in words."""
     if not sites:
         return "the others"
     return f"site {sites[0]}" if len(sites) == 1 else f"sites {', '.join(map(str, sites))}"

@@ -31,12 +31,20 @@ from outergrad.step.agreement import (
     Slot,
 )
 from outergrad.step.brought import Brought
+from outergrad.step.digests import Digests
 
+MOST_SESSIONS = 64
+"""Of the latest ones something is told to other sites."""
 _POLL_S = 0.02
 
 
 class Kept(Protocol):
     """A step that another site may still ask about."""
+
+    @property
+    def waits_s(self) -> float:
+        """For how long this site has been waiting for what it waits for now."""
+        ...
 
     def brought(self) -> Brought:
         """What came of it, again."""
@@ -81,6 +89,7 @@ class Pact:
     def __init__(self) -> None:
         self.made, self.frozen, self.session, self.asked = 0, False, 0, 0
         self.digests: dict[int, int] = {}
+        self._of_all: Digests | None = None
         self._sent = False
         self._last: _Step | None = None
         self._current: ref[Any] | None = None
@@ -122,7 +131,13 @@ class Pact:
             self.made, self._sent, self.session = self.made + 1, False, session
             self._last = _Step(applied, None if step is None else ref(step))
             if digest is not None:
-                self.digests[session] = digest
+                self._note_digest(session, digest)
+
+    def _note_digest(self, session: int, digest: int) -> None:
+        self.digests.pop(session, None)
+        if len(self.digests) == MOST_SESSIONS:
+            del self.digests[next(iter(self.digests))]
+        self.digests[session] = digest
 
     def _refuse_frozen(self) -> None:
         if self.frozen:
@@ -130,10 +145,13 @@ class Pact:
 
     # -- what the watcher answers ---------------------------------------------------------------
 
-    def digests_of(self, made: int) -> dict[int, int]:
-        """By session, of what came in its last steps, if all have made so many; else nothing."""
+    def digests_of_all(self, comm: Comm) -> Digests:
+        """What is known of what all sites have received, in as many steps as this one has made."""
         with self._lock:
-            return dict(self.digests) if self.made == made else {}
+            if self._of_all is None or self._of_all.made != self.made:
+                own = comm.rank, comm.world_size, self.made
+                self._of_all = Digests(*own, dict(self.digests))
+            return self._of_all
 
     def message_to(self, site: int, made: int, place: int) -> bytes | None:
         """What this site sent in the step after so many, if it is known."""
@@ -154,7 +172,8 @@ class Pact:
         """
         with self._lock:
             is_first, self.frozen = not self.frozen, True
-            word = replace(standing, made=self.made, sent=self._sent)
+            waited_s = max(standing.waited_s, self._waits_s)
+            word = replace(standing, made=self.made, sent=self._sent, waited_s=waited_s)
         if not is_first:
             self._ended.wait()
             assert self._outcome is not None
@@ -167,6 +186,11 @@ class Pact:
         finally:
             self._ended.set()
         return self._outcome
+
+    @property
+    def _waits_s(self) -> float:
+        step = None if self._current is None else self._current()
+        return 0.0 if step is None else step.waits_s
 
     def _content(self, made: int) -> bytes | None:
         if made != self.made or self._last is None:

@@ -52,6 +52,7 @@ class Receiver:
         self._has_autograd_grad: dict[str, Tensor] = {}
         self._awaited: Bucket | str = "the headers"
         self.wait_s = 0.0
+        self._waits_since: float | None = None
         self.error: Exception | None = None
         self.written: set[str] = set()
         self.ask_again: AskAgain | None = None
@@ -88,13 +89,20 @@ class Receiver:
         """Something raised on this site, which goes through all messages nonetheless."""
         self.error, self._context.state = error, State.FAILED
 
+    @property
+    def waits_s(self) -> float:
+        """For how long this site has been waiting for what it waits for now."""
+        since = self._waits_since
+        return 0.0 if since is None else time.perf_counter() - since
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Counts the time inside."""
-        began = time.perf_counter()
+        began = self._waits_since = time.perf_counter()
         try:
             yield
         finally:
+            self._waits_since = None
             self.wait_s += time.perf_counter() - began
 
     def start_second_rounds(self, sent: Sent) -> None:
@@ -186,8 +194,12 @@ class Receiver:
         self.awaits(bucket)
         context = self._context
         began, computed_s = time.perf_counter(), context.computed_s
-        with torch.no_grad():
-            yield
+        self._waits_since = began
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._waits_since = None
         waited_s = time.perf_counter() - began - (context.computed_s - computed_s)
         self.wait_s += waited_s
         context.waits.append((bucket.params, waited_s))

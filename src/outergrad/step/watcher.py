@@ -11,10 +11,13 @@ from weakref import WeakSet
 from outergrad.comm.standing import LastStep, Standing
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board, Comm
-from outergrad.step.asking import MADE, Question, answer_key, asked_slot, tell_made
+from outergrad.step.asking import MADE, Question, answer_key, asked_slot
+from outergrad.step.digests import Digests, tell_made
 from outergrad.step.pact import Pact, is_in_trouble
 
 POLL_S = 0.25
+_SOON_S = 0.02
+"""While another site waits for an answer that is not whole."""
 _ENDS_S = 3.0
 """Whoever ends it waits no longer: the store may hang."""
 
@@ -33,6 +36,7 @@ class Watcher:
         assert board is not None
         self._rank, self._board, self._pact, self._ends = comm.rank, board, pact, ends
         self._stop, self._waiting = threading.Event(), set[int]()
+        self._unread: Digests | None = None
         self._process = os.getpid()
         self._comms: WeakSet[Any] = WeakSet([comm])
         self._lock, self._over = threading.Lock(), False
@@ -64,12 +68,16 @@ class Watcher:
     def _run(self) -> None:
         try:
             slots = self._board.without_limit()
-            while not self._stop.wait(POLL_S) and not self._pact.frozen and self._is_needed():
+            while not self._stop.wait(self._poll_s) and not self._pact.frozen and self._is_needed():
                 self._look(slots)
         except BoardGoneError:
             pass
         finally:
             self._over = True
+
+    @property
+    def _poll_s(self) -> float:
+        return POLL_S if self._unread is None else _SOON_S
 
     def _is_needed(self) -> bool:
         with self._lock:
@@ -83,8 +91,30 @@ class Watcher:
             self._answer(self._pact.asked, Question.of_text(text))
             self._pact.asked += 1
         for made in [n for n in self._waiting if n <= self._pact.made]:
-            tell_made(self._board, self._rank, made, self._pact.digests_of(made))
+            self._tell(made)
             self._waiting.remove(made)
+        self._read(slots)
+
+    def _tell(self, made: int) -> None:
+        """Says that this site has made so many steps."""
+        comm = next(iter(self._comms), None)
+        digests = None if comm is None else self._pact.digests_of_all(comm)
+        if digests is None or digests.made != made:
+            tell_made(self._board, self._rank, made, {})
+            return
+        digests.tell(self._board)
+        self._unread = digests
+
+    def _read(self, slots: Board) -> None:
+        """Reads what the others have told, too: they may be gone when this site settles."""
+        digests = self._unread
+        if digests is None:
+            return
+        digests.look(slots)
+        if not digests.missing:
+            digests.say_read(slots)
+        if not digests.missing or digests.made != self._pact.made:
+            self._unread = None
 
     def _give_up(self) -> None:
         comm = next(iter(self._comms), None)

@@ -199,7 +199,8 @@ class ForwardingSite(Site):
         """From here on it applies nothing but what all agree on."""
         self._frozen, made = True, self.ending.applied
         word = Standing(made) if error is None else standing_of(error, made)
-        word = replace(word, made=made, sent=self._sent)
+        waited_s = max(word.waited_s, self.waits_s)
+        word = replace(word, made=made, sent=self._sent, waited_s=waited_s)
         self.note(f"gives up: {word}")
         own = self.rank, self.trial.sites, self.store.host, self.patience_s
         clock, closes = lambda: self.world.now, lambda: self.network.close_all(self.rank)
@@ -241,7 +242,8 @@ class ForwardingSite(Site):
 class ImplyingSite(ForwardingSite):
     """Says nothing of a step: its messages of the next one imply that it has applied it.
 
-    No message more than the gradients need; at the end all look into the store for each other.
+    No message more than the gradients need; at the end all look into the store for each other, and
+    the one with which it ends waits until all have.
     """
 
     def _tell(self, step: int) -> Waiting[None]:
@@ -271,8 +273,23 @@ class ImplyingSite(ForwardingSite):
                     raise ExchangeError("silent", sorted(missing), kind=Failure.TIMEOUT)
                 if missing:
                     yield self.world.now + _POLL_S
-        except StoreGoneError:  # its host has ended: the next step would say so
+            read = lambda: self.store.set(_read_key(self.rank), True)  # noqa: E731
+            yield from self.store.call(self.process, read, CALL_S)
+        except StoreGoneError:  # its host has ended
+            self.ending.compared = not missing
             return
+        if self.rank == self.store.host:
+            yield from self._stay_for_readers()
+
+    def _stay(self) -> Waiting[None]:
+        yield from ()
+
+    def _stay_for_readers(self) -> Waiting[None]:
+        until, keys = self.world.now + self.patience_s, [_read_key(other) for other in self.others]
+        while self.world.now < until and not self._frozen:
+            if all(key in self.store.values for key in keys):
+                return
+            yield until
 
     def _have_made(self, sites: set[int], steps: int) -> set[int]:
         """Those that have made as many steps, by their own word or that of their end."""
@@ -281,6 +298,10 @@ class ImplyingSite(ForwardingSite):
         words = {site: None if text is None else Standing.of(text) for site, text in ends.items()}
         done = {site for site, word in words.items() if word is not None and word.made == steps}
         return done | {site for site, made in told.items() if made == str(steps)}
+
+
+def _read_key(site: int) -> str:
+    return f"read {site}"
 
 
 def _made_key(site: int) -> str:

@@ -49,6 +49,7 @@ def judge(trial: Trial, endings: Sequence[Ending]) -> Verdict:
     behind = [(i, j) for (i, one), (j, two) in pairs if one.applied < two.applied]
     unsaid = [told for told in (_unsaid(left, *pair) for pair in behind) if told]
     named = [f"name: {told}" for told in _misnamed(trial, left)]
+    wrong += [f"uncompared: {told}" for told in _uncompared(trial, left)]
     lost = any(one.lost is not None for one in left.values())
     doubts = any(not one.certain for one in left.values())
     return Verdict(tuple(wrong + unsaid + named), bool(behind), doubts and not behind, lost)
@@ -89,6 +90,19 @@ def _misnamed(trial: Trial, left: dict[int, Ending]) -> list[str]:
         for rank, one in left.items()
         if one.lost is not None and rank not in blamed and not set(one.lost) <= blamed
     ]
+
+
+def _uncompared(trial: Trial, left: dict[int, Ending]) -> list[str]:
+    """Sites that ended without having compared, though nothing happened to the store."""
+    hit = {f.site for f in trial.faults if f.kind in _STILL}
+    hit |= {site for f in trial.faults if f.kind == "cut line" for site in (f.site, f.other)}
+    if any("store" in f.kind for f in trial.faults) or trial.host in hit:
+        return []
+    ended = [(rank, one) for rank, one in left.items() if one.done and rank not in hit]
+    return [f"site {rank} {one}" for rank, one in ended if not one.compared]
+
+
+_STILL = ("kill", "leave", "pause", "cut site")
 
 
 _ENDS = ("reset", "cut line", "cut site", "damage")

@@ -28,6 +28,7 @@ class Ending:
         certain: as of `SiteLostError`.
         may_differ: as of `SiteLostError`.
         left: whether its program raised an error of its own.
+        compared: whether it knows what all received in the last steps; else it warns of that.
         longest_s: in a step, without what it stood still.
         wrong: what it did that must never be.
     """
@@ -38,13 +39,15 @@ class Ending:
     certain: bool = True
     may_differ: tuple[int, ...] = ()
     left: bool = False
+    compared: bool = True
     longest_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         steps = f"has applied {self.applied} step{'s' * (self.applied != 1)}"
         if self.lost is None:
-            return f"{steps} and " + ("is done" if self.done else "is no more")
+            compared = "" if self.compared else ", without having compared"
+            return f"{steps} and " + ("is done" if self.done else "is no more") + compared
         said = "certain" if self.certain else "not certain"
         return f"{steps}, lost {list(self.lost)}, {said}, may differ: {list(self.may_differ)}"
 
@@ -80,6 +83,7 @@ class Site:
         # In the order in which a site of `TorchComm` waits for them.
         self.others = [(self.rank - k) % trial.sites for k in range(1, trial.sites)]
         self.ending = Ending()
+        self._waits_since: float | None = None
         self._damaged = {
             (f.step, f.site) for f in trial.faults if f.kind == "damage" and f.other == self.rank
         }
@@ -95,7 +99,7 @@ class Site:
             yield from self.end_after(error)
         self.note("ends" + (": " + str(self.ending)))
         if not self.trial.stays or not self.ending.done:
-            yield from self.process.sleep(self.world.dice.random() * 0.1)
+            yield from self.process.sleep(self.world.dice.random() ** 4 * 0.1)  # often at once
             self.process.end()
 
     def _train(self) -> Waiting[None]:
@@ -187,13 +191,21 @@ class Site:
             ExchangeError: a site is late, or its connection closed.
         """
         found, began = dict[int, object](), self.world.now
-        for other in self.others:
-            try:
+        self._waits_since = began
+        try:
+            for other in self.others:
                 found[other] = yield from self._receive(lane, other)
-            except ExchangeError as error:
-                error.waited_s = self.world.now - began
-                raise
+        except ExchangeError as error:
+            error.waited_s = self.world.now - began
+            raise
+        finally:
+            self._waits_since = None
         return found
+
+    @property
+    def waits_s(self) -> float:
+        """For how long it has been waiting for what it waits for now."""
+        return 0.0 if self._waits_since is None else self.world.now - self._waits_since
 
     def _receive(self, lane: int, other: int) -> Waiting[object]:
         until, inbox = self.world.now + self.patience_s, self.network.inbox(self.rank, other, lane)

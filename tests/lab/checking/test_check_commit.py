@@ -65,6 +65,20 @@ def test_the_checker_finds_what_is_broken(protocol):
     assert explore(protocol, range(500)).wrong
 
 
+class LeavesFirst(ImplyingSite):
+    """Does not stay until the others have read, though the store ends with it."""
+
+    def _stay_for_readers(self):
+        yield from ()
+
+
+def test_who_holds_the_store_must_go_last():
+    trials = [Trial(seed, sites=3, steps=1, host=0) for seed in range(200)]
+    found = {kind for trial in trials for kind in kinds(execute(trial, LeavesFirst)[0])}
+    assert found == {"uncompared"}
+    assert not any(execute(trial, ImplyingSite)[0].wrong for trial in trials)
+
+
 def test_words_must_be_written_once(monkeypatch):
     def overwrite(store, key, value):
         store.set(key, value)

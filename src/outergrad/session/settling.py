@@ -1,0 +1,122 @@
+"""How a session settles: all sites have made the last step, and have received the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from outergrad.comm.standing import Standing
+from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
+from outergrad.session.giving_up import GivingUp
+from outergrad.step.agreement import ANSWERS_S, STAYS_S
+from outergrad.step.comparing import heard_from_all
+from outergrad.step.groups import on_transport
+from outergrad.step.lost import named
+from outergrad.step.step import SharedStep
+
+
+class Settling(GivingUp):
+    """The part of a session that comes behind its last step."""
+
+    @property
+    def _place(self) -> str:
+        """What this site waits for, in words."""
+        if not isinstance(self._step, SharedStep) and not self._votes.is_settled:
+            return f"the other sites' word on what they received in {self._votes.about}"
+        return super()._place
+
+    def _settle(self) -> None:
+        """Waits until all sites have made the last step; one site can do so alone.
+
+        Raises:
+            SiteLostError: another site is lost, or what it received cannot be known.
+            DriftError: sites have applied different things in the last step.
+        """
+        drift, patience_s = None, self._comm.patience_s
+        if not self._votes.is_settled:
+            with self._giving_up():
+                drift = self._count_at_end(2 * patience_s, patience_s)
+        if drift is not None:
+            raise drift
+
+    def _count_at_end(self, limit_s: float, stays_s: float) -> DriftError | None:
+        try:
+            if self._votes.are_cast:
+                return self._votes.count()
+            return self._compare_at_end(limit_s, stays_s)
+        except ExchangeError as error:
+            if error.kind != Failure.CLOSED or not all(map(self._word_of, self._others)):
+                raise
+            return self._compare_at_end(limit_s, stays_s)  # by what they have left
+
+    def _compare_at_end(self, limit_s: float, stays_s: float) -> DriftError | None:
+        """Hears from the others that they have made the last step, on which nobody has voted.
+
+        One that is late may itself wait for a site that is lost, and gives up before this one does.
+        """
+        pact, limits = on_transport(self._comm.key).pact, (limit_s, stays_s)
+        try:
+            digests = heard_from_all(self._comm, pact, self._word_of, *limits)
+        except BoardGoneError as error:
+            raise self._uncompared(error) from error
+        return self._votes.compare(digests.of(self._number))
+
+    def _uncompared(self, error: BoardGoneError) -> ExchangeError:
+        host = self._comm.host
+        held = () if host in (None, self._comm.rank) else (host,)
+        who = "".join(f", which site {site} usually holds" for site in held)
+        told = f"{error}{who}, so that nothing can be compared"
+        return ExchangeError(told, held, kind=Failure.LOCAL)
+
+    def _word_of(self, site: int) -> Standing | None:
+        """What a site has left that has ended in order, after as many steps as this one."""
+        board, made = self._comm.board, on_transport(self._comm.key).pact.made
+        try:
+            text = None if board is None else board.farewell(site, self._number)
+        except BoardGoneError:
+            return None
+        word = None if text is None else Standing.of(text)
+        in_order = word is not None and word.made == made and word.ended == "session"
+        return word if in_order else None
+
+    # -- where nothing can be raised --------------------------------------------------------------
+
+    def settle_at_exit(self) -> None:
+        """The same when Python ends, where others may have gone: it gives nobody up."""
+        group = on_transport(self._comm.key)
+        if self._votes.is_settled or group.lost is not None or group.pact.frozen:
+            return
+        told: DriftError | RuntimeWarning | None
+        about = self._votes.about
+        try:
+            told = self._count_at_end(ANSWERS_S, min(STAYS_S, self._comm.patience_s))
+        except ExchangeError as error:
+            told = self._unknown(about, error.sites, error)
+        if told is not None:
+            warnings.warn(str(told), RuntimeWarning, stacklevel=2)
+
+    def _settle_at_end(self) -> DriftError | RuntimeWarning | None:
+        """The same when the session ends: who is lost then, the others are told."""
+        group = on_transport(self._comm.key)
+        about = "" if group.lost is not None or self._votes.is_settled else self._votes.about
+        try:
+            if group.lost is None:
+                self._refuse_lost()
+                self._settle()
+        except SiteLostError as error:
+            return self._unknown(about, error.sites, error.__cause__) if about else None
+        except DriftError as drift:
+            return drift
+        return None
+
+    def _unknown(
+        self, about: str, lost: Sequence[int], error: BaseException | None
+    ) -> RuntimeWarning:
+        """That nobody knows whether the last steps were the same everywhere."""
+        why = "" if error is None else f" ({error})"
+        return RuntimeWarning(
+            f"site {self._comm.rank} lost {named(lost)} before the sites had compared what they "
+            f"received in {about}{why}. It has made all steps, but a sum that was damaged in these "
+            f"was not looked for: compare the models of the sites, or start again from the last "
+            f"checkpoint"
+        )

@@ -1,0 +1,83 @@
+"""How a site that settles hears what the others have received in their last steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from outergrad.comm.standing import Standing
+from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
+from outergrad.core.transport import Board, Comm
+from outergrad.step.asking import ALL, MADE, Question, ask
+from outergrad.step.digests import Digests
+from outergrad.step.pact import Pact, is_in_trouble
+
+WordOf = Callable[[int], Standing | None]
+_POLL_S = 0.02
+_SOON_S = 0.05
+"""Sites that come to their end together need not be asked."""
+
+
+def heard_from_all(
+    comm: Comm, pact: Pact, word_of: WordOf, limit_s: float, stays_s: float
+) -> Digests:
+    """Waits until all sites have made as many steps as this one.
+
+    Args:
+        comm: the transport, which has a board.
+        pact: what this site knows.
+        word_of: what a site has left that has ended in order after as many steps.
+        limit_s: how long this may take.
+        stays_s: how long the site that holds the board waits besides until the others have read.
+
+    Returns:
+        What came to each in its last steps.
+
+    Raises:
+        ExchangeError: some site has not made them.
+        BoardGoneError: the board is gone, before all of this was known.
+    """
+    board, began, is_asked = comm.board, time.monotonic(), False
+    assert board is not None
+    digests = pact.digests_of_all(comm)
+    if digests.missing:
+        digests.tell(board)
+    while digests.missing:
+        waited_s = time.monotonic() - began  # before it looks: it may be stopped between
+        _look(digests, board, word_of)
+        if digests.missing and waited_s > limit_s:
+            raise ExchangeError(Failure.TIMEOUT.value, digests.missing, kind=Failure.TIMEOUT)
+        if digests.missing and waited_s > _SOON_S and not is_asked:
+            ask(board, Question(comm.rank, ALL, digests.made, MADE), pact.asked)
+            is_asked = True
+        if digests.missing:
+            _refuse_trouble(board)
+            time.sleep(_POLL_S)
+    with suppress(BoardGoneError):  # it is needed no more
+        digests.say_read(board)
+        if comm.holds_board:
+            _stay(comm, board, digests, stays_s)
+    return digests
+
+
+def _look(digests: Digests, board: Board, word_of: WordOf) -> None:
+    digests.look(board)
+    for site in digests.missing:
+        if (word := word_of(site)) is not None:
+            digests.take(site, word.digests)
+
+
+def _stay(comm: Comm, board: Board, digests: Digests, limit_s: float) -> None:
+    """The board may end when this site goes on: the others need it until they have read."""
+    until = time.monotonic() + limit_s
+    for site in (site for site in range(comm.world_size) if site != comm.rank):
+        while not digests.is_read_by(board, site) and time.monotonic() < until:
+            if is_in_trouble(board):
+                return
+            time.sleep(_POLL_S)
+
+
+def _refuse_trouble(board: Board) -> None:
+    if is_in_trouble(board):
+        raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
