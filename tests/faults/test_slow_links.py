@@ -109,7 +109,7 @@ def test_messages_in_parts_are_the_same_messages(sites, rate):
         for n in lengths:
             sizes = [n + k for k in range(sites)]
             own = torch.arange(sizes[rank], dtype=torch.float64) + rank
-            comm.expect(sizes, torch.float64)
+            comm.expect(sizes, 0, torch.float64)
             for k, part in enumerate(comm.all_gather(own, sizes).wait()):
                 assert torch.equal(part, torch.arange(sizes[k], dtype=torch.float64) + k)
             parts = [torch.full((sizes[o],), 10 * rank + o) for o in range(sites)]

@@ -29,8 +29,11 @@ class Bucket(Protocol):
     dense_params: Sequence[str]
     """Those of which what is in `param.grad` travels, as it is or compressed."""
 
-    def expect(self, context: StepContext) -> None:
-        """Gets ready for what the others will send; on all buckets, in their order, or on none.
+    def lengths(self, context: StepContext) -> object:
+        """Where this is equal, so are all lengths that it expects; the same on all sites."""
+
+    def expect(self, context: StepContext, turn: int) -> None:
+        """Gets ready for what the others will send in a turn; on all buckets, in their order.
 
         Nothing, where sums are received, from nobody in particular.
         """

@@ -33,9 +33,9 @@ class FactorBucket(RowBucket):
         why = self._compressor.why
         return (Why.FACTORS if why == Why.LOW_RANK else why).value
 
-    def expect(self, context: StepContext) -> None:
+    def expect(self, context: StepContext, turn: int) -> None:
         """The messages of the other sites."""
-        context.comm.expect([layout.nbytes for layout in self.layouts(context)])
+        context.comm.expect([layout.nbytes for layout in self.layouts(context)], turn)
 
     def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's factors and starts the all-gather."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +22,8 @@ from outergrad.core.transport import Comm, Enough, Transport
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
+_TURN_TAG, _LANES = 1 << 30, 8
+"""Tags of turns begin there; each has one for every lane."""
 _Receives = list[tuple[dist.Work, Sequence[int]]]
 _Receiving = tuple[list[Tensor], _Receives]
 """What will be received, and the transfers that wait for it."""
@@ -92,7 +94,9 @@ class TorchComm(Comm):
         self.cost: CostModel = RingCost(sites)
         self.device = device
         self._kept: Tensor | None = None
-        self._expected: defaultdict[int, deque[_Receiving]] = defaultdict(deque)
+        self._turn = 0
+        self._expected: dict[int, deque[_Receiving]] = {}
+        """By tag."""
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
@@ -132,20 +136,35 @@ class TorchComm(Comm):
         staged = self._staged(t)
         return self._exchanged([staged] * self.world_size, sizes, t.device, lane)
 
-    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
-        """Posts the receives of the next exchange of a lane for which none are posted yet.
+    def take_turn(self, turn: int) -> None:
+        """Messages of every turn have tags of their own: gloo cannot cancel a receive.
+
+        What was expected in turns that are over or left out is forgotten; for gloo such a receive
+        goes on to wait, a few hundred bytes of memory at both sites.
+        """
+        self._turn = turn
+        if turn:
+            alive = range(_tag(turn, 0), _tag(turn + 2, 0))
+            self._expected = {tag: own for tag, own in self._expected.items() if tag in alive}
+
+    def expect(
+        self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
+    ) -> None:
+        """Posts the receives of the next exchange of a turn and lane for which none are posted yet.
 
         gloo sends nothing before it knows of the receive: where that is posted a delay before the
         other site sends, the message takes one delay, otherwise two.
 
         Args:
             sizes: of what each site will send.
+            turn: this one or the next.
             dtype: of it.
             lane: as for `all_gather`.
         """
         if self.world_size > 1 and self._wire.type == "cpu":
+            tag = _tag(turn, lane)
             parts = [_room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
-            self._expected[lane].append((parts, self._receives(parts, _TAG + lane)))
+            self._expected.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -173,16 +192,16 @@ class TorchComm(Comm):
         own = outgoing[self.rank]
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
         self.sent_bytes += sent_bytes
-        ready = self.pace.sends(sent_bytes)
-        if self._expected[lane]:
-            parts, receives = self._expected[lane].popleft()
+        ready, tag = self.pace.sends(sent_bytes), _tag(self._turn, lane)
+        if self._expected.get(tag):
+            parts, receives = self._expected[tag].popleft()
             if [len(part) for part in parts] != list(sizes):
                 told = "what was expected is not what comes; please report it"
                 raise ExchangeError(told, kind=Failure.LOCAL)
-            sends = self._sends(outgoing, _TAG + lane)
+            sends = self._sends(outgoing, tag)
         else:
             parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
-            receives, sends = self._exchange(outgoing, parts, _TAG + lane)
+            receives, sends = self._exchange(outgoing, parts, tag)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> list[Tensor]:
@@ -271,6 +290,12 @@ class TorchComm(Comm):
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
+
+
+def _tag(turn: int, lane: int) -> int:
+    """Of messages; unlike any other turn's and lane's."""
+    assert 0 <= lane < _LANES
+    return _TURN_TAG + _LANES * turn + lane if turn else _TAG + lane
 
 
 def _room(like: Tensor, size: int, rank: int) -> Tensor:

@@ -90,13 +90,23 @@ class Comm(Protocol):
         """
         ...
 
-    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
-        """Gets ready for the next `all_gather` or `all_to_all` of a lane that nobody expects yet.
+    def take_turn(self, turn: int) -> None:
+        """From now on messages are those of a turn, 0 for of none, in the same place on all sites.
 
-        A transport that asks the other side before it sends need not ask then; it may do nothing.
+        Messages of one turn are never taken for those of another. It may do nothing.
+        """
+
+    def expect(
+        self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
+    ) -> None:
+        """Gets ready for the next `all_gather` or `all_to_all` of a turn that nobody expects yet.
+
+        A transport that sends nothing before the other side waits for it has it wait in time. It
+        may do nothing.
 
         Args:
             sizes: as there.
+            turn: this one or the next, which may be left out: then none of it comes.
             dtype: of what will come.
             lane: as there.
         """

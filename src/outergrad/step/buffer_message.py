@@ -36,7 +36,7 @@ class Parties(Protocol):
 
 
 class BufferMessage:
-    """Buffers under way.
+    """Buffers that are to come together.
 
     One site's, the lowest that has a batch, go to all; by "mean" each other site that has one
     sends its floating ones, too. A preamble says of each whether it is there.
@@ -47,6 +47,7 @@ class BufferMessage:
 
     Attributes:
         first: the name of one of them.
+        sizes: of the messages of all sites, in bytes; empty where nothing is to be sent.
     """
 
     def __init__(self, buffers: SharedBuffers, context: Parties) -> None:
@@ -62,9 +63,18 @@ class BufferMessage:
         self._messages: Sequence[Tensor] = ()
         self._preambles: list[Preamble] = []
         self.first = places[0].name if places else ""
-        if places:
-            sizes = [self._nbytes(header) for header in self._headers]
-            self._work = context.comm.all_gather(self._packed(sizes[self._rank]), sizes)
+        self.sizes = [self._nbytes(header) for header in self._headers] if places else []
+
+    def expect(self, turn: int) -> None:
+        """Gets ready for those of the other sites in a turn."""
+        if self.sizes:
+            self._context.comm.expect(self.sizes, turn)
+
+    def start(self) -> None:
+        """Sends this site's."""
+        if self.sizes:
+            message = self._packed(self.sizes[self._rank])
+            self._work = self._context.comm.all_gather(message, self.sizes)
 
     def receive(self) -> int:
         """Waits for those of all sites; a digest of them.

@@ -13,6 +13,7 @@ from outergrad.comm.standing import LastStep
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.transport import Comm
 from outergrad.step.lost import Findings, find_out, lost_error, standing_of
+from outergrad.step.turns import Turns
 
 _MOST_SESSIONS = 64
 
@@ -34,6 +35,7 @@ class Sessions:
         attached: those that have not been detached. Only a session that is alone may leave headers
             out: they are what tells sessions apart whose order differs between sites.
         running: those in a shared step, in the order in which these began.
+        turns: of the steps of sessions that are alone.
         lost: why the transport must not be used any more, if a site was lost.
         ends: how the last step of each of the latest sessions ended: sites that give up tell it
             each other.
@@ -42,6 +44,7 @@ class Sessions:
     count: int = 0
     attached: WeakSet[Any] = field(default_factory=WeakSet)
     running: list[Endable] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns)
     lost: SiteLostError | None = None
     ends: dict[int, LastStep] = field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot, Decision
+from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.receiving import Receiver
 from outergrad.step.spec import StepSpec
@@ -39,7 +40,7 @@ class SharedStep:
         model, comm, header, planner = spec.model, spec.comm, spec.header, spec.planner
         self.task, self._shared_buffers = spec.task, spec.buffers
         self._joint = spec.joint or JointStep((), comm)
-        self._sent_buffers: BufferMessage | None = None
+        self._buffers: BufferMessage | None = None
         self._since = Since(comm)
         self.choice: Choice | None = None
         self.decision: Decision | None = None
@@ -130,10 +131,21 @@ class SharedStep:
         self.context.take(headers)
         self.choice = self._planner.adopt(headers, self.context.used)
         self._buckets = self._planner.packer.buckets(self.choice)
-        if self.context.header.alone:  # else messages of other sessions may come between
+        self._buffers = BufferMessage(self._shared_buffers, self.context)
+        if all(header.alone for header in headers):  # else others' messages may come between
+            self._take_turn(self._buffers)
+
+    def _take_turn(self, buffers: BufferMessage) -> None:
+        """Gets ready for the messages of this step, and of the next if it is like this one."""
+        of_buckets = [bucket.lengths(self.context) for bucket in self._buckets]
+        lengths = self.context.header.fingerprint, of_buckets, buffers.sizes
+        turn, expected = on_transport(self._comm.key).turns.begin(lengths)
+        self._comm.take_turn(turn)
+        for expected_turn in expected:
             for bucket in self._buckets:
-                bucket.expect(self.context)
-            self._ballot.expect()
+                bucket.expect(self.context, expected_turn)
+            buffers.expect(expected_turn)
+            self._ballot.expect(expected_turn)
 
     def _start(self) -> None:
         """Starts the next message."""
@@ -175,8 +187,8 @@ class SharedStep:
     def settle(self, decision: Decision) -> None:
         """The step is over; if it does not count, no gradient is left, nor what was before it."""
         self.decision = decision
-        if self._sent_buffers is not None:
-            self._sent_buffers.finish(write=decision.good)
+        if self._buffers is not None:
+            self._buffers.finish(write=decision.good)
         self._planner.commit(applied=decision.good)
         self.captured.release()
         if self._transforming is not None:
@@ -216,10 +228,11 @@ class SharedStep:
         these vote, too.
         """
         self._start_all()
-        self._sent_buffers = BufferMessage(self._shared_buffers, self.context)
+        assert self._buffers is not None
+        self._buffers.start()
         self._receiver.start_second_rounds(self._sent)
         last = self._receiver.receive(self._sent, self._ballot)
-        self._receiver.receive_buffers(self._sent_buffers, self._ballot)
+        self._receiver.receive_buffers(self._buffers, self._ballot)
         self._ballot.note_sum(self._joint.digest)
         try:
             self._ballot.cast(self.context.state, self.context.bad)
@@ -228,7 +241,9 @@ class SharedStep:
                 self._receiver.write(*last)
         self._receiver.place = "the other sites' word that they have everything"
         with self._receiver.waiting():
-            return self._ballot.count()
+            decision = self._ballot.count()
+        self._comm.take_turn(0)
+        return decision
 
     def _start_all(self) -> None:
         """Starts what is left; if that raises here, the others must hear of it."""
