@@ -12,11 +12,14 @@ import torch
 from canonical import median_ms
 
 from outergrad.core.coding import decode, encode, nbytes, received, tensors
-from outergrad.wire import BF16, Int8, TopK
+from outergrad.wire import BF16, Int2, Int3, Int4, Int8, TopK
 
 CODECS = (
     (BF16(),),
     (Int8(),),
+    (Int4(),),
+    (Int3(),),
+    (Int2(),),
     (TopK(0.3),),
     (TopK(0.3), BF16()),
     (TopK(0.3), Int8()),

@@ -31,6 +31,7 @@ from outergrad.record.tensorboard import TensorBoard
 from outergrad.record.wandb import WandB
 from outergrad.session.attach import distribute
 from outergrad.session.session import Session
+from outergrad.star.transport import Star
 
 __all__ = [
     "DAD",
@@ -61,6 +62,7 @@ __all__ = [
     "SiteLostError",
     "Slot",
     "Sparse",
+    "Star",
     "StepDiscardedError",
     "TensorBoard",
     "TorchDistributed",

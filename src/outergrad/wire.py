@@ -14,8 +14,9 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-__all__ = ["BF16", "Codec", "Int8", "Plain", "TopK"]
+__all__ = ["BF16", "Codec", "Int2", "Int3", "Int4", "Int8", "Plain", "TopK"]
 
 _STEPS = 127
 """Of int8 on either side of zero: -128 is left out, so that a row and its negative are alike."""
@@ -103,6 +104,102 @@ class Int8:
         """In float32."""
         multiples, step = written
         return multiples * step
+
+
+_GROUP = 64
+"""Numbers that share a step, where they have few bits each."""
+_CLIPPING = (1.0, 0.92, 0.8, 0.6)
+"""Of the largest magnitude of a group: of these the level that errs least is taken."""
+_EIGHT = 8
+"""Numbers of b bits fill b bytes."""
+
+
+class _FewBits:
+    """Numbers of b bits: -2^(b-1) ... 2^(b-1) - 1 times a step in bfloat16 per group of 64.
+
+    A step has the sign that puts the largest magnitude of its group at the longer end of these
+    multiples: all 2^b of them are used, zero is one, and a row and its negative are alike. What is
+    larger than the clipping level is sent as that; of a few levels each group takes the one with
+    the least squared error. A group with a number that is not finite comes out as NaN.
+    """
+
+    rounds_to: ClassVar[torch.dtype | None] = None
+    picks: ClassVar[bool] = False
+    bits: ClassVar[int]
+
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Plain]:
+        """The multiples, packed, and a step per group; no group goes over the end of a row."""
+        *rows, width = shape
+        packed = self.bits * math.ceil(width / _EIGHT)
+        steps = math.ceil(width / _GROUP)
+        return [Plain((*rows, packed), torch.uint8), Plain((*rows, steps), torch.bfloat16)]
+
+    def encode(self, rows: Tensor) -> list[Tensor]:
+        """Rounds to nearest, within the clipping level."""
+        half, width = 1 << (self.bits - 1), rows.shape[-1]
+        x = _grouped(rows.float())
+        largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
+        largest = torch.where(largest.isfinite(), largest, math.nan)
+        levels = torch.tensor(_CLIPPING, device=x.device).view(-1, *[1] * x.dim())
+        steps = (levels * largest / -half).to(torch.bfloat16)  # with a dimension of levels
+        multiples = (x / steps).round_().clamp_(-half, half - 1)
+        errors = ((multiples * steps - x) / largest).square_().sum(dim=-1, keepdim=True)
+        best = errors.argmin(dim=0, keepdim=True)
+        kept = multiples.gather(0, best.expand_as(multiples[:1])).nan_to_num_(0.0)
+        codes = kept[0].flatten(-2)[..., : math.ceil(width / _EIGHT) * _EIGHT]
+        return [self._packed(codes.int()), steps.gather(0, best)[0, ..., 0]]
+
+    def decode(self, written: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """In float32."""
+        packed, steps = written
+        multiples = _grouped(self._unpacked(packed)[..., : shape[-1]].float())
+        return (multiples * steps[..., None]).flatten(-2)[..., : shape[-1]]
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Eight numbers in each `bits` bytes, the first in the lowest bits."""
+        eights = (codes & ((1 << self.bits) - 1)).unflatten(-1, (-1, _EIGHT))
+        words = (eights << self._places(codes)).sum(dim=-1, keepdim=True, dtype=torch.int32)
+        return words.view(torch.uint8)[..., : self.bits].flatten(-2)
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """The other way round."""
+        padded = pad(packed.unflatten(-1, (-1, self.bits)), (0, 4 - self.bits)).contiguous()
+        half, words = 1 << (self.bits - 1), padded.view(torch.int32)
+        codes = (words >> self._places(packed)) & ((1 << self.bits) - 1)
+        return ((codes ^ half) - half).flatten(-2)
+
+    def _places(self, like: Tensor) -> Tensor:
+        return self.bits * torch.arange(_EIGHT, dtype=torch.int32, device=like.device)
+
+
+def _grouped(rows: Tensor) -> Tensor:
+    """(..., R, W) as (..., R, groups, 64), with zeros behind."""
+    return pad(rows, (0, -rows.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4(_FewBits):
+    """Numbers in four bits each, with a step per 64: 7.5 times fewer bytes than float32.
+
+    The error of normally distributed rows is 9 % of their norm (`benchmarks/encode.py`): meant for
+    methods with error feedback.
+    """
+
+    bits: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int3(_FewBits):
+    """As `Int4` in three bits: 9.8 times fewer bytes than float32, an error of 18 %."""
+
+    bits: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int2(_FewBits):
+    """As `Int4` in two bits: 14 times fewer bytes than float32, an error of 36 %."""
+
+    bits: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)

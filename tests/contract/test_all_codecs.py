@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples.int4 import Int4
+from examples.int4 import Int4 as OwnInt4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +24,7 @@ from outergrad.core.errors import RefusedError
 from outergrad.messages.header import DTYPES
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece
-from outergrad.wire import BF16, Codec, Int8, Plain, TopK
+from outergrad.wire import BF16, Codec, Int2, Int3, Int4, Int8, Plain, TopK
 from sparse import lost, means_of, train
 
 CODECS: dict[str, Codecs] = {
@@ -35,7 +35,11 @@ CODECS: dict[str, Codecs] = {
     "topk, bf16": (TopK(0.3), BF16()),
     "topk, int8": (TopK(0.1), Int8()),
     "int4": (Int4(),),
+    "int3": (Int3(),),
+    "int2": (Int2(),),
     "topk, int4": (TopK(0.3), Int4()),
+    "one's own": (OwnInt4(),),
+    "topk, one's own": (TopK(0.3), OwnInt4()),
 }
 
 
@@ -53,7 +57,8 @@ def left_out(codec: TopK, x: Tensor) -> Tensor:
 ERRORS: dict[type, Callable[[Any, Tensor], Tensor]] = {
     BF16: lambda _, x: 2.0**-8 * x.abs(),
     Int8: lambda _, x: 0.5001 / 127 * largest(x),
-    Int4: lambda _, x: 0.5001 / 7 * largest(x),
+    **{kind: lambda codec, x: 16.001 / 2**codec.bits * largest(x) for kind in (Int4, Int3, Int2)},
+    OwnInt4: lambda _, x: 0.5001 / 7 * largest(x),
     TopK: left_out,
 }
 """The most that a codec may lose of finite numbers, besides subnormal ones."""
@@ -199,6 +204,42 @@ def test_a_method_is_the_same_with_the_same_codecs(codecs):
     assert one == other
     assert hash(one) == hash(other)
     assert repr(one) == repr(other)
+
+
+def in_groups(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
+
+
+def unclipped(bits: int, x: Tensor) -> Tensor:
+    """The norm of what each group of 64 loses if its largest magnitude is its clipping level."""
+    groups = in_groups(x)
+    half = 1 << (bits - 1)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    step = (largest / -half).bfloat16().double()
+    multiples = (groups / step).round().clamp(-half, half - 1).nan_to_num(0.0)
+    return (groups - multiples * step).norm(dim=-1)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e20])
+@pytest.mark.parametrize("codec", [Int4(), Int3(), Int2()], ids=repr)
+def test_few_bits_lose_least_at_the_clipping_level_that_they_take(codec, scale):
+    """Never more than without clipping, in sum less; groups stand alone."""
+    x = rows((3, 5, 150), scale)
+    lost = in_groups(received((codec,), x).double() - x.double()).norm(dim=-1)
+    most = unclipped(codec.bits, x.double())
+    assert (lost <= 1.0001 * most + SMALLEST).all()
+    assert lost.sum() < 0.97 * most.sum()
+    apart = [received((codec,), part) for part in x.split(64, dim=-1)]
+    assert torch.cat(apart, dim=-1).equal(received((codec,), x))
+
+
+@pytest.mark.parametrize("codec", [Int4(), Int3(), Int2()], ids=repr)
+def test_triplets_may_have_their_singular_values_on_either_side(codec):
+    """Every row has steps of its own: there is nothing to gain by balancing its sides."""
+    d_RO, a_RI = rows((1, 4, 90)), rows((1, 4, 70), seed=1)
+    scale_R = 2.0 ** torch.arange(-6, 6, 3).view(4, 1)
+    for side, t in ((1 / scale_R, d_RO), (scale_R, a_RI)):
+        assert (received((codec,), t * side)).equal(received((codec,), t) * side)
 
 
 # -- in messages ----------------------------------------------------------------------------------

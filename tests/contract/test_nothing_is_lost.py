@@ -25,6 +25,16 @@ METHODS: dict[str, Any] = {
     "rank-dad, sums": og.RankDAD(rank=1, reduce="all_reduce"),
     "rank-dad, two ways": og.RankDAD(rank=1, reduce="two_way"),
     "exact rows in bytes": og.RankDAD(rank=1, min_ratio=1e9, wire=wire.Int8()),
+    "four bits": og.RankDAD(rank=2, min_ratio=1e9, wire=wire.Int4()),
+    "three bits, two ways": og.RankDAD(rank=1, reduce="two_way", wire=wire.Int3()),
+    "two bits, a matrix": og.RankDAD(rank=1, error_feedback="dense", wire=wire.Int2()),
+    "vectors": og.RankDAD(rank=1, vectors=wire.Int4()),
+    "vectors beside exact rows": og.RankDAD(rank=1, min_ratio=1e9, vectors=wire.Int2()),
+    "vectors, two ways": og.RankDAD(rank=1, reduce="two_way", vectors=wire.Int4()),
+    "all in four bits": og.RankDAD(
+        rank=2, error_feedback="dense", wire=wire.Int4(), vectors=wire.Int4()
+    ),
+    "budget": og.RankDAD(budget=7500),
     "powersgd": og.PowerSGD(rank=1),
     "sparse": og.Sparse(density=0.1),
     "sparse, fewer than pay at many sites": og.Sparse(density=0.3),

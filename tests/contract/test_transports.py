@@ -20,6 +20,7 @@ from outergrad.comm.trace import Tracer
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm
 from ranks import run_ranks
+from stars import comms_on_star
 
 CPU = torch.device("cpu")
 VOTES = 2
@@ -45,7 +46,7 @@ def on_queues(sites: int, body: Callable[[Comm], Any], timeout_s: float = 20.0) 
         return list(threads.map(opened, range(sites)))
 
 
-RUNS = {"torch": on_torch, "queues": on_queues}
+RUNS = {"torch": on_torch, "queues": on_queues, "star": comms_on_star}
 
 
 @pytest.fixture(params=RUNS)

@@ -8,11 +8,12 @@ import pytest
 
 import outergrad as og
 from covering import covering
-from outergrad.wire import BF16, Int8, TopK
+from outergrad.wire import BF16, Int4, Int8, TopK
 
 CODECS: dict[str, tuple[Any, ...]] = {
     "bf16": (BF16(),),
     "int8": (Int8(),),
+    "int4": (Int4(),),
     "topk": (TopK(0.3),),
     "topk, int8": (TopK(0.3), Int8()),
 }

@@ -38,7 +38,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 MISTAKES = {
-    "method": (["--method", "magic"], "--method must be one of pooled, alone, ddp, "),
+    "method": (
+        ["--method", "magic"],
+        "--method magic: there is no method 'magic'; it must be one of pooled, ",
+    ),
     "widths": (["--widths", "64,64"], "--widths must look like 512-512"),
     "width": (["--widths", "64-0"], "--widths must be above 0"),
     "model": (["--model", "vit"], "--model vit needs images, but the data has rows of 64 numbers"),
@@ -68,6 +71,18 @@ def test_one_rank_of_torchrun_tells_a_mistake(monkeypatch, local_rank, lines):
     result = invoke("train", "--sites", "3")
     assert result.exit_code == 2
     assert result.stderr.count("torchrun started 8") == result.stderr.count("\n") == lines
+
+
+@pytest.mark.parametrize("args", [["--version"], ["-h"]])
+def test_what_everybody_asks_first(args):
+    result = invoke(*args)
+    assert result.exit_code == 0
+    assert "outergrad" in result.output
+
+
+def test_version_names_what_a_report_of_an_error_needs():
+    said = invoke("--version").output.split()
+    assert said[0::2] == ["outergrad", "torch", "Python"]
 
 
 def test_help_names_every_choice():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Protocol
 
 import torch
@@ -17,7 +19,7 @@ from outergrad.linalg.gradients import as_tensor, scaled
 from outergrad.messages.header import Header
 from outergrad.messages.wire import State
 from outergrad.record.gauge import Reading
-from outergrad.record.stats import LayerStats
+from outergrad.record.stats import LayerBook
 from outergrad.replay.block_message import Blocks
 
 
@@ -108,7 +110,13 @@ class Result:
 
 
 class Pending(Protocol):
-    """A message under way."""
+    """A message under way.
+
+    Attributes:
+        rounds: 2 where `advance` starts another one.
+    """
+
+    rounds: int = 1
 
     def advance(self) -> None:
         """Starts its second round, if it has one, as soon as the first is there."""
@@ -133,7 +141,7 @@ class StepContext:
         blocks: what is computed again.
         state: this site's; unless GOOD it takes part in everything and sends nothing.
         layers: bytes and seconds by layer, filled by the buckets.
-        waits: seconds by parameter that this site waited for the message that carried it.
+        waits: seconds that this site waited for a message with these parameters.
         reading: measures the gradients, if the step is recorded.
         headers: every site's, in the order of ranks.
         used: parameters that have a gradient on some site; the others are left alone, as in DDP.
@@ -142,6 +150,7 @@ class StepContext:
         share: of this site in the mean gradient, 1 / S where all sites count alike.
         scale: S times that: what is sent as factors is multiplied by it, and divided by S there.
         owed: what was not sent before of a parameter that travels dense, see `Planner.owed`.
+        owes: whether there is anything of that kind.
     """
 
     comm: Comm
@@ -152,8 +161,8 @@ class StepContext:
     has_autograd_grad: set[str]
     blocks: Blocks
     state: State = State.GOOD
-    layers: dict[str, LayerStats] = field(default_factory=dict)
-    waits: dict[str, float] = field(default_factory=dict)
+    layers: LayerBook = field(default_factory=LayerBook)
+    waits: list[tuple[Collection[str], float]] = field(default_factory=list)
     reading: Reading | None = None
     headers: Sequence[Header] = ()
     used: set[str] = field(default_factory=set)
@@ -162,22 +171,17 @@ class StepContext:
     share: float = 1.0
     scale: float = 1.0
     owed: Callable[[str], Sequence[tuple[Slot, Gradient]]] = lambda name: ()
+    owes: Callable[[], bool] = lambda: False
 
     @property
-    def compress_s(self) -> float:
-        """Seconds spent so far on turning gradients into what is sent."""
-        return sum(layer.compress_s for layer in self.layers.values())
-
-    @property
-    def replay_s(self) -> float:
-        """Seconds spent so far on computing blocks again."""
-        return sum(layer.replay_s for layer in self.layers.values())
+    def computed_s(self) -> float:
+        """Seconds spent so far on what is sent, and on computing blocks again."""
+        return self.layers.compress_s + self.layers.replay_s
 
     def take(self, headers: Sequence[Header]) -> None:
         """Goes by these headers of all sites."""
-        masks = zip(*(header.used for header in headers), strict=True)
         self.headers = headers
-        self.used = {name for name, mask in zip(self.params, masks, strict=True) if any(mask)}
+        self.used = set().union(*(compress(self.params, header.used) for header in headers))
         whole = sum(header.weight for header in headers)
         weight, sites = headers[self.comm.rank].weight, len(headers)
         self.share, self.scale = (weight / whole, sites * weight / whole) if whole else (0.0, 0.0)
@@ -203,36 +207,26 @@ class StepContext:
             part = out.view(p.shape)[start:stop]
             part.add_(as_tensor(residual).reshape(part.shape), alpha=1 / self.comm.world_size)
 
+    def adds_all_alike(self) -> bool:
+        """Whether `fill` would only multiply by the share, whatever the parameter."""
+        return self.state == State.GOOD and self.share != 0.0 and not self.owes()
+
     def check(self, name: str, parts: Sequence[Tensor]) -> None:
         """The step is bad if some part of this site's gradient of a parameter is not finite."""
         if self.skips_bad and self.state == State.GOOD and not all(map(is_finite, parts)):
             self.bad, self.state = name, State.BAD
 
-    def add(
-        self,
-        layer: str,
-        travels: str,
-        *,
-        sent: int = 0,
-        received: int = 0,
-        rows: int = 0,
-        compress_s: float = 0.0,
-        replay_s: float = 0.0,
-    ) -> None:
-        """Books bytes and seconds on a layer; what is dense besides does not change how it goes."""
-        before = self.layers.get(layer, LayerStats(travels))
-        self.layers[layer] = LayerStats(
-            travels if before.travels == "dense" else before.travels,
-            before.sent_bytes + sent,
-            before.received_bytes + received,
-            max(before.kept_rows, rows),
-            before.compress_s + compress_s,
-            before.replay_s + replay_s,
-        )
+    def waited_s(self) -> dict[str, float]:
+        """By parameter, how long this site waited for the messages that carried it."""
+        waited: defaultdict[str, float] = defaultdict(float)
+        for names, seconds in self.waits:
+            for name in names:
+                waited[name] += seconds
+        return waited
 
     def forget(self) -> None:
         """The step starts again."""
-        self.layers.clear()
+        self.layers.forget()
         self.waits.clear()
         if self.reading is not None:
             self.reading.forget()

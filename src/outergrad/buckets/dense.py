@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
+from outergrad.core.cost import CostModel
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
-from outergrad.messages.checksum import checksum
+from outergrad.messages.checksum import SummedRoom
 from outergrad.messages.wire import State
+from outergrad.record.stats import Booking
+
+_SMALL = 1 << 14
+"""Elements of a gradient below which a pass over all of them costs less than a call for each."""
 
 
 class DenseBucket(Bucket):
@@ -24,38 +31,70 @@ class DenseBucket(Bucket):
         self.params = frozenset(params)
         self.dense_params: Sequence[str] = tuple(params)
         self._params = dict(params)
-        self._kept: tuple[Tensor, dict[str, Tensor]] | None = None
+        self._kept: _Buffer | None = None
 
     def start(self, context: StepContext) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
-        buffer, views = self._scratch()
-        for name, view in views.items():
-            context.fill(name, self._params[name], view)
-            traffic = context.comm.cost.all_reduce(view.nbytes)
-            context.add(name, "dense", **traffic._asdict())
+        if self._kept is None:
+            self._kept = _Buffer.of(self._params, context.comm.cost)
+        buffer, views = self._kept.room.tensor, self._kept.views
+        self._fill(context, self._kept)
+        context.layers.book(self._kept.bookings)
         if context.skips_bad and not is_finite(buffer[:-2]):
             for name, view in views.items():
                 context.check(name, [view])
         buffer[-2] = float(context.state == State.SURPRISED)
         buffer[-1] = float(context.state.is_void)
         work = context.comm.all_reduce(buffer)
-        return _DensePending(work, views)
+        return _DensePending(work, self._kept)
 
-    def _scratch(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The buffer, and views of it."""
-        if self._kept is None:
-            sizes = [p.numel() for p in self._params.values()]
-            first = next(iter(self._params.values()))
-            buffer = first.new_empty(sum(sizes) + 2, requires_grad=False)
-            pairs = zip(self._params.items(), buffer[:-2].split(sizes), strict=True)
-            self._kept = buffer, {name: part.view(p.shape) for (name, p), part in pairs}
-        return self._kept
+    def _fill(self, context: StepContext, kept: _Buffer) -> None:
+        """Copies this site's part of the mean; many small gradients at once."""
+        grads = [p.grad for p in self._params.values()]
+        there = [g for g in grads if g is not None and not g.is_sparse]
+        if len(there) < len(grads) or not context.adds_all_alike():
+            for name, view in kept.views.items():
+                context.fill(name, self._params[name], view)
+        elif kept.room.tensor.numel() < _SMALL * len(grads):
+            torch._foreach_copy_(list(kept.views.values()), there)  # type: ignore[attr-defined]
+            kept.room.tensor[:-2].mul_(context.share)
+        else:
+            for view, g in zip(kept.views.values(), there, strict=True):
+                torch.mul(g, context.share, out=view)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """What an all-reduce sums.
+
+    Attributes:
+        room: for all of it.
+        views: of the part of each parameter, in its shape.
+        bookings: what it does for each of them.
+    """
+
+    room: SummedRoom
+    views: Mapping[str, Tensor]
+    bookings: Sequence[Booking]
+
+    @staticmethod
+    def of(params: Mapping[str, nn.Parameter], cost: CostModel) -> _Buffer:
+        """For these parameters, over a transport of this cost."""
+        sizes = [p.numel() for p in params.values()]
+        first = next(iter(params.values()))
+        room = SummedRoom(first, sum(sizes) + 2)
+        pairs = zip(params.items(), room.tensor[:-2].split(sizes), strict=True)
+        views = {name: part.view(p.shape) for (name, p), part in pairs}
+        traffic = {name: cost.all_reduce(view.nbytes) for name, view in views.items()}
+        bookings = [Booking(name, "dense", *one) for name, one in traffic.items()]
+        return _Buffer(room, views, bookings)
 
 
 class _DensePending(Pending):
-    def __init__(self, work: Work, views: dict[str, Tensor]) -> None:
-        self._work, self._views = work, views
+    def __init__(self, work: Work, kept: _Buffer) -> None:
+        self._work, self._kept = work, kept
 
     def wait(self) -> Result:
-        buffer = self._work.wait()
-        return Result(self._views, state=State.of(*buffer[-2:].tolist()), digest=checksum(buffer))
+        buffer, room = self._work.wait(), self._kept.room
+        state = State.of(*buffer[-2:].tolist())
+        return Result(self._kept.views, state=state, digest=room.checksum())

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Pending, Result, StepContext
-from outergrad.buckets.message import RowBucket, book_received, sums_of_extras
+from outergrad.buckets.message import BookedLayout, RowBucket, book_received, sums_of_extras
 from outergrad.core.blocks import Block
 from outergrad.core.payload import Arrived
-from outergrad.core.reasons import Why
 from outergrad.core.transport import Work
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
 from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.wire import Preamble, State, read_all
+from outergrad.record.stats import Booking
 from outergrad.replay.block_message import block_gradients
 
 
@@ -26,12 +26,6 @@ class FactorBucket(RowBucket):
 
     Small gradients may ride along: one message less, and one delay instead of a ring's 2 (S - 1).
     """
-
-    @property
-    def travels(self) -> str:
-        """What the payloads are called in statistics."""
-        why = self._compressor.why
-        return (Why.FACTORS if why == Why.LOW_RANK else why).value
 
     def expect(self, context: StepContext, turn: int) -> None:
         """The messages of the other sites."""
@@ -43,16 +37,16 @@ class FactorBucket(RowBucket):
         own = layouts[comm.rank]
         message = torch.zeros(own.nbytes, dtype=torch.uint8, device=comm.device)
         if context.state == State.GOOD:
-            self.pack(context, own, message, self.travels, comm.cost.copies)
+            self.pack(context, own, message, comm.cost.copies)
             if self.blocks:
                 self._pack_blocks(context, own, message)
-            book_received(context, layouts, self.travels)
+            book_received(context, layouts)
         preamble = self.preamble(context)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
         return _FactorPending(work, self, layouts, preamble, context)
 
-    def layouts(self, context: StepContext) -> list[Layout]:
+    def layouts(self, context: StepContext) -> list[BookedLayout]:
         """Of every site's message."""
         return [self.layout(pieces) for pieces in self.pieces(context)]
 
@@ -63,7 +57,6 @@ class FactorBucket(RowBucket):
             assert isinstance(out, Tensor)
             context.check(piece.slot.params[0], sent.tensors)
             sent.write(out, context.scale)
-            context.add(piece.slot.label, "replayed", sent=piece.nbytes * context.comm.cost.copies)
 
 
 class _FactorPending(Pending):
@@ -108,5 +101,6 @@ class _FactorPending(Pending):
         data_S = [data if isinstance(data, Tensor) else None for data in sent_S]
         tapped, rank = context.blocks[block], context.comm.rank
         found = block_gradients(tapped, data_S, 1 / len(data_S), rank)
-        context.add(block.label, "replayed", replay_s=time.perf_counter() - began)
+        replay_s = time.perf_counter() - began
+        context.layers.book([Booking(block.label, "replayed")], replay_s=replay_s)
         return {name: g.to(context.params[name].dtype) for name, g in found.items()}

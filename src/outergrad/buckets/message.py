@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,14 @@ from outergrad.buckets.bucket import Carried, Load, StepContext
 from outergrad.core.blocks import Block
 from outergrad.core.compressor import Compressor
 from outergrad.core.payload import BYTES, Arrived, Payload
+from outergrad.core.reasons import Why
 from outergrad.core.types import Factors, Part, Slot, Source
 from outergrad.linalg.gradients import as_gradient
 from outergrad.messages.header import Header
 from outergrad.messages.layout import Layout
 from outergrad.messages.wire import Piece, Preamble, State
 from outergrad.record.gauge import Reading
+from outergrad.record.stats import Booking
 
 _KEPT_LAYOUTS = 256
 """The steps of a training have few different ones, or nearly as many as steps."""
@@ -48,9 +50,15 @@ class RowBucket(Carried):
         self._index, self._compressor = index, compressor
         self.blocks = [load.unit.block for load in loads if load.unit.block is not None]
         self.sources: tuple[Source, ...] = (*self.slots, *self.blocks)
-        self._layouts: dict[Hashable, Layout] = {}
+        self._layouts: dict[Hashable, BookedLayout] = {}
         self._headers: Sequence[Header] = ()
         self._pieces: Sequence[Sequence[Piece]] = ()
+
+    @property
+    def travels(self) -> str:
+        """What the payloads are called in statistics."""
+        why = self._compressor.why
+        return (Why.FACTORS if why == Why.LOW_RANK else why).value
 
     def preamble(self, context: StepContext, *, second: bool = False) -> Preamble:
         """What this site's message begins with; a second round has a number of its own."""
@@ -91,7 +99,7 @@ class RowBucket(Carried):
 
     def layout(
         self, pieces: Sequence[Piece], extras: Mapping[str, nn.Parameter] | None = None
-    ) -> Layout:
+    ) -> BookedLayout:
         """A message of these pieces and extras, all of the bucket's if None."""
         extras = self.extras if extras is None else extras
         key = tuple(extras), tuple(pieces)
@@ -99,11 +107,11 @@ class RowBucket(Carried):
             if len(self._layouts) == _KEPT_LAYOUTS:
                 self._layouts.clear()
             start = Preamble.nbytes(len(self.names), len(self.slots))
-            self._layouts[key] = Layout(start, extras, pieces)
+            self._layouts[key] = BookedLayout(start, extras, pieces, self.travels)
         return self._layouts[key]
 
     def pack(
-        self, context: StepContext, layout: Layout, message: Tensor, travels: str, receivers: int
+        self, context: StepContext, layout: BookedLayout, message: Tensor, receivers: int
     ) -> None:
         """Fills in what this site has of slots, and books it; stops if that is not finite.
 
@@ -111,12 +119,10 @@ class RowBucket(Carried):
             context: this site.
             layout: where things stand.
             message: zeros.
-            travels: what the rows are called in statistics.
             receivers: how many times the message is sent.
         """
         for name, view in layout.by_name(layout.flats(message)).items():
             context.fill(name, layout.extras[name], view)
-            context.add(name, "dense", sent=view.nbytes * receivers)
             context.check(name, [view])
         began = time.perf_counter()
         filled = layout.filled(message, Slot)
@@ -126,8 +132,7 @@ class RowBucket(Carried):
         compressed = self._compressor.compress(parts)
         for (_, view), payload in zip(filled, compressed, strict=True):
             view.fill(payload)
-        pieces = [piece for piece in layout.pieces if isinstance(piece.slot, Slot)]
-        book(context, pieces, travels, receivers, time.perf_counter() - began)
+        context.layers.book(layout.sent(receivers), compress_s=time.perf_counter() - began)
         if context.reading is not None:
             for part, (piece, view), payload in zip(parts, filled, compressed, strict=True):
                 self._measure(context.reading, part, piece, payload, view.read())
@@ -157,6 +162,56 @@ class RowBucket(Carried):
         return [name for name, flag in zip(self.names, flags, strict=True) if any(flag)]
 
 
+class BookedLayout(Layout):
+    """Where things stand in a message, and what is booked of it.
+
+    Args:
+        start: length of the preamble, bytes.
+        extras: parameters, by name, whose gradients it holds whole.
+        pieces: its payloads.
+        travels: what the rows are called in statistics.
+
+    Attributes:
+        received: what a site that gets the message books.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        extras: Mapping[str, nn.Parameter],
+        pieces: Sequence[Piece],
+        travels: str,
+    ) -> None:
+        super().__init__(start, extras, pieces)
+        self._travels = travels
+        self._sent: dict[int, list[Booking]] = {}
+        self.received = [Booking(n, "dense", received=p.nbytes) for n, p in extras.items()]
+        self.received += [Booking(*self._about(p), received=p.nbytes) for p in pieces]
+
+    def sent(self, receivers: int) -> list[Booking]:
+        """What is booked where the message is sent to so many; seconds by the sizes of matrices."""
+        if receivers not in self._sent:
+            self._sent[receivers] = list(self._bookings(receivers))
+        return self._sent[receivers]
+
+    def _bookings(self, receivers: int) -> Iterator[Booking]:
+        for name, p in self.extras.items():
+            yield Booking(name, "dense", sent=p.nbytes * receivers, share=0.0)
+        sizes = [0 if _is_block(p) or not p.rows else p.slot.numel for p in self.pieces]
+        whole = sum(sizes) or 1
+        for piece, size in zip(self.pieces, sizes, strict=True):
+            rows, sent = 0 if _is_block(piece) else piece.rows, piece.nbytes * receivers
+            yield Booking(*self._about(piece), sent=sent, rows=rows, share=size / whole)
+
+    def _about(self, piece: Piece) -> tuple[str, str]:
+        """What a payload is booked on, and as what."""
+        return piece.slot.label, "replayed" if _is_block(piece) else self._travels
+
+
+def _is_block(piece: Piece) -> bool:
+    return isinstance(piece.slot, Block)
+
+
 def sums_of_extras(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dict[str, Tensor]:
     """Over the sites, in their order: every site has divided its own by their number."""
     flats_S = [layout.flats(message) for layout, message in zip(layouts, messages, strict=True)]
@@ -167,36 +222,11 @@ def sums_of_extras(layouts: Sequence[Layout], messages: Sequence[Tensor]) -> dic
     return layouts[0].by_name(sums)
 
 
-def book(
-    context: StepContext, pieces: Sequence[Piece], travels: str, receivers: int, seconds: float
-) -> None:
-    """Books the bytes of each piece, and its share of the seconds: by the size of the matrix."""
-    sizes = [piece.slot.numel if piece.rows else 0 for piece in pieces]
-    whole = sum(sizes) or 1
-    for piece, size in zip(pieces, sizes, strict=True):
-        context.add(
-            piece.slot.label,
-            travels,
-            sent=piece.nbytes * receivers,
-            rows=piece.rows,
-            compress_s=seconds * size / whole,
-        )
-
-
-def book_received(context: StepContext, layouts: Sequence[Layout], travels: str) -> None:
-    """Books what comes from every other site.
-
-    Args:
-        context: this site.
-        layouts: of every site's message to this one.
-        travels: what the rows are called.
-    """
-    for layout in (one for rank, one in enumerate(layouts) if rank != context.comm.rank):
-        for name, p in layout.extras.items():
-            context.add(name, "dense", received=p.nbytes)
-        for piece in layout.pieces:
-            called = "replayed" if isinstance(piece.slot, Block) else travels
-            context.add(piece.slot.label, called, received=piece.nbytes)
+def book_received(context: StepContext, layouts: Sequence[BookedLayout]) -> None:
+    """Books what comes from every other site, by the layouts of every site's message to this."""
+    for rank, layout in enumerate(layouts):
+        if rank != context.comm.rank:
+            context.layers.book(layout.received)
 
 
 def _delta_dtype(k: int, headers: Sequence[Header]) -> torch.dtype:

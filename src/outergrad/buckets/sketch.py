@@ -18,6 +18,7 @@ from outergrad.linalg.gradients import add_gradients, add_rows
 from outergrad.linalg.outer import row_sum
 from outergrad.messages.checksum import checksum
 from outergrad.messages.wire import State
+from outergrad.record.stats import Booking
 
 
 class SketchBucket(Carried):
@@ -49,6 +50,8 @@ class SketchBucket(Carried):
 
 
 class _SketchPending(Pending):
+    rounds = 2
+
     def __init__(self, bucket: SketchBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
         self._slots = [slot for slot in bucket.tapped if slot.weight in context.used]
@@ -99,7 +102,7 @@ class _SketchPending(Pending):
             p = bucket.extras[name]
             context.fill(name, p, view.view(p.shape))
             traffic = context.comm.cost.all_reduce(view.nbytes)
-            context.add(name, "dense", **traffic._asdict())
+            context.layers.book([Booking(name, "dense", *traffic)])
             context.check(name, [view])
         states = [context.state == State.SURPRISED, context.state.is_void]
         flags.copy_(
@@ -181,9 +184,9 @@ class _SketchPending(Pending):
         part = work(slot).to(self._bucket.wire)
         seconds = time.perf_counter() - began
         traffic = self._context.comm.cost.all_reduce(part.nbytes)
-        booked = {**traffic._asdict(), "rows": self._bucket.sketches.columns(slot)}
-        travels = self._bucket.compressor.why.value
-        self._context.add(slot.weight, travels, **booked, compress_s=seconds)
+        columns = self._bucket.sketches.columns(slot)
+        booking = Booking(slot.weight, self._bucket.compressor.why.value, *traffic, rows=columns)
+        self._context.layers.book([booking], compress_s=seconds)
         return part
 
 

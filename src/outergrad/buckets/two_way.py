@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Load, Pending, Result, StepContext
-from outergrad.buckets.message import RowBucket, book, book_received, sums_of_extras
+from outergrad.buckets.message import BookedLayout, RowBucket, book_received, sums_of_extras
 from outergrad.core.compressor import Compressor
 from outergrad.core.errors import ExchangeError, RefusedError
 from outergrad.core.payload import Arrived
+from outergrad.core.reasons import Why
 from outergrad.core.transport import Work
 from outergrad.core.types import Factors, Slot
 from outergrad.linalg.gradients import add_gradients
@@ -53,6 +54,11 @@ class TwoWayBucket(RowBucket):
         assert compressor.merger is not None
         self.merger, self._owners = compressor.merger, owners
 
+    @property
+    def travels(self) -> str:
+        """What the payloads are called in statistics."""
+        return Why.LOW_RANK.value
+
     def lengths(self, context: StepContext) -> object:
         """Also who merges what."""
         return super().lengths(context), self._owners
@@ -70,7 +76,7 @@ class TwoWayBucket(RowBucket):
         """Computes and packs this site's triplets and starts to send them to their owners."""
         return _TwoWayPending(self, context)
 
-    def owned(self, pieces: Sequence[Piece], owner: int) -> Layout:
+    def owned(self, pieces: Sequence[Piece], owner: int) -> BookedLayout:
         """The message with what one site owns."""
         extras = {name: p for name, p in self.extras.items() if self._owners[name] == owner}
         return self.layout([p for p in pieces if self._owners[p.slot] == owner], extras)
@@ -86,6 +92,8 @@ class TwoWayBucket(RowBucket):
 
 class _TwoWayPending(Pending):
     """The lengths of both rounds are agreed before the first: it changes what the next step has."""
+
+    rounds = 2
 
     def __init__(self, bucket: TwoWayBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
@@ -107,7 +115,7 @@ class _TwoWayPending(Pending):
         if context.state == State.GOOD:
             for owner, (layout, message) in enumerate(zip(self._ours, messages, strict=True)):
                 receivers = int(owner != self._rank)
-                self._bucket.pack(context, layout, message, "low rank", receivers)
+                self._bucket.pack(context, layout, message, receivers)
         self._expected = replace(preamble, state=context.state)
         for message in messages:
             self._expected.write(message)
@@ -136,8 +144,8 @@ class _TwoWayPending(Pending):
         self._has_autograd_grad = bucket.agree(preambles)
         merged = self._empty(self._merged[self._rank])
         self._merge(messages, merged)
-        book_received(self._context, self._theirs, "low rank")
-        book_received(self._context, self._merged, "low rank")
+        book_received(self._context, self._theirs)
+        book_received(self._context, self._merged)
         self._expected = bucket.preamble(self._context, second=True)
         self._expected.write(merged)
         sizes = [layout.nbytes for layout in self._merged]
@@ -148,13 +156,13 @@ class _TwoWayPending(Pending):
         sums = sums_of_extras(self._theirs, messages)
         for name, view in layout.by_name(layout.flats(merged)).items():
             view.copy_(sums[name])
-            self._context.add(name, "dense", sent=view.nbytes * others)
         parts_KS = zip(*gradients_of(self._theirs, messages, self._rank), strict=True)
+        began = time.perf_counter()
         for piece, view, parts_S in zip(layout.pieces, layout.views(merged), parts_KS, strict=True):
-            began = time.perf_counter()
             if view is not None:
                 view.fill(self._merged_rows(piece, parts_S))
-            book(self._context, [piece], "low rank", others, time.perf_counter() - began)
+        compress_s = time.perf_counter() - began
+        self._context.layers.book(layout.sent(others), compress_s=compress_s)
 
     def _merged_rows(self, piece: Piece, parts_S: Sequence[Arrived | None]) -> Factors:
         parts = [part for part in parts_S if isinstance(part, Factors)]

@@ -115,6 +115,9 @@ class HeldHooks:
     @property
     def any(self) -> bool:
         """Whether there are any."""
+        hooks = self._parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if len(hooks or ()) < 2 and not hasattr(self._parameter, "_in_backward_optimizers"):
+            return False
         self.hold()
         return bool(self._places())
 

@@ -44,9 +44,8 @@ def itself_untraced(function: Function) -> Function:
     return function
 
 
-def current_task() -> int:
-    """Identity of the backward that runs in this thread, or NO_TASK."""
-    return torch._C._current_graph_task_id()
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Identity of the backward that runs in this thread, or NO_TASK."""
 
 
 def will_run(node: Any) -> bool:

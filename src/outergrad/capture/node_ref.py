@@ -113,6 +113,11 @@ class LiveUses:
             self._most = max(_FEW, 2 * len(self._uses))
         self._uses.append(LiveUse(NodeRef(node), rows, dtype))
 
+    def any_alive(self) -> bool:
+        """Whether a backward may still reach some; forgets the others."""
+        self._uses = [use for use in self._uses if use.node.lives()] if self._uses else self._uses
+        return bool(self._uses)
+
     def reached(self) -> list[LiveUse]:
         """Those that the current backward will come to."""
         return [use for use in self._uses if will_run(use.node())]

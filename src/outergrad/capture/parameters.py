@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -70,7 +71,7 @@ class WatchedParameter(HookedClaim):
             RuntimeError: it is returned, but not to another backward.
         """
         try:
-            return will_run(self.node)
+            return will_run(self.node if self._node is None else self._node)
         except RuntimeError:
             if is_nested():
                 return None
@@ -105,6 +106,15 @@ def _double_backward(name: str) -> str:
         f"the other sites have no graph here; gradients of inputs may be part of the loss by "
         f"torch.autograd.grad(..., inputs, create_graph=True); for those of weights, {_BY_CLONES}"
     )
+
+
+def accumulating(watched: Sequence[WatchedParameter]) -> set[str]:
+    """Names of those in which the current backward leaves a gradient; raises as `reached`."""
+    runs = torch._C._will_engine_execute_node
+    with suppress(RuntimeError):  # the gradient of one is returned; it is named below
+        rest = [p for p in watched if p._node is None or not runs(p._node)]
+        return {p.name for p in watched} - {p.name for p in rest if not p.accumulates()}
+    return {p.name for p in watched if p.accumulates()}
 
 
 def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:

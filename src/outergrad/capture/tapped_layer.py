@@ -43,7 +43,13 @@ class TappedLayer:
         watched: the parameters of each.
         sink: is told of deltas.
         batch: knows the samples of the model's forward, where they are to be told apart.
+
+    Attributes:
+        rests: whether forwards are its own class's, and count no rows, because nothing would
+            follow from them. What was announced last is announced again.
     """
+
+    rests = False
 
     def __init__(
         self,
@@ -68,7 +74,9 @@ class TappedLayer:
         self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if self.rests and current_task() == NO_TASK:
+            self._decided = False  # for a recomputation of this forward
+        elif torch.is_grad_enabled():
             if not may_be_tapped(args, kwargs):
                 self._note_untappable()
             elif self._active():
@@ -187,10 +195,13 @@ class TappedLayer:
 
     def note_untapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts rows of a forward without taps: the next plan may want them as factors."""
-        if not any(p.parameter.requires_grad for params in self._watched for p in params):
+        if self.rests or not self._trains():
             return
         for slot, rows in enumerate(self.rule.rows(self.module, args, kwargs)):
             self._untapped[slot] += rows
+
+    def _trains(self) -> bool:
+        return any(p.parameter.requires_grad for params in self._watched for p in params)
 
     def _note_untappable(self) -> None:
         """Counts a forward that cannot be tapped as more rows than factors would pay for."""
@@ -200,6 +211,10 @@ class TappedLayer:
     def forget_untapped(self) -> None:
         """Starts counting anew."""
         self._untapped = [0] * len(self.slots)
+
+    def is_known(self, slot: int) -> bool:
+        """Whether there is nothing to announce but what was announced last."""
+        return self.rests and not self._live[slot].any_alive()
 
     def announced(self, slot: int) -> tuple[int, int, torch.dtype]:
         """Rows that the current backward will capture, that passed untapped, and their dtype.

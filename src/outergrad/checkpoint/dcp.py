@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.storage import StorageReader
 
 from outergrad.checkpoint.messaging import packed, unpacked
 from outergrad.checkpoint.parts import Parts, Saveable, for_a_new_site
@@ -19,6 +17,9 @@ from outergrad.core.types import StateDict
 from outergrad.messages.raw import as_tensor
 from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
 
 
 class DCPState:
@@ -111,7 +112,10 @@ class DCPState:
         Raises:
             ValueError: there is none of this name.
         """
-        reader = saved if isinstance(saved, StorageReader) else FileSystemReader(saved)
+        # DCP imports half a second of modules: only who uses it waits for them.
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        reader = FileSystemReader(saved) if isinstance(saved, str | Path) else saved
         pattern = re.compile(rf"(?:.*\.)?outergrad-{re.escape(self._name)}-site-(\d+)-of-(\d+)")
         sizes: dict[int, int] = {}
         metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata

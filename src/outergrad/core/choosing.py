@@ -54,7 +54,7 @@ class Chooser(Protocol):
     """
 
     def compressor(self, unit: Unit, step: int) -> Compressor:
-        """Of a unit in a shared step, which may be the next one but not a later one."""
+        """Of a unit in a shared step, which may be one of the next two but not a later one."""
         ...
 
     def same(self, step: int, other: int) -> bool:

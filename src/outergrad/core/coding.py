@@ -33,8 +33,8 @@ class Field(NamedTuple):
         return tensors(self.codecs, self.shape, self.dtype)
 
 
-def stacked(wire: Wire) -> Codecs:
-    """What was passed as `wire=`, as codecs that can stand behind each other.
+def stacked(wire: Wire, name: str = "wire") -> Codecs:
+    """What was passed as `wire=`, or under another name, as codecs that can stand so in a row.
 
     Raises:
         ValueError: names what is no codec, or two that cannot stand so.
@@ -42,12 +42,14 @@ def stacked(wire: Wire) -> Codecs:
     codecs = tuple(wire) if isinstance(wire, Sequence) else (wire,)
     strangers = [c for c in codecs if isinstance(c, type) or not isinstance(c, Codec)]
     if isinstance(wire, str) or strangers:
-        raise ValueError(f"wire={wire!r}; use codecs of og.wire, as og.wire.BF16(), or () for none")
+        raise ValueError(
+            f"{name}={wire!r}; use codecs of og.wire, as og.wire.BF16(), or () for none"
+        )
     for first, second in pairwise(codecs):
         if first.picks and not second.picks:
             continue
-        names = type(first).__name__, type(second).__name__
-        raise ValueError(f"wire={codecs!r}; {_mistake(first, second).format(*names)}")
+        kinds = type(first).__name__, type(second).__name__
+        raise ValueError(f"{name}={codecs!r}; {_mistake(first, second).format(*kinds)}")
     return codecs
 
 

@@ -11,6 +11,7 @@ from outergrad.core.payload import FACTOR_ROWS, Form, Payload
 from outergrad.core.reasons import AutoWay, Why
 from outergrad.core.residual_store import ResidualStore
 from outergrad.core.rounds import Merger, Sketches
+from outergrad.core.step_size import Whole
 from outergrad.core.transport import Capability
 from outergrad.core.types import Link, Part, Route, Slot, Unit
 from outergrad.wire import Codec
@@ -21,6 +22,8 @@ class Setup(Protocol):
 
     takes_plain: bool = False
     """Whether weights without a rule are its business, too: their formed gradients."""
+    takes_vectors: bool = False
+    """Whether formed gradients of vectors are, as matrices of one column."""
     replays: Replays = Replays()
     """What is to be computed again by all sites, instead of being sent."""
     needs: Set[Capability] = frozenset()
@@ -39,6 +42,13 @@ class Setup(Protocol):
             capabilities: what it can do; `needs` is among it.
         """
         self.cost = cost
+
+    def settle_budget(self, units: Sequence[Unit], whole: Whole) -> None:
+        """Decides what its units may send in a step, behind `settle`; the same on every site.
+
+        Raises:
+            ValueError: that is too little.
+        """
 
     def wants_link(self, sites: int) -> bool:
         """Whether the way of low rank depends on the link."""
@@ -59,6 +69,8 @@ class Routing(Protocol):
     """Payload of one message before the next layer opens another."""
     forced: bool = False
     """Whether factors are sent even where dense would be fewer bytes."""
+    uses_rows: bool = True
+    """Whether anything that it decides follows from rows; if not, layers need not count them."""
     phase: Hashable = 0
     """What `route` and `sent_rows` follow from besides their arguments; the same on all sites."""
 

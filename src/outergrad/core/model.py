@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -13,7 +14,16 @@ from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import Reason
 from outergrad.core.residual_store import ResidualStore
-from outergrad.core.types import Inheritance, Route, Slot, Source, StateDict, Unit, overlapping
+from outergrad.core.types import (
+    Inheritance,
+    Route,
+    Slot,
+    Source,
+    StateDict,
+    Unit,
+    bias_slot,
+    overlapping,
+)
 
 
 @dataclass(frozen=True)
@@ -32,15 +42,24 @@ class Model:
     units: tuple[Unit, ...]
     reasons: Mapping[str, str]
 
-    @property
+    @cached_property
     def blocks(self) -> list[Block]:
         """What is computed again, in the order of the units."""
         return [unit.block for unit in self.units if unit.block is not None]
 
-    @property
+    @cached_property
     def index(self) -> dict[Source, int]:
         """The place in headers of all that is captured: slots, then blocks."""
         return {source: k for k, source in enumerate((*self.slots, *self.blocks))}
+
+    @cached_property
+    def slots_of(self) -> dict[str, list[Slot]]:
+        """The slots that feed each parameter."""
+        found: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            for name in slot.params:
+                found.setdefault(name, []).append(slot)
+        return found
 
     @staticmethod
     def of(
@@ -49,6 +68,7 @@ class Model:
         reasons: Mapping[str, str],
         plain: Sequence[str] = (),
         blocks: Sequence[Block] = (),
+        vectors: Collection[str] = (),
     ) -> Model:
         """Groups the slots into units.
 
@@ -58,8 +78,9 @@ class Model:
             reasons: as above.
             plain: weights without slots that are units, too, of their formed gradients.
             blocks: units that are computed again.
+            vectors: biases of which the formed gradients are matrices, too, of one column.
         """
-        units = [_unit(group, params) for group in _connected(slots)]
+        units = [_unit(group, params, vectors) for group in _connected(slots)]
         units += [Unit((), (n,), params[n].numel(), (_matrix(n, params[n]),)) for n in plain]
         units += [Unit((), b.params, _numel(b.params, params), block=b) for b in blocks]
         return Model(params, tuple(slots), tuple(units), reasons)
@@ -75,9 +96,14 @@ def part_of(model: Model, names: Collection[str]) -> Model:
     )
 
 
-def _unit(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> Unit:
+def _unit(
+    slots: Sequence[Slot], params: Mapping[str, Tensor], vectors: Collection[str] = ()
+) -> Unit:
     names = tuple(dict.fromkeys(name for slot in slots for name in slot.params))
-    return Unit(tuple(slots), names, _numel(names, params), _matrices(slots, params))
+    matrices = _matrices(slots, params)
+    if matrices:
+        matrices += _columns(slots, {name: params[name] for name in names if name in vectors})
+    return Unit(tuple(slots), names, _numel(names, params), matrices)
 
 
 def _numel(names: Sequence[str], params: Mapping[str, Tensor]) -> int:
@@ -94,9 +120,19 @@ def _matrices(slots: Sequence[Slot], params: Mapping[str, Tensor]) -> tuple[Slot
     return parts if covered == sum(p.numel() for p in weights.values()) else ()
 
 
+def _columns(slots: Sequence[Slot], biases: Mapping[str, Tensor]) -> tuple[Slot, ...]:
+    """The parts of biases that belong to slots; all of one of which these are not the parts."""
+    found = list[Slot]()
+    for name, p in biases.items():
+        parts = list(dict.fromkeys(bias_slot(slot) for slot in slots if slot.bias == name))
+        apart = not overlapping(parts) and sum(part.numel for part in parts) == p.numel()
+        found += parts if apart else [_matrix(name, p, slots[0].layer)]
+    return tuple(found)
+
+
 def _matrix(name: str, p: Tensor, layer: str = "") -> Slot:
     """The first dimension by all others."""
-    return Slot(layer, name, p.shape[0], p.numel() // p.shape[0])
+    return Slot(layer, name, p.shape[0], p.numel() // p.shape[0], vector=p.dim() == 1)
 
 
 def _connected(slots: Sequence[Slot]) -> list[list[Slot]]:
@@ -122,6 +158,7 @@ class Compressors:
     def __init__(self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]]) -> None:
         self._units_of = tuple(units_of)
         self._of = {unit: compressor for compressor, units in units_of for unit in units}
+        self._ending: tuple[AbstractSet[Unit], Mapping[Unit, Compressor], set[int]] | None = None
 
     def __getitem__(self, unit: Unit) -> Compressor:
         return self._of[unit]
@@ -147,6 +184,11 @@ class Compressors:
     def next_of(self, unit: Unit) -> Compressor:
         """What the unit will have in the next step."""
         return self._of[unit]
+
+    @property
+    def counting(self) -> AbstractSet[Unit] | None:
+        """Units whose layers have to count rows in the next forward; None for all."""
+        return None
 
     @property
     def ahead(self) -> Hashable:
@@ -182,9 +224,11 @@ class Compressors:
             applied: whether it counts.
             used: parameters that had a gradient on some site.
         """
-        ending = {id(self._of[unit]) for unit in units if unit in self._of}
+        if self._ending is None or self._ending[0] is not units or self._ending[1] is not self._of:
+            ending = {id(self._of[unit]) for unit in units if unit in self._of}
+            self._ending = units, self._of, ending
         for store in self.stores:
-            if id(store) in ending:
+            if id(store) in self._ending[2]:
                 store.commit(applied=applied)
 
     def states(self) -> list[StateDict]:

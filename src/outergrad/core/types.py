@@ -37,6 +37,7 @@ class Slot:
         lookup: the activations are one-hot (an embedding): ids travel in their place.
         patches: the activations are cut from the layer's input, overlapping (a convolution): the
             rows cost more to make than their product.
+        vector: it stands for a vector, as a matrix of one column.
     """
 
     layer: str
@@ -49,6 +50,11 @@ class Slot:
     bias_rows: RowRange | None = None
     lookup: bool = False
     patches: bool = False
+    vector: bool = False
+
+    def __hash__(self) -> int:
+        """By its place: slots and units are looked up many times in every step."""
+        return hash((self.weight, self.weight_rows))
 
     @property
     def place(self) -> Place:
@@ -80,6 +86,13 @@ class Slot:
         return start < end and begin < stop
 
 
+def bias_slot(slot: Slot) -> Slot:
+    """Its bias, which it must have, as a matrix of one column."""
+    assert slot.bias is not None
+    numel = slot.groups * slot.outputs
+    return Slot(slot.layer, slot.bias, numel, 1, weight_rows=slot.bias_rows, vector=True)
+
+
 def overlapping(slots: Sequence[Slot]) -> bool:
     """Whether some of these add to the same rows of the same weight."""
     return any(a.overlaps(b) for a, b in combinations(slots, 2))
@@ -99,7 +112,7 @@ class Unit:
         dense_numel: number of elements of these parameters.
         matrices: the parts of the weights as slots that do not overlap, for when the gradient is
             formed: a table of an embedding, a tied weight are one each. None where the slots
-            leave some part of a weight out.
+            leave some part of a weight out. Where the method takes vectors, these, too.
         block: what is computed again by all sites, if the unit is that.
     """
 
@@ -109,6 +122,10 @@ class Unit:
     matrices: tuple[Slot, ...] = ()
     block: Block | None = None
 
+    def __hash__(self) -> int:
+        """By its parameters, as for slots."""
+        return hash(self.params)
+
     @property
     def sources(self) -> tuple[Source, ...]:
         """What is captured of it, in the order of headers: its slots, or the block."""
@@ -116,7 +133,7 @@ class Unit:
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Parameters that are no matrices, for when the gradient is formed."""
+        """Parameters that are in none of the matrices, for when the gradient is formed."""
         weights = {matrix.weight for matrix in self.matrices}
         return tuple(name for name in self.params if name not in weights)
 

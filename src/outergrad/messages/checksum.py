@@ -11,6 +11,28 @@ _COLUMNS = 64
 _PRIME = (1 << 61) - 1
 
 
+class SummedRoom:
+    """A tensor in a room of whole rows of columns, zeros behind it: its checksum is three calls.
+
+    Args:
+        like: of the dtype and the device that it gets.
+        size: its elements.
+
+    Attributes:
+        tensor: 1-D, zeros at first.
+    """
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        rows = -(-size * like.element_size() // (8 * _COLUMNS))
+        self._words = torch.zeros(rows, _COLUMNS, dtype=torch.int64, device=like.device)
+        self._weights = torch.arange(1, 2 * _COLUMNS, 2, device=like.device)
+        self.tensor = self._words.view(-1).view(like.dtype)[:size]
+
+    def checksum(self) -> Tensor:
+        """Of all bytes, as an int64 scalar; sees what `checksum` does, and is another number."""
+        return (self._words.sum(dim=0) * self._weights).sum()
+
+
 def checksum(t: Tensor) -> Tensor:
     """Of all bytes of a contiguous tensor, as an int64 scalar on its device.
 

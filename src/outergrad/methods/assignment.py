@@ -9,18 +9,25 @@ from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
 from outergrad.core.protocols import Method, Policy
 from outergrad.core.types import Unit
+from outergrad.methods.common import is_method
 from outergrad.methods.dense import DenseCompressor
 from outergrad.methods.per_layer import Local, PerLayer
 
 
 def is_policy(method: Any) -> bool:
     """Whether it says which method each parameter has."""
-    return callable(getattr(method, "method_of", None))
+    return not isinstance(method, type) and callable(getattr(method, "method_of", None))
 
 
 def is_local(method: Any, name: str) -> bool:
     """Whether what has this name is each site's own."""
     return is_policy(method) and isinstance(method.method_of(name), Local)
+
+
+def _no_method(value: object) -> str:
+    if isinstance(value, type):
+        return f"method is the class {value.__name__}: pass an object, as og.{value.__name__}(...)"
+    return f"method={value!r}: pass og.DAD(...), og.Dense() or another method"
 
 
 class _Everywhere(Policy):
@@ -52,8 +59,8 @@ class Assignment:
     """
 
     def __init__(self, method: Any, names: Sequence[str]) -> None:
-        if not is_policy(method) and not callable(getattr(method, "compressor", None)):
-            raise TypeError(f"method={method!r}: pass og.DAD(...), og.Dense() or another method")
+        if not is_policy(method) and not is_method(method):
+            raise TypeError(_no_method(method))
         self._policy: Policy = method if is_policy(method) else _Everywhere(method)
         if isinstance(method, PerLayer):
             _check_patterns(method, names)
@@ -93,6 +100,11 @@ class Assignment:
         """Whether some method of the parameter takes its formed gradient, without a rule."""
         found = [self._compressor(method) for method in self._candidates[name]]
         return any(compressor is not None and compressor.takes_plain for compressor in found)
+
+    def takes_vectors(self, name: str) -> bool:
+        """Whether every method of the parameter takes its formed gradient, if it is a vector."""
+        found = [self._compressor(method) for method in self._candidates[name]]
+        return all(compressor is not None and compressor.takes_vectors for compressor in found)
 
     def exchange_of(self, name: str) -> Compressor | None:
         """What makes the gradient of the parameter global first; None where it travels dense."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from outergrad.core.coding import Codecs, Wire, nbytes, stacked
 from outergrad.core.cost import CostModel
@@ -64,6 +68,18 @@ _LEAST = {
     "every": "1 or more",
 }
 """Settings of several methods that may not be less than one, and what to use."""
+_PLAIN: Mapping[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    NoneType: (NoneType, "None"),
+}
+"""Annotations of settings that are checked: what a value must be, and what to use."""
+
+
+def is_method(value: object) -> bool:
+    """Whether it is a method; a class as `og.DAD`, without `()`, is none."""
+    return not isinstance(value, type) and callable(getattr(value, "compressor", None))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,30 +87,47 @@ class Settings:
     """What the settings of methods have in common; each is a frozen dataclass of its own."""
 
     def __post_init__(self) -> None:
-        """Checks them, and makes `wire` a tuple: however it is written, a method is one.
+        """Checks them, and makes a tuple of codecs: however they are written, a method is one.
 
         Raises:
             ValueError: names the method, the setting and what it may be.
         """
         for name, value in list(vars(self).items()):
+            self._check_type(name, value)
             require(name not in _LEAST or value >= 1, self, name, _LEAST.get(name, ""))
-            if name == "wire":
-                object.__setattr__(self, name, self._stacked(value))
+            if name in ("wire", "vectors"):
+                object.__setattr__(self, name, self._stacked(name, value))
 
-    def _stacked(self, wire: Wire) -> Codecs:
+    def _check_type(self, name: str, value: object) -> None:
+        plain = _plain_settings(type(self)).get(name)
+        if plain is not None:
+            is_flag = isinstance(value, bool) and bool not in plain
+            known = isinstance(value, tuple(_PLAIN[kind][0] for kind in plain)) and not is_flag
+            require(known, self, name, ", or ".join(_PLAIN[kind][1] for kind in plain))
+
+    def _stacked(self, name: str, wire: Wire) -> Codecs:
         try:
-            return stacked(wire)
+            return stacked(wire, name)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: {error}") from None
 
     def __repr__(self) -> str:
-        """With the rank, and the settings that differ from the defaults."""
+        """With the rank or the budget, and the settings that differ from the defaults."""
+        always = "rank" if getattr(self, "budget", None) is None else "budget"
         told = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
-            if field.name == "rank" or getattr(self, field.name) != field.default
+            if field.name == always or getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(told)})"
+
+
+@cache
+def _plain_settings(kind: type) -> dict[str, tuple[Any, ...]]:
+    """Of the settings that are numbers, flags or None: which of these."""
+    hints = get_type_hints(kind)
+    options = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    return {name: kinds for name, kinds in options.items() if set(kinds) <= _PLAIN.keys()}
 
 
 def require(holds: bool, method: object, name: str, wanted: str) -> None:

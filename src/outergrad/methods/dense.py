@@ -32,6 +32,7 @@ class DenseCompressor(Compressor):
     """That of a unit which travels dense for now."""
 
     bucket_bytes = 1
+    uses_rows = False
     why = Why.DENSE
 
     def break_even(self, unit: Unit, sites: int) -> float:

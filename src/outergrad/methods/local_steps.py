@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from outergrad.core.protocols import Method
-from outergrad.methods.common import require
+from outergrad.methods.common import is_method, require
 from outergrad.methods.dense import Dense
 from outergrad.methods.per_layer import PerLayer
 
@@ -50,7 +50,7 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         """Checks the settings."""
-        require(self.k >= 1, self, "k", "1 or more")
+        require(type(self.k) is int and self.k >= 1, self, "k", "a whole number, 1 or more")
         _described(self.outer)
         if not isinstance(self.method, PerLayer):
             _check_method(self.method)
@@ -70,7 +70,7 @@ class LocalSteps:
 
 
 def _check_method(method: Any) -> None:
-    if isinstance(method, LocalSteps) or not callable(getattr(method, "compressor", None)):
+    if isinstance(method, LocalSteps) or not is_method(method):
         raise TypeError(
             f"LocalSteps: method={method!r}; use og.Dense(), og.RankDAD(...), og.PowerSGD(...), "
             f"og.Sparse(...) or og.PerLayer({{...}}) of these"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from outergrad.core.protocols import Method
+from outergrad.methods.common import is_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class PerLayer:
         if not self.methods:
             raise ValueError("PerLayer: methods={}; give a method per pattern, as {'*': og.DAD()}")
         for pattern, method in self.methods.items():
-            if isinstance(method, PerLayer) or not callable(getattr(method, "compressor", None)):
+            if isinstance(method, PerLayer) or not is_method(method):
                 raise TypeError(
                     f"PerLayer: {pattern!r}: {method!r} is no method of a part; use og.DAD(), "
                     f"og.Dense(), og.Local(), ..., and og.LocalSteps(k, method=og.PerLayer(...)) "

@@ -13,11 +13,17 @@ class RankDAD(LowRankSettings):
     """Sites send the leading singular triplets of each weight gradient (rank-dAD).
 
     A layer that is fewer bytes exactly, as factors or dense, travels so; biases and other vectors
-    always do. Weights without a rule travel at low rank, too: triplets of the formed gradient.
+    do unless `vectors` has codecs. Weights without a rule travel at low rank, too: triplets of the
+    formed gradient.
     Source: Baker et al., arXiv 2102.09631, the section on rank-dAD.
 
     Attributes:
         rank: most triplets that a site sends per layer.
+        budget: bytes that a site may send per step, as "160kB" or 160_000, or less than one as a
+            fraction of what dense gradients are, as 1/64: instead of a rank. They are shared out
+            over the layers anew in each step, by the energy that the next triplet of a layer is
+            worth per byte; each gets one at least. All that a step sends counts, but for buffers.
+            Triplets are gathered.
         tolerance: largest error that a site may make, relative to the Frobenius norm of its
             gradient, if `rank` triplets suffice for it: then it sends as few as do. What was too
             many or too few in one step is put right in the next, without a message for it.
@@ -41,6 +47,9 @@ class RankDAD(LowRankSettings):
             as `og.wire.BF16()` alone; "auto" does not choose them for other codecs. Rows of
             embeddings that are sent by id have no memory: with error feedback they are rounded at
             most.
+        vectors: codecs that biases, norms and other vectors go through; by default they travel as
+            they are. What is lost of them is sent later, all of it, unless `error_feedback` is
+            None.
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than
             dense.
         bucket_bytes: payload of one message before the next layer opens another: small, because

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outergrad.core.protocols import Method
+from outergrad.methods.common import is_method
 from outergrad.methods.per_layer import PerLayer
 
 
@@ -37,7 +38,7 @@ class Schedule:
             of_parts = isinstance(method, PerLayer)
             if isinstance(method, PerLayer) and method.joint:
                 raise ValueError(f"Schedule: step {step}: PerLayer(joint=True) cannot be changed")
-            if not of_parts and not callable(getattr(method, "compressor", None)):
+            if not of_parts and not is_method(method):
                 raise TypeError(
                     f"Schedule: step {step}: {method!r} is no method of a part; use og.DAD(), "
                     f"og.Dense(), og.PerLayer({{...}}), ..."

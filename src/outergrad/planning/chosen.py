@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from collections.abc import Set as AbstractSet
 
 from outergrad.core.choosing import Chooser
 from outergrad.core.compressor import Compressor
@@ -29,6 +30,7 @@ class ChosenCompressors(ChangingCompressors):
     def _assign(self, step: int) -> None:
         super()._assign(step)
         self._assigned = self._order(self._of.values())
+        self._counting = frozenset(unit for unit, one in self._of.items() if one.uses_rows)
 
     @property
     def phases(self) -> list[Hashable]:
@@ -46,6 +48,13 @@ class ChosenCompressors(ChangingCompressors):
     def next_of(self, unit: Unit) -> Compressor:
         """What the unit will have in the next step."""
         return self._choose(unit, self._step + 1)
+
+    @property
+    def counting(self) -> AbstractSet[Unit] | None:
+        """Those whose compressors go by rows; all where others are near, or the chooser asks."""
+        same, following = self._chooser.same, self._step + 1
+        stays = same(self._step, following) and same(following, following + 1)
+        return self._counting if stays and not self._chooser.hears(following) else None
 
     @property
     def ahead(self) -> Hashable:

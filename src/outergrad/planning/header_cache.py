@@ -26,6 +26,8 @@ class HeaderCache:
         self._facts, self._ways = facts, ways
         self._headers: list[Header] = []
         self._equal, self._enough = 0, 1
+        self._no_surprise: Hashable = None
+        """The facts of this site that changed nothing the last time."""
 
     def foreseen(self, step: int) -> list[Header] | None:
         """The headers that this step goes by, as if they had been exchanged; or None."""
@@ -39,7 +41,7 @@ class HeaderCache:
         Also if the plan changed only were all sites' batches like this one's: where it goes by the
         largest, all may have become smaller, and none by itself would change it.
         """
-        if foreseen[ours.rank].facts == ours.facts:
+        if ours.facts in (foreseen[ours.rank].facts, self._no_surprise):
             return False
         truly = [ours if header.rank == ours.rank else header for header in foreseen]
         if self._facts(truly) != self._facts(foreseen):
@@ -48,19 +50,33 @@ class HeaderCache:
             self._ways([replace(header, uses=own.uses) for header in foreseen])
             for own in (foreseen[ours.rank], ours)
         )
+        if before == now:
+            self._no_surprise = ours.facts
         return before != now
 
     def exchanged(self, headers: Sequence[Header]) -> None:
         """Takes note of the headers of a step."""
         same = bool(self._headers) and self._facts(headers) == self._facts(self._headers)
         self._equal = self._equal + 1 if same else 0
-        self._headers = list(headers)
+        self._headers, self._no_surprise = list(headers), None
 
     def was_wrong(self) -> None:
         """Some site was surprised."""
         self._enough *= 2
         self.forget()
 
+    def follow(self, before: HeaderCache) -> None:
+        """Goes on behind another one: forgets what its loop has not been any more since.
+
+        What differs between steps of one loop, as other sessions on the group, weights, parameters
+        in use or buffers, was in the headers of the last steps, whatever methods these had.
+        """
+        if before._headers and self._about_loops() != before._about_loops():
+            self.forget()
+
+    def _about_loops(self) -> list[Hashable]:
+        return [header.about_loop for header in self._headers]
+
     def forget(self) -> None:
         """What has been seen so far says nothing any more."""
-        self._headers, self._equal = [], 0
+        self._headers, self._equal, self._no_surprise = [], 0, None

@@ -136,8 +136,9 @@ class Planner:
         if self._compressors.chooser is None:
             self.header_cache.forget()
             return
-        new = HeaderCache(self.facts, self._ways)
+        before, new = self.header_cache, HeaderCache(self.facts, self._ways)
         self.header_cache = self._header_caches.pop(key, new)
+        self.header_cache.follow(before)
         self._header_caches[key] = self.header_cache
         if len(self._header_caches) > _MOST_CACHES:
             del self._header_caches[next(iter(self._header_caches))]
@@ -175,6 +176,10 @@ class Planner:
                 found.append((slot, residual))
                 self._paid.append((one, slot))
         return found
+
+    def owes(self) -> bool:
+        """Whether `owed` may have something of some parameter."""
+        return bool(self._memories)
 
     def commit(self, *, applied: bool) -> None:
         """Tells the compressors of the model that a step is over, for all sites alike."""

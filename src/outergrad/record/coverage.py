@@ -119,10 +119,17 @@ def coverage(
         travels.update(dict.fromkeys(unit.params, entry))
         if entry[0] in [why.value for why in COMPRESSED]:
             vectors = dict.fromkeys(unit.vectors, ("dense", "a vector", _dense_reveals(sites)))
-            travels.update(vectors)
+            travels.update(vectors | _coded_vectors(unit, compressors[u]))
     untrained = "not trained", "requires_grad is False", "nothing"
     lines = [Travel(n, tuple(p.shape), *travels.get(n, untrained)) for n, p in params.items()]
     return Coverage(tuple(lines))
+
+
+def _coded_vectors(unit: Unit, compressor: Compressor) -> dict[str, _Entry]:
+    """Those that go through codecs."""
+    found = [matrix for matrix in unit.matrices if matrix.vector]
+    why = {m.weight: ", ".join(map(repr, compressor.codecs(m))) for m in found}
+    return {n: ("compressed", f"a vector, through {of}", _OWN_GRADIENT) for n, of in why.items()}
 
 
 def _unit_entry(

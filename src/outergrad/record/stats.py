@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from outergrad.core.transport import Comm
 
@@ -31,6 +31,83 @@ class LayerStats:
     kept_rows: int = 0
     compress_s: float = 0.0
     replay_s: float = 0.0
+
+
+class Booking(NamedTuple):
+    """What one message does for one layer; the same in all steps that are alike.
+
+    Attributes:
+        layer: that it is booked on.
+        travels: as in `LayerStats`; what is dense besides does not change how a layer goes.
+        sent: bytes.
+        received: bytes.
+        rows: as `kept_rows`.
+        share: of the seconds that the message took to make.
+    """
+
+    layer: str
+    travels: str
+    sent: int = 0
+    received: int = 0
+    rows: int = 0
+    share: float = 1.0
+
+
+class LayerBook(Mapping[str, LayerStats]):
+    """Bytes and seconds by layer, added up only when somebody looks.
+
+    Attributes:
+        compress_s: seconds of all layers from rows to packed factors.
+        replay_s: seconds in which blocks were computed again.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing was done."""
+        self.compress_s = self.replay_s = 0.0
+        self._booked: list[tuple[Sequence[Booking], float, float]] = []
+        self._found: dict[str, LayerStats] = {}
+
+    def book(
+        self, bookings: Sequence[Booking], *, compress_s: float = 0.0, replay_s: float = 0.0
+    ) -> None:
+        """Takes note of what a message does, and of the seconds that it took to make."""
+        self._booked.append((bookings, compress_s, replay_s))
+        self.compress_s += compress_s
+        self.replay_s += replay_s
+
+    @property
+    def _stats(self) -> dict[str, LayerStats]:
+        for bookings, compress_s, replay_s in self._booked:
+            for one in bookings:
+                self._add(one, compress_s * one.share, replay_s * one.share)
+        self._booked.clear()
+        return self._found
+
+    def _add(self, one: Booking, compress_s: float, replay_s: float) -> None:
+        before = self._found.get(one.layer, LayerStats(one.travels))
+        self._found[one.layer] = LayerStats(
+            one.travels if before.travels == "dense" else before.travels,
+            before.sent_bytes + one.sent,
+            before.received_bytes + one.received,
+            max(before.kept_rows, one.rows),
+            before.compress_s + compress_s,
+            before.replay_s + replay_s,
+        )
+
+    def __getitem__(self, layer: str) -> LayerStats:
+        return self._stats[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stats)
+
+    def __len__(self) -> int:
+        return len(self._stats)
+
+    def __repr__(self) -> str:
+        return repr(self._stats)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,16 @@ from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.torch import TorchDistributed
+from outergrad.core.model import Model
 from outergrad.core.protocols import Method, Policy, Rules
+from outergrad.core.step_size import Whole
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
+from outergrad.messages.header import Header, SlotUse
+from outergrad.messages.vote import WORDS
 from outergrad.methods import DAD, LocalSteps
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
@@ -108,6 +112,7 @@ def distribute(
         `make_equal()`, `state_dict()`, `load_state_dict()`, `detach()`.
 
     Raises:
+        TypeError: what was passed is no model, or no method.
         ValueError: the model or the method cannot be used, or the transport cannot do what the
             method needs, or the sites differ: the same message on every site, naming the first
             difference and the rank that has it.
@@ -192,12 +197,26 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     """What `torch.compile(model)` stands around: parameters go by their names in the plain model.
 
     By the name of its class: importing it takes a second.
+
+    Raises:
+        TypeError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: pass a torch.nn.Module first, then the method")
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
 
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _whole(model: Model) -> Whole:
+    """What there is to send of a model."""
+    params, used = model.params, (False,) * len(model.params)
+    header = Header(0, 0, 0, used, (SlotUse(0, False, torch.float32),) * len(model.index))
+    sizes = {name: p.nbytes for name, p in params.items()}
+    dtypes = {name: p.dtype for name, p in params.items()}
+    return Whole(sizes, dtypes, 8 * (header.length + WORDS))
 
 
 def _settle(
@@ -209,6 +228,8 @@ def _settle(
     """Tells the methods of the transport; measures link and machine where one goes by them."""
     for compressor, _ in inspection.compressors.items():
         compressor.settle(comm.cost, comm.capabilities)
+    for compressor, units in inspection.compressors.items():
+        compressor.settle_budget(units, _whole(inspection.model))
     sites = comm.world_size
     asking = [(e, units) for e, units in inspection.compressors.items() if e.wants_link(sites)]
     chooser = inspection.compressors.chooser if sites > 1 else None

@@ -10,6 +10,7 @@ from outergrad.capture.engine import current_task
 from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
+from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.core.types import Factors, Slot
 from outergrad.replay.block_tap import TappedBlock
@@ -39,7 +40,7 @@ class BackwardHooks(Stepping):
         for layer in inspection.layers:
             watched = [self._watches(slot.params) for slot in layer.slots]
             tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, self._batch)
-            self._layers.append(tapped)
+            self._next_forward.layers.append(tapped)
             self._header_builder.add(tapped)
         for found in inspection.blocks:  # in the order of the model
             watched = [self._watches(params) for params in found.params_of]
@@ -53,8 +54,7 @@ class BackwardHooks(Stepping):
     def on_use(self, block: Block, use: Use) -> None:
         """The deltas of a use of a block have arrived."""
         self._refuse_detached()
-        with self._giving_up():
-            self._current().captured.add_use(block, use)
+        self._current().captured.add_use(block, use)
 
     def on_joint(self, point: Point, delta: Tensor) -> Tensor:
         """The delta of an output of a part that is each site's own; returns what flows back."""
@@ -65,31 +65,33 @@ class BackwardHooks(Stepping):
     def on_factors(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """A product's delta has arrived."""
         self._refuse_detached()
-        with self._giving_up():
-            self._step_of(slot.weight).captured.add(slot, factors)
+        self._step_of(slot.weight).captured.add(slot, factors)
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
-        with self._giving_up():
-            self._step_of(name).captured.has_autograd_grad.add(name)
+        self._step_of(name).captured.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
-        with self._giving_up():
-            self._step_of(name).on_ready(name)
+        step = self._step_of(name)
+        try:
+            step.on_ready(name)
+        except ExchangeError as error:  # without a context manager, once per parameter
+            raise self._lost_by(error) from error
 
     def _current(self) -> Step:
         """The step of the backward that runs now; its first event begins it."""
         task = current_task()
         if self._step is None or self._step.task != task:
-            self._begin(task)
+            with self._giving_up():
+                self._begin(task)
         assert self._step is not None
         return self._step
 
     def _step_of(self, name: str) -> Step:
         """Where a parameter belongs in it; blocks and averages are due every time."""
-        step = self._current()
-        later = self._due_parts.later if self._due_parts is not None else None
+        step, due_parts = self._current(), self._due_parts
+        later = None if due_parts is None else due_parts.later
         return later if later is not None and name in later.captured.model.params else step
 
     def _refuse_detached(self) -> None:

@@ -208,7 +208,8 @@ class _Look:
         covered = {name for part in (*slots, *parts) for name in part.params}
         reasons = {name: why for name, why in self._reasons.items() if name not in covered}
         plain = [name for name in reasons if self._travels_plain(name)]
-        return Model.of(self.trained, slots, reasons, plain, parts)
+        vectors = {name for name in covered if self._is_vector(name)}
+        return Model.of(self.trained, slots, reasons, plain, parts, vectors)
 
     def compressors(self, shared: Model) -> Compressors:
         """Of the units, one per method."""
@@ -223,7 +224,12 @@ class _Look:
     def _travels_plain(self, name: str) -> bool:
         """Whether its method takes its formed gradient, without a rule."""
         takes, p = self.assignment.takes_plain(name), self.trained[name]
-        return takes and p.dim() >= 2 and p.numel() > 0 and p.dtype in DTYPES
+        fits = p.dim() >= 2 or self._is_vector(name)
+        return takes and fits and p.numel() > 0 and p.dtype in DTYPES
+
+    def _is_vector(self, name: str) -> bool:
+        """Whether it is a vector, and its method takes such."""
+        return self.trained[name].dim() == 1 and self.assignment.takes_vectors(name)
 
 
 def _check_model(model: nn.Module) -> None:

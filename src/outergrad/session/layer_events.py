@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outergrad.buckets.bucket import StepContext
@@ -44,11 +45,12 @@ class LayerEvents:
 
     def shared(self, context: StepContext, stats: Stats) -> Iterator[Layer]:
         """Of all that travelled, and of the weights of blocks: their bytes are the block's."""
-        reading, residuals = context.reading, self._residuals()
+        reading, residuals, waited_s = context.reading, self._residuals(), context.waited_s()
         blocks = {block.block.name: block.block.params for block in context.blocks}
         for name, layer in stats.layers.items():
             params = blocks.get(name, (name,))
-            yield self._shared(context, name, layer, params, residuals)
+            event = self._shared(context, name, layer, params, residuals)
+            yield replace(event, wait_s=max((waited_s.get(p, 0.0) for p in params), default=0.0))
             for weight in blocks.get(name, ()):
                 if reading is not None and reading.sums[weight].sigma:
                     yield self._shared(context, weight, LayerStats("replayed"), (), residuals)
@@ -75,7 +77,6 @@ class LayerEvents:
             layer,
             _mean_over(self._every.get(next(iter(params), name), 1), found),
             rows=max((use.rows for use in uses), default=0) if by_rows else 0,
-            wait_s=max((context.waits.get(p, 0.0) for p in params), default=0.0),
         )
 
     def _event(
@@ -86,16 +87,9 @@ class LayerEvents:
         measured: Mapping[str, Any],
         *,
         rows: int = 0,
-        wait_s: float = 0.0,
     ) -> Layer:
-        about: dict[str, Any] = {
-            "rank": self._rank,
-            "step": step,
-            "layer": name,
-            "rows": rows,
-            "wait_s": wait_s,
-        }
-        return Layer(**about, **vars(layer), **measured)
+        about: dict[str, Any] = {"rank": self._rank, "step": step, "layer": name, "rows": rows}
+        return Layer(**about, wait_s=0.0, **vars(layer), **measured)
 
     def _residuals(self) -> dict[str, float]:
         """By weight, what error feedback keeps."""

@@ -116,7 +116,9 @@ class Session(Verified):
             RuntimeError: this site lost the others in the middle of a step.
         """
         self._require_group()
-        progress = Progress(self._stats.step, self._tap_next, self._planner.has_autograd_grad)
+        progress = Progress(
+            self._stats.step, self._next_forward.tap_next, self._planner.has_autograd_grad
+        )
         state = saved(self._owner, progress, self._compressors.states())
         return {**state, "cadence": self._cadence.state(), "samples": self._weighting.state()}
 
@@ -147,7 +149,7 @@ class Session(Verified):
         self._cadence.load(state, self._comm.rank, self._comm.world_size)
         own = state if isinstance(state, dict) else state[self._comm.rank % len(state)]
         self._weighting.load(own.get("samples", {}))
-        self._tap_next = dict(progress.tap_next)
+        self._next_forward.resume(progress.tap_next)
         self._stats = Stats(step=progress.step, total_sent_bytes=self._comm.sent_bytes)
         self._note_end(counted=False)
         if self._choosing is not None:
@@ -175,7 +177,7 @@ class Session(Verified):
         self._forget_model()
         end_session(self._comm)
         self._weighting.remove()
-        for layer in [*self._layers, *self._blocks]:
+        for layer in [*self._next_forward.layers, *self._blocks]:
             layer.restore()
         for watched in [*self._watched.values(), *([self._joint] if self._joint else [])]:
             watched.remove()

@@ -8,8 +8,8 @@ from typing import Any
 from outergrad.buckets.bucket import StepContext
 from outergrad.capture.batch import Batch
 from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
-from outergrad.capture.parameters import WatchedParameter
-from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
+from outergrad.capture.parameters import WatchedParameter, accumulating
+from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
 from outergrad.core.reasons import Reason
@@ -23,6 +23,7 @@ from outergrad.replay.block_message import Blocks
 from outergrad.session.choosing import Choosing, choosing_of
 from outergrad.session.giving_up import GivingUp
 from outergrad.session.inspect import Inspection
+from outergrad.session.next_forward import NextForward
 from outergrad.session.reporting import Reporter
 from outergrad.session.settings import Settings
 from outergrad.session.state import Owner
@@ -72,10 +73,7 @@ class Stepping(GivingUp):
         self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
         self._planner = Planner(model, compressors, comm.cost)
-        self._tap_next = dict(zip(model.units, self._planner.first_tap_next(), strict=True))
-        self._unit_of = {source: unit for unit in model.units for source in unit.sources}
-        self._layers: list[TappedLayer] = []
-        self._graphs = GraphTaps()
+        self._next_forward = NextForward(model.units, self._planner.first_tap_next())
         self._blocks = Blocks()
         self._header_builder = HeaderBuilder(model, fingerprint, comm, self._blocks)
         whole = Share(model, self._planner, self._header_builder)
@@ -101,17 +99,17 @@ class Stepping(GivingUp):
         """Whether some product of the layer should travel as factors in the next step."""
         if self._batch is not None:  # samples are told apart by rows alone, however these travel
             return True
-        return any(self._tap_next[self._unit_of[slot]] for slot in layer.slots)
+        return self._next_forward.taps(layer.slots)
 
     def taps_block(self, block: Block) -> bool:
         """Whether the block should be computed again in the next step."""
-        return self._tap_next[self._unit_of[block]]
+        return self._next_forward.taps([block])
 
     def _begin(self, task: int) -> None:
         refuse_nested_backward()
         self._require_group()
         self._refuse_changed()
-        used = {name for name, watched in self._watched.items() if watched.accumulates()}
+        used = accumulating(list(self._watched.values()))
         begin = self._synchronised if self._synchronise else self._unsynchronised
         step = self._step = begin(task, used)
         at_end_of_backward(lambda: self._finish(step))
@@ -164,7 +162,7 @@ class Stepping(GivingUp):
 
     def _alone(self) -> bool:
         """Whether nothing travels, and nothing is left of what other sites had not sent."""
-        if self._several or any(self._tap_next.values()):
+        if self._several or any(self._next_forward.tap_next.values()):
             return False
         self._may_owe = self._may_owe and self._compressors.owe
         return not self._may_owe
@@ -188,17 +186,15 @@ class Stepping(GivingUp):
             header: what this site announces.
             **about: attributes of the `StepSpec` that are not the session's own.
         """
-        own = StepSpec(
-            model=self._model,
-            planner=self._planner,
-            comm=self._comm,
-            header=header,
-            blocks=self._blocks,
-            reading=self._reporter.reading(self._stats.step),
-            buffers=self._buffers,
-            skips_bad=self._mishaps.skips_bad,
-        )
-        step = self._step_of_spec(replace(own, **about))
+        own: dict[str, Any] = {
+            "model": self._model,
+            "planner": self._planner,
+            "blocks": self._blocks,
+            "reading": self._reporter.reading(self._stats.step),
+            "buffers": self._buffers,
+            "skips_bad": self._mishaps.skips_bad,
+        }
+        step = self._step_of_spec(StepSpec(comm=self._comm, header=header, **(own | about)))
         on_transport(self._comm.key).running.append(self)
         return step
 
@@ -239,13 +235,13 @@ class Stepping(GivingUp):
         shared = isinstance(step, SharedStep)
         if shared:
             on_transport(self._comm.key).running.remove(self)
-        for layer in self._layers:
+        for layer in self._next_forward.layers:
             layer.forget_awaited()
         if shared or not self._several:  # else they add up
             self._weighting.settle()
             self._blocks.forget()
-            for layer in self._layers:
-                if due_parts is None or due_parts.shares(layer.slots):
+            for layer in self._next_forward.layers:
+                if not layer.rests and (due_parts is None or due_parts.shares(layer.slots)):
                     layer.forget_untapped()
         if shared:
             self._follow_up(step)
@@ -258,9 +254,8 @@ class Stepping(GivingUp):
         """Goes by what a step has chosen, and reports it."""
         if step.choice is None:
             return
-        self._tap_next.update(zip(step.units, step.choice.tap_next, strict=True))
-        self._graphs.follow({layer: self.taps(layer) for layer in self._layers})
-        self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
+        if self._next_forward.follow(step.units, step.choice):
+            self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
         self._stats = step.stats(self._stats.step + 1)
         if step.decision is not None:
             self._note_end(counted=step.applied)
@@ -268,6 +263,8 @@ class Stepping(GivingUp):
             self._reporter.report(step.context, self._stats)
         if self._choosing is not None and step.decision is not None:
             self._measure(self._choosing, step.context)
+        if self._transform is None:
+            self._next_forward.let_rest(self._compressors.counting)
 
     def _measure(self, choosing: Choosing, context: StepContext) -> None:
         """Tells a chooser how long the step took, unless the next one will say who is lost."""

@@ -53,10 +53,6 @@ class Captured:
         self._of_slot = _known(before.stacked)
         self.has_autograd_grad: set[str] = set()
         self.settled: set[Source] = set()
-        self._touching: dict[str, list[Slot]] = {}
-        for slot in model.slots:
-            for name in slot.params:
-                self._touching.setdefault(name, []).append(slot)
 
     def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps one use of a slot."""
@@ -114,7 +110,9 @@ class Captured:
 
     def settle(self, name: str) -> None:
         """Adds what was captured for a parameter to its `grad`, as autograd would have."""
-        for slot in self._touching.get(name, ()):
+        if not (self._of_slot or self._uses):
+            return
+        for slot in self.model.slots_of.get(name, ()):
             if slot in self._of_slot:
                 self._form(slot, self.rows(slot))
                 self.drop(slot)

@@ -61,7 +61,8 @@ _SESSIONS: WeakKeyDictionary[Hashable, Sessions] = WeakKeyDictionary()
 
 def on_transport(key: Hashable) -> Sessions:
     """The sessions on the transport with this key: for torch.distributed, its process group."""
-    return _SESSIONS.setdefault(key, Sessions())
+    found = _SESSIONS.get(key)
+    return _SESSIONS.setdefault(key, Sessions()) if found is None else found
 
 
 def end_unfinished(key: Hashable) -> None:

@@ -67,6 +67,8 @@ class HeaderBuilder:
         self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
         self._place: dict[Slot, tuple[TappedLayer, int]] = {}
         self.rows: dict[Slot, int] = {}
+        self._uses: dict[Slot, SlotUse] = {}
+        """What was announced last."""
 
     def add(self, layer: TappedLayer) -> None:
         """Takes note of a layer whose class was swapped."""
@@ -82,7 +84,7 @@ class HeaderBuilder:
         """What this site announces in a backward; accumulated gradients count as used."""
         params, joint, loop = self._model.params, about.joint, about.loop
         waiting = {name for name in about.unshared if params[name].grad is not None}
-        has_gradient = tuple(name in about.used or name in waiting for name in params)
+        has_gradient = tuple(map((about.used | waiting).__contains__, params))
         formed = waiting - about.carried_over.params
         uses = [self._use(slot, formed, about.carried_over) for slot in self._model.slots]
         uses += [self._block_use(block, formed) for block in self._model.blocks]
@@ -106,12 +108,16 @@ class HeaderBuilder:
 
     def _use(self, slot: Slot, formed: set[str], carried_over: CarriedOver) -> SlotUse:
         layer, k = self._place[slot]
+        known = self._uses.get(slot) if layer.is_known(k) else None
+        if known is not None and not carried_over.stacked:
+            return known
         tapped, untapped, dtype = layer.announced(k)
         rows, dtype = carried_over.announced(slot, tapped, dtype)
         suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
         unseen = untapped + (carried_over.formed.get(slot, 0) if slot.weight in formed else 0)
         self.rows[slot] = rows + unseen
-        return SlotUse(rows + _coarse(slot, unseen), suffices, dtype)
+        use = self._uses[slot] = SlotUse(rows + _coarse(slot, unseen), suffices, dtype)
+        return use
 
 
 def _coarse(slot: Slot, rows: int) -> int:

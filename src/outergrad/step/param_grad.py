@@ -22,12 +22,14 @@ def add(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def overwrite(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """`param.grad = gradient`, in place where there is one: the gradients are views of buffers."""
-    for name, gradient in gradients.items():
-        p = params[name]
+    pairs = [(params[name], gradient) for name, gradient in gradients.items()]
+    there = [(p.grad, gradient) for p, gradient in pairs if p.grad is not None]
+    if there:
+        old, new = zip(*there, strict=True)
+        torch._foreach_copy_(old, new)  # type: ignore[attr-defined]
+    for p, gradient in pairs:
         if p.grad is None:
             p.grad = gradient.clone()
-        else:
-            p.grad.copy_(gradient)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,6 @@ class Receiver:
         context: of the step.
 
     Attributes:
-        place: what this site waits for, in words.
         error: what was raised on this site.
         wait_s: seconds that this site waited.
     """
@@ -38,8 +37,26 @@ class Receiver:
     def __init__(self, planner: Planner, context: StepContext) -> None:
         self._planner, self._context = planner, context
         self._has_autograd_grad: dict[str, Tensor] = {}
-        self.place, self.wait_s = "the headers", 0.0
+        self._awaited: Bucket | str = "the headers"
+        self.wait_s = 0.0
         self.error: Exception | None = None
+
+    @property
+    def place(self) -> str:
+        """What this site waits for, in words."""
+        if isinstance(self._awaited, str):
+            return self._awaited
+        others = len(self._awaited.params) - 1
+        return f"the gradients of {self._first(self._awaited)!r}" + f" and {others} others" * (
+            others > 0
+        )
+
+    @place.setter
+    def place(self, place: str) -> None:
+        self._awaited = place
+
+    def _first(self, bucket: Bucket) -> str:
+        return next(name for name in self._context.params if name in bucket.params)
 
     def fail(self, error: Exception) -> None:
         """Something raised on this site, which goes through all messages nonetheless."""
@@ -56,7 +73,7 @@ class Receiver:
 
     def start_second_rounds(self, sent: Sent) -> None:
         """In the order of the messages; those of one round have none."""
-        for bucket, pending in sent:
+        for bucket, pending in (pair for pair in sent if pair[1].rounds > 1):
             with self._awaiting(bucket):
                 try:
                     pending.advance()
@@ -97,11 +114,11 @@ class Receiver:
     def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot) -> Result:
         """What a message brings; nothing that may be applied, if it is refused."""
         result = Result(state=State.FAILED)
-        with self._awaiting(bucket) as first:
+        with self._awaiting(bucket):
             try:
                 result = pending.wait()
             except RefusedError as error:
-                ballot.refuse(error, first)
+                ballot.refuse(error, self._first(bucket))
             except ExchangeError:
                 raise
             except Exception as error:
@@ -111,33 +128,25 @@ class Receiver:
         return result
 
     @contextmanager
-    def _awaiting(self, bucket: Bucket) -> Iterator[str]:
-        """Waits for a message; books the time on its parameters, but for what is computed.
-
-        Yields:
-            Its first parameter.
-        """
-        context, others = self._context, len(bucket.params) - 1
-        first = next(name for name in context.params if name in bucket.params)
-        self.place = f"the gradients of {first!r}" + f" and {others} others" * (others > 0)
-        began, computed_s = time.perf_counter(), context.compress_s + context.replay_s
+    def _awaiting(self, bucket: Bucket) -> Iterator[None]:
+        """Waits for a message; books the time on its parameters, but for what is computed."""
+        self._awaited, context = bucket, self._context
+        began, computed_s = time.perf_counter(), context.computed_s
         with torch.no_grad():
-            yield first
-        computed_s = context.compress_s + context.replay_s - computed_s
-        waited_s = time.perf_counter() - began - computed_s
+            yield
+        waited_s = time.perf_counter() - began - (context.computed_s - computed_s)
         self.wait_s += waited_s
-        for name in bucket.params:
-            context.waits[name] = context.waits.get(name, 0.0) + waited_s
+        context.waits.append((bucket.params, waited_s))
 
     # -- into `param.grad` ----------------------------------------------------------------------
 
     def write(self, bucket: Bucket, result: Result) -> None:
         """Writes what one message brought."""
         used, params = self._context.used, self._context.params
-        means = {name: g for name, g in result.means.items() if name in used}
+        means = _only(result.means, used)
         self._measure(means)
         param_grad.overwrite(params, means)
-        additions = {name: g for name, g in result.additions.items() if name in used}
+        additions = dict(_only(result.additions, used))
         for name in (bucket.params & used) - set(additions) - set(means):
             additions[name] = torch.zeros_like(params[name], requires_grad=False)
         not_yet = {n: additions.pop(n) for n in result.has_autograd_grad if n in additions}
@@ -169,3 +178,9 @@ class Receiver:
             means = bucket.start(self._context).wait().means
             param_grad.overwrite(self._context.params, means)
         param_grad.add(self._context.params, self._has_autograd_grad)
+
+
+def _only(gradients: Mapping[str, Tensor], used: Set[str]) -> Mapping[str, Tensor]:
+    if gradients.keys() <= used:
+        return gradients
+    return {name: g for name, g in gradients.items() if name in used}

@@ -85,4 +85,5 @@ class StepSpec:
             reading=self.reading,
             skips_bad=self.skips_bad,
             owed=self.planner.owed,
+            owes=self.planner.owes,
         )

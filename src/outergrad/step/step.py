@@ -203,9 +203,9 @@ class SharedStep:
         Args:
             step: synchronised steps so far, this one too.
         """
-        context, wait_s = self.context, self._receiver.wait_s
-        seconds = {"compress_s": context.compress_s, "replay_s": context.replay_s, "wait_s": wait_s}
-        return self._since.stats(step, **seconds, layers=context.layers)
+        layers, wait_s = self.context.layers, self._receiver.wait_s
+        seconds = {"compress_s": layers.compress_s, "replay_s": layers.replay_s, "wait_s": wait_s}
+        return self._since.stats(step, **seconds, layers=layers)
 
     def abandon(self, changed: str | None = None) -> None:
         """Ends a step whose backward raised here, or whose model changed, with the other sites.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outergrad.messages.checksum import checksum, combined
+from outergrad.messages.checksum import SummedRoom, checksum, combined
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 65, 512, 1037])
@@ -30,3 +30,18 @@ def test_the_order_counts():
 def test_a_combined_one_fits_into_a_word():
     extremes = [-(1 << 63), (1 << 63) - 1, -1, 0]
     assert all(0 <= combined([x, y]) < 1 << 62 for x in extremes for y in extremes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 63, 64, 1000])
+def test_every_bit_in_a_summed_room_is_seen(dtype: torch.dtype, size: int) -> None:
+    room = SummedRoom(torch.empty(0, dtype=dtype), size)
+    room.tensor.copy_(torch.randn(size, generator=torch.Generator().manual_seed(0)))
+    before, again = int(room.checksum()), SummedRoom(room.tensor, size)
+    again.tensor.copy_(room.tensor)
+    assert int(again.checksum()) == before
+    whole = room.tensor.view(torch.uint8)
+    for k in range(0, len(whole), 7):
+        whole[k] ^= 1 << k % 8
+        assert int(room.checksum()) != before, k
+        whole[k] ^= 1 << k % 8

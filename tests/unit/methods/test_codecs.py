@@ -90,6 +90,7 @@ def test_topk_loses_nothing_of_rows_with_few_entries(sites):
 ROW_BYTES = {
     "bf16": lambda width: 2 * width,
     "int8": lambda width: width + 4,
+    "int4": lambda width: -(-width // 8) * 4 + -(-width // 64) * 2,
     "topk": lambda width: round(0.3 * width) * (4 + 2),
     "topk, int8": lambda width: round(0.3 * width) * (1 + 2) + 4,
 }

@@ -200,8 +200,23 @@ def test_lazy_module():
     refused(lambda _: nn.LazyLinear(3), match="run one forward of the lazy module")
 
 
-def test_not_a_method():
-    refused(lambda _: mlp(3, 2), method="dad", match="pass og.DAD", error=TypeError)
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [("dad", "pass og.DAD"), (og.DAD, r"the class DAD: pass an object, as og\.DAD\(")],
+)
+def test_not_a_method(method, match):
+    refused(lambda _: mlp(3, 2), method=method, match=match, error=TypeError)
+
+
+def test_a_method_in_the_place_of_the_model():
+    with pytest.raises(TypeError, match=r"pass a torch\.nn\.Module first, then the method"):
+        og.distribute(og.DAD(), mlp(3, 2))
+
+
+@pytest.mark.parametrize("around", [og.PerLayer, og.Schedule])
+def test_a_class_is_no_method_of_a_part(around):
+    with pytest.raises(TypeError, match="is no method of a part"):
+        around({"*": og.DAD} if around is og.PerLayer else {0: og.DAD})
 
 
 @pytest.mark.parametrize(

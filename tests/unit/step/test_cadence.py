@@ -224,7 +224,7 @@ def test_layers_that_do_not_pay_are_left_alone_in_the_next_round():
         for number in range(12):
             site.zero()
             site.step(number, rows=6)
-            taps = site.session._tap_next.items()
+            taps = site.session._next_forward.tap_next.items()
             wanted.append({unit.params[0] for unit, wants in taps if wants})
         site.session.detach()
         return wanted

@@ -144,6 +144,11 @@ def test_two_sites_agree_by_the_methods_that_round():
         ("dense:every=3", og.Dense(every=3)),
         ("og-powersgd:rank=2", og.PowerSGD(rank=2)),
         ("dad:wire=int8", og.DAD(wire=og.wire.Int8())),
+        ("rank-dad:budget=160kB", og.RankDAD(budget="160kB")),
+        ("rank-dad:budget=1/64", og.RankDAD(budget="1/64")),
+        ("rank-dad:vectors=int3", og.RankDAD(vectors=og.wire.Int3())),
+        ("rank-dad:wire=int4", og.RankDAD(wire=og.wire.Int4())),
+        ("rank-dad:wire=topk0.3+int2", og.RankDAD(wire=(og.wire.TopK(0.3), og.wire.Int2()))),
         ("sparse", og.Sparse()),
         ("sparse:density=0.01:select=topk", og.Sparse(select="topk")),
         (
@@ -217,11 +222,21 @@ def test_parts_may_be_local():
     [
         ("magic", "must be one of pooled"),
         ("magic:rank=2", "must be one of pooled"),
-        ("ddp:rank=2", "must be one of pooled"),
+        ("ddp:rank=2", "ddp has no settings; it must be one of pooled"),
+        ("rnak-dad", r"there is no method 'rnak-dad' \(did you mean rank-dad\?\)"),
+        ("DAD", r"did you mean dad\?"),
+        ("rank-dad:rnk=16", r"there is no setting 'rnk' \(did you mean rank\?\)"),
+        ("rank-dad:rank=abc", "RankDAD: rank='abc'; use a whole number"),
+        ("rank-dad:rank=2.5", "RankDAD: rank=2.5; use a whole number"),
+        ("rank-dad:rank=8:rank=4", "rank= is there twice"),
+        ("rank-dad-0", "RankDAD: rank=0; use 1 or more"),
+        ("dad:always=1", "DAD: always=1; use True or False"),
+        ("sparse:density=x", "Sparse: density='x'; use a number"),
+        ("local-steps:k=a", "LocalSteps: k='a'; use a whole number"),
         ("rank-dad:rank=0", "rank-dad:rank=0: RankDAD: rank=0; use 1 or more"),
         ("rank-dad:rank", "rank"),
-        ("rank-dad:wire=int4", "wire=int4; use bf16, int8, topk with a fraction, as topk0.1"),
-        ("rank-dad:wire=topk", "wire=topk; use bf16, int8, topk with a fraction"),
+        ("rank-dad:wire=int5", "wire=int5; use bf16, int8, int4, int3, int2, topk with a fraction"),
+        ("rank-dad:wire=topk", "wire=topk; use bf16, int8, int4, int3, int2, topk with a f"),
         ("rank-dad:wire=topk2", "TopK: fraction=2.0; use a number in"),
         ("rank-dad:wire=bf16+int8", "BF16 and Int8 each write values in a dtype of their own"),
         ("og-powersgd:wire=int8", "PowerSGD: wire="),
@@ -229,15 +244,20 @@ def test_parts_may_be_local():
         ("sparse:select=best", "Sparse: select=.best.; use one of"),
         ("sparse:select=random:wire=int8", r"BF16\(\) at most"),
         ("powersgd:rank=0", "powersgd:rank=0: rank=0; use 1 or more"),
-        ("dense:rank=2", "unexpected keyword argument 'rank'"),
-        ("local-steps:k=0", "LocalSteps: k=0; use 1 or more"),
+        ("dense:rank=2", "there is no setting 'rank'; use every"),
+        ("local-steps:k=0", "LocalSteps: k=0; use a whole number, 1 or more"),
         ("local-steps:method=ddp", "method=ddp; use dense, rank-dad, og-powersgd or sparse"),
         ("local-steps:method=local-steps:k=2", "use dense, rank-dad, og-powersgd or sparse"),
         ("local-steps:method=dad", "has no factors"),
-        ("dad:colour=red", "unexpected keyword argument 'colour'"),
+        ("dad:colour=red", "there is no setting 'colour'; use"),
     ],
 )
 def test_a_method_that_is_not_there_is_one_line(name, said):
     with pytest.raises(RecipeError, match=said) as caught:
         attach_of(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_rank_may_stand_in_the_name():
+    assert attach_of("rank-dad-3") == Distributed(og.RankDAD(rank=3))
+    assert callable(attach_of("powersgd-3"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from outergrad.core.choosing import Chooser, Outcome, Rows, Trial
@@ -11,46 +10,13 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.protocols import Method
 from outergrad.core.types import Link, StateDict, Unit
-from outergrad.methods.auto.gains import lower_bound, medians, paired_gains, slowest_site, turns
+from outergrad.methods.auto.gains import slowest_site
 from outergrad.methods.auto.groups import grouped
-from outergrad.methods.auto.knowledge import Arm, Knowledge, Purse, Tried
+from outergrad.methods.auto.knowledge import Arm, Tried
+from outergrad.methods.auto.stretches import FIRST_STEPS, Stretch
+from outergrad.methods.auto.trials import Trials, Verdict
+from outergrad.methods.auto.usual import Usual
 from outergrad.methods.auto.ways import Ways
-
-_FIRST_STEPS = 4
-"""That tell the rows, and are longer than others."""
-_QUIET_STEPS = 16
-_GLANCE_STEPS = 3
-"""Of a new way: two have headers, the last one is as those that would follow."""
-_ROUNDS = 4
-"""Of both ways in turns, until what they took is looked at."""
-_ENOUGH_GAINS = 40
-_SLOWER = 1.2
-"""What a glance finds so much slower is not worth more."""
-_TWICE = 2.0
-_DRIFT = 1.25
-"""Steps that take so many times as long as they did, or as little, ask everything again."""
-_LEAST_STAKE = 0.01
-"""What may gain less of a step is not tried, by the forecast, in parts of the model."""
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """Steps that all sites tell each other of when they are over.
-
-    Attributes:
-        first: number of the first.
-        arms: how the gradients travel in each.
-        tried: the way that is tried in them, if one is.
-    """
-
-    first: int
-    arms: tuple[Arm, ...]
-    tried: Arm | None = None
-
-    @property
-    def end(self) -> int:
-        """The step behind the last."""
-        return self.first + len(self.arms)
 
 
 class AutoChooser(Chooser):
@@ -78,15 +44,10 @@ class AutoChooser(Chooser):
         self._methods, self._compressors = tuple(methods), tuple(compressors)
         self._kept = self._before = (1,) * len(self._groups)
         self._since = 0
-        self._stretch = _Stretch(0, (self._kept,) * _FIRST_STEPS)
+        self._stretch = Stretch(0, (self._kept,) * FIRST_STEPS)
         self._told: list[float] = []
-        self._gains: list[float] = []
-        self._quiet: Sequence[float] = ()
-        self._usual_s: float | None = None
-        self._level_s: float | None = None
-        self._drifted = 0
-        self._purse, self._knowledge = Purse(looking), Knowledge()
-        self._ways = Ways(self._groups, self._compressors)
+        self._ways, self._usual = Ways(self._groups, self._compressors), Usual()
+        self._trials = Trials(self._ways, self._usual, looking)
 
     def settle(self, cost: CostModel, link: Link, flops_per_s: float) -> None:
         """Takes note of what the forecasts go by."""
@@ -124,119 +85,56 @@ class AutoChooser(Chooser):
         """Decides what came of a stretch, and what the next one is."""
         self._told = []
         seconds = slowest_site(seconds_SN)
-        self._purse.elapsed_s += len(seconds) * median(seconds)
+        self._trials.purse.elapsed_s += len(seconds) * median(seconds)
         self._ways.look_at(rows)
-        self._knowledge.renamed(self._ways.plain)
-        over, trial, following = self._stretch, None, None
+        self._trials.knowledge.renamed(self._ways.plain)
+        over, verdict = self._stretch, None
         if over.first == 0:
             self._keep(self._ways.best(), step + 2)
         elif over.tried is None:
             self._watch(seconds)
         else:
-            trial, following = self._judge(step, over, over.tried, seconds)
-        self._stretch = following or self._next(step)
+            judged = self._trials.after_glance if over.is_glance else self._trials.after_turns
+            verdict = judged(seconds)
+            if verdict is None:
+                self._stretch = Stretch.turns(step + 2, self._kept, over.tried)
+                return None
+        trial = self._decided(step, over.tried, verdict)
+        self._stretch = self._next(step)
         return trial
 
     def _keep(self, arm: Arm, since: int) -> None:
-        self._knowledge.tried.pop(arm, None)
+        self._trials.knowledge.tried.pop(arm, None)
         self._before, self._kept, self._since = self._kept, arm, since
-        self._usual_s = self._level_s = None
-        self._drifted = 0
+        self._usual.forget()
 
     def _watch(self, seconds: Sequence[float]) -> None:
-        """Steps without a trial say what is usual, and whether that is another time than it was."""
-        self._quiet = seconds
-        self._usual_s = usual_s = median(seconds)
-        if self._level_s is None:
-            self._level_s = usual_s
-        longer = usual_s / self._level_s
-        self._drifted = self._drifted + 1 if not 1 / _DRIFT < longer < _DRIFT else 0
-        if self._drifted == 2:
-            self._reopen(usual_s, usual_s - self._level_s)
+        """Steps without a trial; where they take another time, everything may be tried again.
 
-    def _reopen(self, usual_s: float, more_s: float) -> None:
-        """Everything may be tried again; at most, the link is to blame."""
-        self._ways.blame_link(self._kept, more_s)
-        self._level_s, self._drifted = usual_s, 0
-        self._knowledge.reopen()
+        At most, the link is to blame.
+        """
+        more_s = self._usual.note(seconds)
+        if more_s is not None:
+            self._ways.blame_link(self._kept, more_s)
+            self._trials.knowledge.reopen()
 
-    # -- trials ---------------------------------------------------------------------------------
-
-    def _judge(
-        self, step: int, over: _Stretch, arm: Arm, seconds: Sequence[float]
-    ) -> tuple[Trial | None, _Stretch | None]:
-        """What came of a trial, or how it goes on."""
-        usual_s = self._usual_s
-        assert usual_s is not None
-        if len(seconds) == _GLANCE_STEPS:
-            return self._after_glance(step, arm, seconds[1:], usual_s)
-        kept_s, other_s = medians(seconds)
-        self._spend(over.arms.count(arm), other_s - usual_s)
-        self._gains += paired_gains(seconds)
-        open_still = lower_bound(self._gains) <= 0 < median(self._gains)
-        if open_still and len(self._gains) < _ENOUGH_GAINS:
-            return None, self._turns(step, arm)
-        return self._trial(step, arm, other_s, kept_s, self._outcome()), None
-
-    def _outcome(self) -> Outcome:
-        """What all pairs of steps so far say."""
-        if lower_bound(self._gains) > 0:
-            return Outcome.FASTER
-        slower = lower_bound([-gain for gain in self._gains]) > 0
-        return Outcome.SLOWER if slower else Outcome.NO_FASTER
-
-    def _after_glance(
-        self, step: int, arm: Arm, seconds: Sequence[float], usual_s: float
-    ) -> tuple[Trial | None, _Stretch | None]:
-        """By the better of its steps: one may have been interrupted."""
-        took_s = min(seconds)
-        self._spend(_GLANCE_STEPS, took_s - usual_s)
-        if max(seconds) < min(self._quiet):
-            return self._trial(step, arm, took_s, usual_s, Outcome.FASTER), None
-        price_s = len(turns(_ROUNDS)) / 2 * max(took_s - usual_s, 0.0)
-        if took_s < _SLOWER * usual_s and self._purse.affords(price_s, usual_s):
-            self._gains = []
-            return None, self._turns(step, arm)
-        outcome = Outcome.TWICE if took_s >= _TWICE * usual_s else Outcome.SLOWER
-        return self._trial(step, arm, took_s, usual_s, outcome), None
-
-    def _spend(self, steps: int, more_s: float) -> None:
-        self._purse.spent_s += steps * max(more_s, 0.0)
-
-    def _trial(self, step: int, arm: Arm, took_s: float, kept_s: float, outcome: Outcome) -> Trial:
+    def _decided(self, step: int, arm: Arm | None, verdict: Verdict | None) -> Trial | None:
+        """Goes by what came of a trial, if there was one."""
+        if arm is None or verdict is None:
+            return None
+        knowledge, (took_s, kept_s, outcome) = self._trials.knowledge, verdict
         if outcome != Outcome.FASTER:
-            return self._told_of(arm, self._knowledge.note(arm, step + 1, took_s, kept_s, outcome))
-        self._knowledge.note(self._kept, step + 1, kept_s, took_s, Outcome.SLOWER)
+            return self._told_of(arm, knowledge.note(arm, step + 1, took_s, kept_s, outcome))
+        knowledge.note(self._kept, step + 1, kept_s, took_s, Outcome.SLOWER)
         self._keep(arm, step + 2)
         return self._told_of(arm, Tried(step + 1, took_s, kept_s, outcome, 1))
 
-    def _turns(self, step: int, arm: Arm) -> _Stretch:
-        arms = tuple(arm if other else self._kept for other in turns(_ROUNDS))
-        return _Stretch(step + 2, arms, arm)
-
-    def _next(self, step: int) -> _Stretch:
+    def _next(self, step: int) -> Stretch:
         """A glance at another way, or steps without a trial."""
-        arm = self._candidate(step) if self._usual_s is not None else None
-        if arm is None:
-            return _Stretch(step + 2, (self._kept,) * _QUIET_STEPS)
-        return _Stretch(step + 2, (arm,) * _GLANCE_STEPS, arm)
-
-    def _candidate(self, step: int) -> Arm | None:
-        """The most promising way that may be tried now."""
-        usual_s = self._usual_s
-        assert usual_s is not None
-        due = [arm for arm in self._ways.near(self._kept) if self._knowledge.due(arm, step)]
-        promising = [arm for arm in due if self._promises(arm, usual_s)]
-        mixed = lambda arm: (len(set(arm)) > 1, self._ways.seconds(arm))  # noqa: E731
-        return min(promising, key=mixed, default=None)
-
-    def _promises(self, arm: Arm, usual_s: float) -> bool:
-        """Whether a way may gain so much that it matters, and a glance at it can be afforded."""
-        more_s = self._ways.seconds(arm) - self._ways.seconds(self._kept)
-        matters = len(set(arm)) == 1 or abs(more_s) > _LEAST_STAKE * usual_s
-        unlikely = more_s > usual_s
-        price_s = _GLANCE_STEPS * more_s if unlikely else usual_s
-        return matters and self._purse.affords(price_s, 0.0 if unlikely else usual_s)
+        arm = self._trials.candidate(self._kept, step)
+        if arm is not None:
+            return Stretch.glance(step + 2, arm)
+        return Stretch.quiet(step + 2, self._kept, settled=self._usual.seconds is not None)
 
     # -- what is told and saved -----------------------------------------------------------------
 
@@ -251,7 +149,7 @@ class AutoChooser(Chooser):
         g = self._group_of[unit]
         return [
             (repr(self._methods[arm[g]]), self._told_of(arm, tried))
-            for arm, tried in self._knowledge.tried.items()
+            for arm, tried in self._trials.knowledge.tried.items()
             if arm[g] != self._kept[g]
         ]
 
@@ -268,15 +166,16 @@ class AutoChooser(Chooser):
     @property
     def kept_seconds(self) -> float | None:
         """Median of the last steps without a trial."""
-        return self._usual_s
+        return self._usual.seconds
 
     def state(self, step: int) -> StateDict:
         """What it keeps, how the last step went, what steps took, and what came of trials."""
-        purse, tried = self._purse, self._knowledge.tried.items()
+        purse, tried = self._trials.purse, self._trials.knowledge.tried.items()
         return {
             "kept": list(self._kept),
             "last": list(self._arm(step)),
-            "seconds": [self._usual_s, self._level_s, self._ways.slowdown],
+            "usual": self._usual.plain(),
+            "slowdown": self._ways.slowdown,
             "purse": [purse.elapsed_s, purse.spent_s],
             "tried": [[list(arm), *found.plain()] for arm, found in tried],
         }
@@ -285,12 +184,12 @@ class AutoChooser(Chooser):
         """Goes on with it; among other sites, with what was kept alone."""
         self._kept, self._before = tuple(state["kept"]), tuple(state["last"])
         self._since = step + 1
-        self._told, self._gains, self._drifted = [], [], 0
-        self._usual_s = self._level_s = None
-        self._knowledge.tried = {}
+        self._told, trials = [], self._trials
+        self._usual.forget()
+        trials.knowledge.reopen()
         if same_sites:
-            self._usual_s, self._level_s, self._ways.slowdown = state["seconds"]
-            self._purse.elapsed_s, self._purse.spent_s = state["purse"]
-            tried = state["tried"]
-            self._knowledge.tried = {tuple(arm): Tried.of(plain) for arm, *plain in tried}
-        self._stretch = _Stretch(step + 1, (self._kept,) * _QUIET_STEPS)
+            self._usual.load(state["usual"])
+            self._ways.slowdown = state["slowdown"]
+            trials.purse.elapsed_s, trials.purse.spent_s = state["purse"]
+            trials.knowledge.tried = {tuple(arm): Tried.of(plain) for arm, *plain in state["tried"]}
+        self._stretch = Stretch.quiet(step + 1, self._kept, settled=False)

@@ -11,6 +11,7 @@ from outergrad.core.protocols import Method
 from outergrad.core.types import Unit
 from outergrad.messages.raw import digest
 from outergrad.methods.auto.chooser import AutoChooser
+from outergrad.methods.common import is_method
 from outergrad.methods.dad import DAD
 from outergrad.methods.dense import Dense
 from outergrad.methods.per_layer import Local
@@ -48,7 +49,7 @@ class Auto:
         """Checks the settings."""
         object.__setattr__(self, "among", tuple(self.among))
         for method in [*self.among, *(self.frozen or {}).values()]:
-            whole = not callable(getattr(method, "compressor", None)) or isinstance(method, Local)
+            whole = not is_method(method) or isinstance(method, Local)
             if whole:
                 raise TypeError(
                     f"Auto: {method!r} is no method that can be chosen: use og.RankDAD(...), "

@@ -13,6 +13,7 @@ from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.owners import heaviest_share
 from outergrad.core.reasons import AutoWay
+from outergrad.core.step_size import Whole
 from outergrad.core.transport import Capability
 from outergrad.core.types import (
     Factors,
@@ -27,7 +28,8 @@ from outergrad.core.types import (
     tensors_of,
 )
 from outergrad.linalg.outer import formed
-from outergrad.methods.common import bias_bytes, dense_bytes, tied_in_use
+from outergrad.methods.common import dense_bytes, tied_in_use
+from outergrad.methods.low_rank.budget import Budget, Prices, rows_in_messages, settled, stands
 from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows
 from outergrad.methods.low_rank.memory import (
     Memories,
@@ -41,10 +43,7 @@ from outergrad.methods.low_rank.merging import Merging
 from outergrad.methods.low_rank.settings import LowRankSettings
 from outergrad.methods.low_rank.sketches import GlobalSketches
 from outergrad.methods.low_rank.triplets import Gathered
-
-_THIN = 4
-"""A multiplication in a product with a thin matrix costs about as much as so many in one of full
-matrices, on a CPU."""
+from outergrad.methods.low_rank.vectors import RowsAndBias, Vectors
 
 _GATHER_SITES = 2
 """Up to so many sites "auto" gathers: it is no more bytes than to reduce, and one round less."""
@@ -57,14 +56,23 @@ class LowRankCompressor(Compressor):
     exact = False
 
     def __init__(self, settings: LowRankSettings) -> None:
+        self._budget: Budget | None = None
+        self._owns = True
+        self._build(settings)
+
+    def _build(self, settings: LowRankSettings) -> None:
         self._settings = settings
         self.bucket_bytes = settings.bucket_bytes
-        self.wire, self._sums = settings.codecs, not drops(settings.codecs)
-        self._owns = True
+        self.wire, self.takes_vectors = settings.codecs, bool(settings.vectors)
+        self._sums = not drops(settings.codecs) and not settings.vectors
         self._sizes, self._memories = Sizes(settings), Memories()
-        self._gathered = Gathered(settings, self._memories)
+        self._gathered = Gathered(settings, self._memories, self._budget)
+        self._vectors = Vectors(settings, self._memories)
+        if settings.vectors:
+            self.form = RowsAndBias(settings.vector_codecs)
         self._sketches = GlobalSketches(settings, self._memories)
-        self.sketches, self.merger = self._sketches, Merging(settings, self._memories)
+        self.sketches = self._sketches
+        self.merger = Merging(settings, self._memories, self._vectors)
 
         if settings.reduce == "two_way":
             self.needs = frozenset({Capability.ALL_TO_ALL})
@@ -76,9 +84,21 @@ class LowRankCompressor(Compressor):
         super().settle(cost, capabilities)
         self._owns = Capability.ALL_TO_ALL in capabilities
 
+    def settle_budget(self, units: Sequence[Unit], whole: Whole) -> None:
+        """Goes by the largest rank that fits it in all layers alike, to say what travels how."""
+        if self._settings.budget is None or self.cost is None or self.cost.sites == 1:
+            return
+        prices = Prices(units, whole, self.cost, self.form)
+        settings = settled(self._settings, prices, [m for unit in units for m in unit.matrices])
+        matrices = [m for unit in prices.low_rank(settings) for m in unit.matrices]
+        nbytes = settings.budget_bytes(prices.dense())
+        self._budget = Budget(settings, matrices, prices, nbytes, self.cost.sites)
+        self._build(settings)
+
     def wants_link(self, sites: int) -> bool:
-        """Between two sites gathering is never worse."""
-        return self._settings.reduce == "auto" and sites > _GATHER_SITES
+        """Between two sites gathering is never worse, and a budget is for that alone."""
+        free = self._settings.reduce == "auto" and self._settings.budget is None
+        return free and sites > _GATHER_SITES
 
     def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
         """Takes the way that is fastest for the whole model."""
@@ -124,6 +144,8 @@ class LowRankCompressor(Compressor):
         """Whether factors are all that is sent, or what triplets are found from in less time."""
         if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
             return False
+        if not self._vectors.fit(unit) or (self._budget is not None and not stands(unit)):
+            return False
         if self._sizes.exact(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
             return self.route(unit, rows_SK, tapped=True) == Route.GATHER
         if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
@@ -133,7 +155,7 @@ class LowRankCompressor(Compressor):
         if any(slot.lookup or self._settings.forms(slot) for slot in unit.slots):
             return False
         return all(
-            self._cheaper_from_factors(slot, max(rows_S))
+            self._sizes.cheaper_from_factors(slot, max(rows_S))
             for slot, rows_S in zip(unit.slots, zip(*rows_SK, strict=True), strict=True)
         )
 
@@ -146,11 +168,13 @@ class LowRankCompressor(Compressor):
             return math.inf
         if not self._settings.taps or not unit.slots:
             return 0.0
-        return (dense - bias_bytes(unit.slots)) / sum(map(self._sizes.row, unit.slots))
+        return (dense - self._sizes.biases(unit.slots)) / sum(map(self._sizes.row, unit.slots))
 
     def _low_rank_route(self, sites: int) -> Route:
         if self._settings.reduce != "auto":
             return Route(self._settings.reduce)
+        if self._settings.budget is not None:
+            return Route.GATHER
         if self.auto_way is not None:
             return self.auto_way.way
         if sites <= _GATHER_SITES:
@@ -161,26 +185,22 @@ class LowRankCompressor(Compressor):
         way = way or self._low_rank_route(sites)
         return self._sizes.low_rank(unit, cost_of(self, sites), way)
 
-    def _cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
-        """Whether two thin products with the factors cost less than the gradient and two with it.
-
-        Patches of a convolution would have to be cut out first, which costs more than all that.
-        """
-        if slot.patches:
-            return False
-        width = slot.outputs + slot.inputs
-        thin = 2 * _THIN * (self._settings.rank + self._settings.memory_rank)
-        size = slot.outputs * slot.inputs
-        return thin * rows * width < rows * size + thin * size
-
     # -- gathered -------------------------------------------------------------------------------
 
     def sent_rows(self, slot: Slot, rows: int, site: int) -> int:
         """All rows of an exact layer; else as many triplets as the site wanted, or as there are."""
         exact = exact_rows(slot, rows)
-        if slot.lookup:
+        if slot.vector or (slot.lookup and self._budget is None):
             return exact
+        if self._budget is not None:
+            return min(exact, self._budget.rows(slot, site))
         return self._gathered.sent_rows(slot, min(exact, self._settings.rank), site)
+
+    def payload_bytes(self, slot: Slot, count: int) -> int:
+        """With a budget of one rank, so that the same layers share a message in all steps."""
+        if self._budget is not None:
+            return rows_in_messages(self._settings, slot)
+        return super().payload_bytes(slot, count)
 
     def codecs(self, slot: Slot) -> Codecs:
         """All that it was given, unless what they lose could not be remembered."""
@@ -191,16 +211,20 @@ class LowRankCompressor(Compressor):
         return slot.bias is not None
 
     def wanted_rows(self, slot: Slot) -> int:
-        """The rank that the tolerance asks for."""
-        return self._gathered.wanted_rows(slot)
+        """The rank that the tolerance asks for, or that its share of the budget pays for."""
+        return (self._budget or self._gathered).wanted_rows(slot)
 
     def agree(self, slot: Slot, site: int, rows: int) -> None:
         """What the site will send in the next step."""
-        self._gathered.agree(slot, site, rows)
+        (self._budget or self._gathered).agree(slot, site, rows)
 
     def compress(self, parts: Sequence[Part]) -> list[Factors]:
         """The leading triplets of each gradient and of what was not sent of it before."""
-        return self._gathered.compress(parts)
+        vectors, others = self._vectors.split(parts)
+        found = {part.slot: self._vectors.compressed(part) for part in vectors}
+        for part, sent in zip(others, self._gathered.compress(others), strict=True):
+            found[part.slot] = self._vectors.with_bias(part.slot, sent)
+        return [found[part.slot] for part in parts]
 
     def residual(self, slot: Slot) -> Gradient | None:
         """What error feedback adds to the gradient of the next step."""
@@ -209,6 +233,8 @@ class LowRankCompressor(Compressor):
     def commit(self, *, applied: bool) -> None:
         """Keeps what the step left, or, if the step is void, what there was before it."""
         self._memories.commit(applied=applied)
+        if self._budget is not None:
+            self._budget.commit(applied=applied)
         self._sketches.forget()
 
     # -- handed over ----------------------------------------------------------------------------
@@ -240,7 +266,7 @@ class LowRankCompressor(Compressor):
 
     def state(self) -> StateDict:
         """Under "common" what all sites know, under "own" what differs between them."""
-        held, gathered = self._memories.held(), self._gathered
+        held, gathered = self._memories.held(), self._budget or self._gathered
         way = {} if self.auto_way is None else {"low rank": self.auto_way.way.value}
         return {
             "common": {"way": way, **gathered.common_state(), **common_state(held)},
@@ -260,7 +286,7 @@ class LowRankCompressor(Compressor):
         sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
         start = inheritance.first if sketches else inheritance.like
         self._memories.replace(inherited(inheritance, start))
-        self._gathered.load(inheritance)
+        (self._budget or self._gathered).load(inheritance)
         self._sketches.forget()
 
     def reveals(self, unit: Unit) -> str:

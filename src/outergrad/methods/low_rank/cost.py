@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from outergrad.core.coding import Codecs, without_drops
+from outergrad.core.coding import Codecs, nbytes, without_drops
 from outergrad.core.cost import CostModel
 from outergrad.core.types import Route, Slot, Unit
-from outergrad.methods.common import FLOAT_BYTES, bias_bytes, row_bytes, tied_in_use, used_slots
+from outergrad.methods.common import FLOAT_BYTES, row_bytes, tied_in_use, used_slots
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _ENOUGH = 1.1
 """A way that takes at most so many times as long as the fastest is as good, if its error is less:
 measured links and estimates are no more exact."""
+
+_THIN = 4
+"""A multiplication in a product with a thin matrix costs about as much as so many in one of full
+matrices, on a CPU."""
 
 WAYS = (Route.GATHER, Route.TWO_WAY, Route.REDUCE)
 """By their error: gathered triplets bring rank S R, merged ones the best R of these; sketches
@@ -28,6 +32,8 @@ class Sizes:
 
     def codecs(self, slot: Slot) -> Codecs:
         """The codecs of a slot; rows by id have no memory, so nothing of them may be dropped."""
+        if slot.vector:
+            return self._settings.vector_codecs
         wire = self._settings.codecs
         return without_drops(wire) if slot.lookup and self._settings.keeps_loss else wire
 
@@ -55,14 +61,32 @@ class Sizes:
         """Bytes of factors that hold all of the gradient, on the site that has most."""
         if not unit.slots or tied_in_use(unit, rows_SK) or not self._settings.taps:
             return math.inf
-        if self._settings.tolerance and not any(slot.lookup for slot in unit.slots):
+        by_id = any(slot.lookup for slot in unit.slots)
+        if self._settings.budget is not None or (self._settings.tolerance and not by_id):
             return math.inf
         return max(self._exact_of_site(unit, rows_K) for rows_K in rows_SK)
+
+    def cheaper_from_factors(self, slot: Slot, rows: int) -> bool:
+        """Whether two thin products with the factors cost less than the gradient and two with it.
+
+        Patches of a convolution would have to be cut out first, which costs more than all that.
+        """
+        if slot.patches:
+            return False
+        width = slot.outputs + slot.inputs
+        thin = 2 * _THIN * (self._settings.rank + self._settings.memory_rank)
+        size = slot.outputs * slot.inputs
+        return thin * rows * width < rows * size + thin * size
 
     def _exact_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
         used = used_slots(unit, rows_K)
         factors = sum(exact_rows(slot, rows) * self.row(slot) for slot, rows in used)
-        return factors + bias_bytes(slot for slot, _ in used)
+        return factors + self.biases([slot for slot, _ in used])
+
+    def biases(self, slots: Sequence[Slot]) -> int:
+        """Bytes of the bias gradients that go along with rows."""
+        codecs = self._settings.vector_codecs
+        return sum(nbytes(codecs, (1, s.groups * s.outputs)) for s in slots if s.bias is not None)
 
 
 def exact_rows(slot: Slot, rows: int) -> int:

@@ -20,6 +20,7 @@ from outergrad.methods.low_rank.memory import (
     loss_of,
 )
 from outergrad.methods.low_rank.settings import LowRankSettings
+from outergrad.methods.low_rank.vectors import Vectors
 
 
 class Merging:
@@ -28,8 +29,8 @@ class Merging:
     All sites miss it, but one of them remembers: it counts S times, as the mean divides by S.
     """
 
-    def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
-        self._settings, self._memories = settings, memories
+    def __init__(self, settings: LowRankSettings, memories: Memories, vectors: Vectors) -> None:
+        self._settings, self._memories, self._vectors = settings, memories, vectors
 
     def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
         """The rank, or as many as there can be."""
@@ -37,12 +38,15 @@ class Merging:
 
     def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
         """The leading triplets of the mean, and the mean of the bias gradients."""
+        if slot.vector:
+            return self._vectors.merged(slot, parts, sites)
         found = merge(parts, rows + self._settings.kept_triplets, weights=[1 / sites] * len(parts))
         if self._settings.error_feedback:
             self._remember(slot, parts, found, rows, sites)
         biases = [part.b_GO.double() for part in parts if part.b_GO is not None]
         b_GO = sum(biases[1:], biases[0]) / sites if biases else None
-        return found.leading(rows).factors(rows, b_GO)
+        merged = found.leading(rows).factors(rows, b_GO)
+        return self._vectors.with_merged_bias(slot, merged, sites)
 
     def _remember(
         self, slot: Slot, parts: Sequence[Factors], found: LowRank, rows: int, sites: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Literal, cast, get_args
 
 from torch import Tensor
@@ -20,6 +22,9 @@ _SMALL = 50_000
 
 
 _FEEDBACK_RANK = 8
+_RANK = 4
+_AMOUNT = re.compile(r"([\d.]+) ?([kMG]?)B")
+_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,7 +34,8 @@ class LowRankSettings(Settings):
     taps: ClassVar[bool] = True
     """Whether factors may be used; otherwise gradients are always formed."""
 
-    rank: int = 4
+    rank: int = _RANK
+    budget: float | str | None = None
     tolerance: float = 0.0
     solver: Solver = "auto"
     iterations: int | None = None
@@ -37,6 +43,7 @@ class LowRankSettings(Settings):
     error_feedback: Feedback = "factored"
     feedback_rank: int | None = None
     wire: Wire = ()
+    vectors: Wire = ()
     min_ratio: float = 1.0
     bucket_bytes: int = 1 << 16
     every: int = 1
@@ -44,6 +51,12 @@ class LowRankSettings(Settings):
     def __post_init__(self) -> None:
         """Checks the settings."""
         super().__post_init__()
+        told = "bytes per step, as '160kB', or a fraction of dense, as 1/64"
+        require(self.budget is None or _amount(self.budget) > 0, self, "budget", told)
+        alone = self.budget is None or (self.rank == _RANK and not self.tolerance)
+        require(alone, self, "budget", "it instead of rank= and tolerance=, not beside them")
+        gathered = self.budget is None or self.reduce in ("auto", "gather")
+        require(gathered, self, "reduce", "'gather' with budget=")
         require(0 <= self.tolerance < 1, self, "tolerance", "a number in [0, 1)")
         require(self.solver in get_args(Solver), self, "solver", f"one of {get_args(Solver)}")
         require((self.iterations or 1) >= 1, self, "iterations", "1 or more, or None")
@@ -55,11 +68,33 @@ class LowRankSettings(Settings):
         summable = not drops(self.codecs) or self.reduce != "all_reduce"
         added = "reduce='all_reduce' adds up what is sent"
         require(summable, self, "wire", f"BF16() at most, or another way to reduce: {added}")
+        apart = not self.vectors or self.reduce != "all_reduce"
+        require(apart, self, "vectors", f"(), or another way to reduce: {added}")
+
+    def budget_bytes(self, dense: int) -> int:
+        """Per step and site.
+
+        Args:
+            dense: what a site would send of dense gradients.
+        """
+        assert self.budget is not None
+        amount = _amount(self.budget)
+        return int(amount * dense if amount < 1 else amount)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether ranks change from step to step."""
+        return bool(self.tolerance) or self.budget is not None
 
     @property
     def codecs(self) -> Codecs:
         """What `wire` has become."""
         return cast(Codecs, self.wire)
+
+    @property
+    def vector_codecs(self) -> Codecs:
+        """What `vectors` has become."""
+        return cast(Codecs, self.vectors)
 
     @property
     def memory_rank(self) -> int:
@@ -85,3 +120,13 @@ class LowRankSettings(Settings):
     def forms(self, slot: Slot) -> bool:
         """Whether to form a gradient, and to remember all of it, is less work than factors are."""
         return self.error_feedback == "factored" and slot.numel <= _SMALL
+
+
+def _amount(budget: float | str) -> Fraction:
+    """Bytes, or if it is less than one a fraction; 0 for what is neither."""
+    text = str(budget)
+    found = _AMOUNT.fullmatch(text)
+    try:
+        return Fraction(found[1]) * _PREFIXES[found[2]] if found else Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return Fraction(0)

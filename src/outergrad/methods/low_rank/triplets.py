@@ -25,6 +25,7 @@ from outergrad.linalg.outer import apart, formed, matrices_apart, row_sum, shape
 from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad.methods.common import without_silent_ids
 from outergrad.methods.low_rank.batching import Warm, bundles, compress_together, without
+from outergrad.methods.low_rank.budget import Budget
 from outergrad.methods.low_rank.memory import Memories, Memory, compact, with_loss
 from outergrad.methods.low_rank.settings import LowRankSettings
 
@@ -39,8 +40,10 @@ _ANY_ERROR = 1e-9
 class Gathered:
     """Finds the triplets and remembers what was not sent."""
 
-    def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
-        self._settings, self._memories = settings, memories
+    def __init__(
+        self, settings: LowRankSettings, memories: Memories, budget: Budget | None = None
+    ) -> None:
+        self._settings, self._memories, self.budget = settings, memories, budget
         self._rows: dict[tuple[Place, int], int] = {}
         self._wanted: dict[Place, int] = {}
 
@@ -146,7 +149,7 @@ class Gathered:
         if slot.lookup:
             return True
         all_rows = min(gradient.d_GRO.shape[1], slot.outputs, slot.inputs)
-        holds_all = rows >= all_rows and not self._settings.tolerance and residual is None
+        holds_all = rows >= all_rows and not self._settings.adapts and residual is None
         return holds_all and not self._settings.keeps_loss  # of what encoding leaves of it
 
     def _found(
@@ -190,10 +193,17 @@ class Gathered:
         residual = self._residuals(slots, found, sent, rest_GOI)
         starts = apart(Factors(found.d_GRO, found.a_GRI), slots)
         finite = _finite(found.sigma_GR, slots)
+        self._note(slots, found.sigma_GR)
         for slot, is_finite, start, rest in zip(slots, finite, starts, residual, strict=True):
             if is_finite:
                 self._memories[slot] = Memory(start.a_GRI.mT, rest)
         return {p.slot: _with_bias(p, factors) for p, factors in zip(parts, sent, strict=True)}
+
+    def _note(self, slots: Sequence[Slot], sigma_GR: Tensor) -> None:
+        """Spectra, for who shares out a budget."""
+        if self.budget is not None:
+            for slot, sigma in zip(slots, sigma_GR.split([s.groups for s in slots]), strict=True):
+                self.budget.note(slot, sigma)
 
     def _residuals(
         self,

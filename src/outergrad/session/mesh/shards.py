@@ -16,6 +16,7 @@ from outergrad.comm.words import words_of_all
 from outergrad.core.model import Model
 from outergrad.core.transport import Comm
 from outergrad.methods.assignment import is_local, is_policy
+from outergrad.methods.common import is_method
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.mesh_step import MeshStep, Spread
@@ -107,7 +108,7 @@ def look_at(model: nn.Module, method: Any, mesh: Mesh) -> tuple[Inspection, Shar
 
 
 def _check_method(method: Any) -> None:
-    compressor = method.compressor() if callable(getattr(method, "compressor", None)) else None
+    compressor = method.compressor() if is_method(method) else None
     if compressor is not None and not compressor.takes_plain:
         raise ValueError(
             f"method={method!r} with a model of fully_shard(): the factors of a layer make up the "

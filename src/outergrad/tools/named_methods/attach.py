@@ -1,8 +1,10 @@
 """The ways to make gradients global that can be compared."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from outergrad.core.protocols import Method, Recorder
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.named_methods.first_rows import FirstRows
 from outergrad.tools.named_methods.replica import Replica
-from outergrad.tools.named_methods.settings import read_settings
+from outergrad.tools.named_methods.settings import did_you_mean, read_settings
 
 FIRST_COMPRESSED_STEP = 2
 """PowerSGD all-reduces whole gradients before: DDP still reorders its bucket until then."""
@@ -141,8 +143,36 @@ def _among(name: str) -> Method:
     return made.method
 
 
-def _ours(kind: Callable[..., Method]) -> Callable[..., Distributed]:
-    return lambda **settings: Distributed(kind(**settings))
+class _Family:
+    """Methods that differ in their settings.
+
+    Args:
+        make: Takes settings by name.
+        settings_of: Whose arguments these are, too.
+    """
+
+    def __init__(self, make: Callable[..., Attach], *settings_of: Callable[..., Any]) -> None:
+        self._make = make
+        arguments = [
+            one for by in (make, *settings_of) for one in signature(by).parameters.values()
+        ]
+        self._known = sorted({one.name for one in arguments if one.kind != Parameter.VAR_KEYWORD})
+
+    def __call__(self, **settings: Any) -> Attach:
+        """One of them.
+
+        Raises:
+            ValueError: There is no such setting, or it cannot have that value.
+        """
+        for name in settings:
+            if name not in self._known:
+                told = f"there is no setting {name!r}{did_you_mean(name, self._known)}"
+                raise ValueError(f"{told}; use {', '.join(self._known)}")
+        return self._make(**settings)
+
+
+def _ours(kind: Callable[..., Method]) -> _Family:
+    return _Family(lambda **settings: Distributed(kind(**settings)), kind)
 
 
 METHODS: dict[str, Attach] = {
@@ -163,17 +193,17 @@ METHODS: dict[str, Attach] = {
 No group means the default one. Every site of the group must call it at the same point.
 """
 
-CONFIGURABLE: dict[str, Callable[..., Attach]] = {
-    "powersgd": _powersgd,
+CONFIGURABLE: dict[str, _Family] = {
+    "powersgd": _Family(_powersgd),
     "dense": _ours(og.Dense),
     "dad": _ours(og.DAD),
-    "edad": _edad,
+    "edad": _Family(_edad, og.EDAD),
     "rank-dad": _ours(og.RankDAD),
     "sparse": _ours(og.Sparse),
     "og-powersgd": _ours(og.PowerSGD),
     "first-rows": _ours(FirstRows),
-    "local-steps": _local_steps,
-    "auto": _auto,
+    "local-steps": _Family(_local_steps),
+    "auto": _Family(_auto, og.Auto),
 }
 """Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``.
 
@@ -198,9 +228,10 @@ def attach_of(
     try:
         attach = _attach_of(name)
     except KeyError:
+        kind = name.partition(":")[0]
         raise RecipeError(
-            f"{option} must be one of {', '.join(METHODS)}, or {' or '.join(CONFIGURABLE)} with "
-            f"settings, as rank-dad:rank=16, not {name!r}"
+            f"{option} {name}: {_why_unknown(kind)}; it must be one of {', '.join(METHODS)}, or "
+            f"{' or '.join(CONFIGURABLE)} with settings, as rank-dad:rank=16"
         ) from None
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{option} {name}: {error}") from error
@@ -216,6 +247,12 @@ def attach_of(
         raise RecipeError(f"--local: {error}") from error
 
 
+def _why_unknown(kind: str) -> str:
+    if kind in METHODS:
+        return f"{kind} has no settings"
+    return f"there is no method {kind!r}{did_you_mean(kind, [*METHODS, *CONFIGURABLE])}"
+
+
 def _attach_of(name: str) -> Attach:
     """What a name with settings means.
 
@@ -226,6 +263,8 @@ def _attach_of(name: str) -> Attach:
     """
     if name in METHODS:
         return METHODS[name]
+    if of_rank := re.fullmatch(r"(rank-dad|powersgd)-(\d+)", name):
+        return CONFIGURABLE[of_rank[1]](rank=int(of_rank[2]))
     named, _, inner = name.partition(":method=")
     kind, *settings = named.split(":")
     found = read_settings(settings) | ({"method": inner} if inner else {})

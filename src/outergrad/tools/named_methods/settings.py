@@ -2,27 +2,47 @@
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import outergrad as og
 
-_CODECS: dict[str, og.wire.Codec] = {"bf16": og.wire.BF16(), "int8": og.wire.Int8()}
+_CODECS: dict[str, og.wire.Codec] = {
+    "bf16": og.wire.BF16(),
+    "int8": og.wire.Int8(),
+    "int4": og.wire.Int4(),
+    "int3": og.wire.Int3(),
+    "int2": og.wire.Int2(),
+}
+_OF_CODECS = ("wire", "vectors")
+"""Settings that are codecs."""
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
     """Reads ``rank=16`` and ``wire=topk0.1+int8`` as arguments by name.
 
     Raises:
-        ValueError: There is no such codec.
+        ValueError: There is no such codec, or a setting is there twice.
     """
-    return dict(map(_setting, texts))
+    found: dict[str, Any] = {}
+    for name, value in map(_setting, texts):
+        if name in found:
+            raise ValueError(f"{name}= is there twice")
+        found[name] = value
+    return found
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A question that names what is nearly the same, if anything is."""
+    close = get_close_matches(name.lower(), known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _setting(text: str) -> tuple[str, Any]:
     """Reads one; ``wire=fp32`` is no codec, and what is no Python number or the like is a word."""
     name, _, value = text.partition("=")
-    if name == "wire":
+    if name in _OF_CODECS:
         return name, () if value == "fp32" else tuple(map(_codec, value.split("+")))
     try:
         return name, ast.literal_eval(value)

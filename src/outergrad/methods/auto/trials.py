@@ -1,0 +1,113 @@
+"""Trials of ways: which is worth one, what came of it, and what they may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from outergrad.core.choosing import Outcome
+from outergrad.methods.auto.gains import lower_bound, medians, paired_gains, turns
+from outergrad.methods.auto.knowledge import Arm, Knowledge, Purse
+from outergrad.methods.auto.stretches import GLANCE_STEPS, ROUNDS
+from outergrad.methods.auto.usual import Usual
+from outergrad.methods.auto.ways import Ways
+
+_ENOUGH_GAINS = 40
+_SLOWER = 1.2
+"""What a glance finds so much slower is not worth more."""
+_TWICE = 2.0
+_LEAST_STAKE = 0.01
+"""What may gain less of a step is not tried, by the forecast, in parts of the model."""
+
+
+class Verdict(NamedTuple):
+    """What a trial of a way has said.
+
+    Attributes:
+        seconds: of its steps, at the slowest site.
+        kept_seconds: the same of the way beside which it was tried.
+        outcome: what came of it.
+    """
+
+    seconds: float
+    kept_seconds: float
+    outcome: Outcome
+
+
+class Trials:
+    """What came of them in one session.
+
+    Args:
+        ways: there are.
+        usual: how long steps take without one.
+        looking: share of the time that they may take.
+
+    Attributes:
+        purse: the time that they may take.
+        knowledge: what they took.
+    """
+
+    def __init__(self, ways: Ways, usual: Usual, looking: float) -> None:
+        self._ways, self._usual = ways, usual
+        self.purse, self.knowledge = Purse(looking), Knowledge()
+        self._gains: list[float] = []
+
+    # -- which is worth one ---------------------------------------------------------------------
+
+    def candidate(self, kept: Arm, step: int) -> Arm | None:
+        """The most promising way that may be tried now."""
+        usual_s = self._usual.seconds
+        if usual_s is None:
+            return None
+        due = [arm for arm in self._ways.near(kept) if self.knowledge.due(arm, step)]
+        promising = [arm for arm in due if self._promises(arm, kept, usual_s)]
+        mixed = lambda arm: (len(set(arm)) > 1, self._ways.seconds(arm))  # noqa: E731
+        return min(promising, key=mixed, default=None)
+
+    def _promises(self, arm: Arm, kept: Arm, usual_s: float) -> bool:
+        """Whether a way may gain so much that it matters, and a glance at it can be afforded."""
+        more_s = self._ways.seconds(arm) - self._ways.seconds(kept)
+        matters = len(set(arm)) == 1 or abs(more_s) > _LEAST_STAKE * usual_s
+        unlikely = more_s > usual_s
+        price_s = GLANCE_STEPS * more_s if unlikely else usual_s
+        return matters and self.purse.affords(price_s, 0.0 if unlikely else usual_s)
+
+    # -- what came of it ------------------------------------------------------------------------
+
+    def after_glance(self, seconds: Sequence[float]) -> Verdict | None:
+        """By the better of its steps: one may have been interrupted. None: both take turns."""
+        usual_s = self._usual.seconds
+        assert usual_s is not None
+        took_s = min(seconds[1:])
+        self._spend(sum(min(s, _TWICE * took_s) - usual_s for s in seconds))
+        if max(seconds[1:]) < min(self._usual.last):
+            return Verdict(took_s, usual_s, Outcome.FASTER)
+        if took_s < _SLOWER * usual_s and self._affords_turns(took_s - usual_s, usual_s):
+            self._gains = []
+            return None
+        outcome = Outcome.TWICE if took_s >= _TWICE * usual_s else Outcome.SLOWER
+        return Verdict(took_s, usual_s, outcome)
+
+    def after_turns(self, seconds: Sequence[float]) -> Verdict | None:
+        """By all pairs of steps so far. None: the turns go on."""
+        kept_s, other_s = medians(seconds)
+        self._spend(len(seconds) / 2 * (other_s - kept_s))
+        self._gains += paired_gains(seconds)
+        open_still = lower_bound(self._gains) <= 0 < median(self._gains)
+        goes_on = open_still and self._affords_turns(other_s - kept_s, kept_s)
+        if goes_on and len(self._gains) < _ENOUGH_GAINS:
+            return None
+        return Verdict(other_s, kept_s, self._outcome())
+
+    def _outcome(self) -> Outcome:
+        if lower_bound(self._gains) > 0:
+            return Outcome.FASTER
+        slower = lower_bound([-gain for gain in self._gains]) > 0
+        return Outcome.SLOWER if slower else Outcome.NO_FASTER
+
+    def _affords_turns(self, more_s: float, usual_s: float) -> bool:
+        return self.purse.affords(len(turns(ROUNDS)) / 2 * max(more_s, 0.0), usual_s)
+
+    def _spend(self, more_s: float) -> None:
+        self.purse.spent_s += max(more_s, 0.0)

@@ -1,0 +1,62 @@
+"""What layers do in the next forward: go through taps, count rows, or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
+from outergrad.core.model import Choice
+from outergrad.core.types import Source, Unit
+
+
+class NextForward:
+    """Follows what steps have chosen.
+
+    Args:
+        units: of the model.
+        tap_next: of each, whether it is tapped in the first forward.
+
+    Attributes:
+        tap_next: of each unit, whether it is tapped in the next one.
+        layers: whose classes were swapped.
+    """
+
+    def __init__(self, units: Sequence[Unit], tap_next: Sequence[bool]) -> None:
+        self.tap_next = dict(zip(units, tap_next, strict=True))
+        self.layers: list[TappedLayer] = []
+        self._unit_of = {source: unit for unit in units for source in unit.sources}
+        self._graphs = GraphTaps()
+        self._followed: Choice | None = None
+        self._counting: AbstractSet[Unit] | None = None
+
+    def taps(self, sources: Sequence[Source]) -> bool:
+        """Whether the unit of some of these is tapped."""
+        return any(self.tap_next[self._unit_of[source]] for source in sources)
+
+    def follow(self, units: Sequence[Unit], choice: Choice) -> bool:
+        """Goes by what a step of these units has chosen; False if that is nothing new."""
+        if choice is self._followed:
+            return False
+        self._followed = choice
+        self.tap_next.update(zip(units, choice.tap_next, strict=True))
+        self._graphs.follow({layer: self.taps(layer.slots) for layer in self.layers})
+        return True
+
+    def resume(self, tap_next: Mapping[Unit, bool]) -> None:
+        """Goes on from a saved step; all layers count."""
+        self.tap_next, self._followed = dict(tap_next), None
+        self.let_rest(None)
+
+    def let_rest(self, counting: AbstractSet[Unit] | None) -> None:
+        """Spares layers what nothing follows from.
+
+        Args:
+            counting: units whose layers count rows; None for all.
+        """
+        if counting is self._counting:
+            return
+        self._counting = counting
+        for layer in self.layers:
+            units = {self._unit_of[slot] for slot in layer.slots}
+            layer.rests = counting is not None and counting.isdisjoint(units)

@@ -1,0 +1,191 @@
+"""The certificates of a star: an authority of its own, one for the hub, one for each site."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+_AUTHORITY_DAYS = 3650
+DAYS = 365
+_SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_EARLIER = timedelta(hours=1)
+"""Clocks differ."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A private key and its certificate, as PEM.
+
+    Attributes:
+        key: never leaves who it is of, but in its kit.
+        certificate: for everyone.
+    """
+
+    key: str
+    certificate: str
+
+    @property
+    def private_key(self) -> ec.EllipticCurvePrivateKey:
+        """What signs."""
+        key = serialization.load_pem_private_key(self.key.encode(), None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        return key
+
+    @property
+    def serial(self) -> int:
+        """Of the certificate."""
+        return read_certificate(self.certificate).serial_number
+
+
+def site_name(name: str) -> str:
+    """The name, if a site may have it.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if not _SITE_NAME.fullmatch(name):
+        raise ValueError(f"a site cannot be called {name!r}: letters, digits, and . _ - are meant")
+    return name
+
+
+def new_authority() -> Identity:
+    """Whose certificates a star believes."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _named("outergrad authority")
+    built = _builder(name, name, key, _AUTHORITY_DAYS)
+    built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    usage = x509.KeyUsage(*(False,) * 5, key_cert_sign=True, crl_sign=True, **_NO_CIPHERS)
+    return _signed(built.add_extension(usage, critical=True), key, key)
+
+
+def new_hub(authority: Identity, hosts: Sequence[str], days: int = DAYS) -> Identity:
+    """The hub's.
+
+    Args:
+        authority: who signs it.
+        hosts: names and addresses by which sites reach the hub.
+        days: how long it holds.
+    """
+    names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
+    return _issued(authority, "hub", ExtendedKeyUsageOID.SERVER_AUTH, days, names)
+
+
+def new_site(authority: Identity, name: str, days: int = DAYS) -> Identity:
+    """A site's: the name in it is who it is, whatever it says.
+
+    Args:
+        authority: who signs it.
+        name: of the site.
+        days: how long it holds.
+    """
+    return _issued(authority, site_name(name), ExtendedKeyUsageOID.CLIENT_AUTH, days)
+
+
+def read_certificate(pem: str | bytes) -> x509.Certificate:
+    """From PEM.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
+
+
+def name_in(certificate: x509.Certificate) -> str:
+    """Who it is of."""
+    (found,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found.value)
+
+
+def check_site(certificate: x509.Certificate, authority: x509.Certificate, name: str) -> None:
+    """Checks that a certificate is a site's, of this name, and holds now.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        certificate.verify_directly_issued_by(authority)
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except Exception as error:  # what is wrong has many names
+        raise ValueError(f"the certificate of {name!r} is not of this star") from error
+    now = datetime.now(timezone.utc)
+    holds = certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
+    if not holds or name_in(certificate) != name or ExtendedKeyUsageOID.CLIENT_AUTH not in uses:
+        raise ValueError(f"the certificate that came for {name!r} is another one, or expired")
+
+
+_NO_CIPHERS = {"encipher_only": False, "decipher_only": False}
+
+
+def _issued(
+    authority: Identity,
+    name: str,
+    use: x509.ObjectIdentifier,
+    days: int,
+    names: x509.SubjectAlternativeName | None = None,
+) -> Identity:
+    key, issuer = ec.generate_private_key(ec.SECP256R1()), read_certificate(authority.certificate)
+    built = _builder(_named(name), issuer.subject, key, days)
+    built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    built = built.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+    if names is not None:
+        built = built.add_extension(names, critical=False)
+    return _signed(built, key, authority.private_key)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.now(timezone.utc)
+    return x509.CertificateBuilder(
+        issuer_name=issuer,
+        subject_name=subject,
+        public_key=key.public_key(),
+        serial_number=x509.random_serial_number(),
+        not_valid_before=now - _EARLIER + min(timedelta(days=days), timedelta()),
+        not_valid_after=now + timedelta(days=days),
+    )
+
+
+def _signed(
+    built: x509.CertificateBuilder,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+) -> Identity:
+    certificate = built.sign(signer, hashes.SHA256())
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return Identity(private.decode(), certificate.public_bytes(serialization.Encoding.PEM).decode())
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def write_secret(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file that its owner alone may read, and that is not there yet.
+
+    Raises:
+        OSError: it is there, or cannot be written.
+    """
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(opened, "w") as file:
+        file.write(text)

@@ -1,0 +1,190 @@
+"""The collectives of a star: every site has a line to the hub, which relays and adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outergrad.comm.cost import StarCost
+from outergrad.comm.work import Ready
+from outergrad.core.transport import Comm, Enough
+from outergrad.messages.vote import WORDS
+from outergrad.star.arrivals import Arrival
+from outergrad.star.frames import ALL, UNKNOWN, VOTES, Kind
+from outergrad.star.line import Line, Place
+from outergrad.star.sums import DTYPES
+
+_STEP_WORD = 2
+"""Of a vote."""
+_WORD, _AT_EXIT, _AT_END = "word", "exit", "end/{}"
+"""Names of texts; of several that a site has left, the first counts."""
+
+
+class StarComm(Comm):
+    """A session on a line.
+
+    Args:
+        line: of this process.
+        key: what sessions on that line have in common.
+        device: of the tensors.
+        patience_s: how long a message may take.
+    """
+
+    def __init__(self, line: Line, key: Any, device: torch.device, patience_s: float) -> None:
+        self._line, self.key, self.device = line, key, device
+        self.rank, self.world_size = line.rank, len(line.names)
+        self.cost, self.patience_s = StarCost(self.world_size), patience_s
+        self.sent_bytes = self.received_bytes = 0
+
+    def all_reduce(self, t: Tensor) -> StarWork | Ready:
+        """By the hub, in float64, in the order of sites."""
+        self._book(*self.cost.all_reduce(t.nbytes))
+        if self.world_size == 1 or not t.numel():
+            return Ready(t)
+        place = self._line.place(Kind.SUM, 0, dtype=DTYPES.index(_name(t)))
+        arrival = self._line.expect(place, {ALL: t.nbytes})
+        self._line.send(place, _bytes(t))
+        return self._work(place, arrival, lambda rooms: _copy_into(t, rooms[ALL]))
+
+    def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> StarWork | Ready:
+        """This site's to every other."""
+        others = (sum(sizes) - sizes[self.rank]) * t.itemsize
+        self._book(*self.cost.all_gather(t.nbytes, others))
+        place = self._line.place(Kind.GATHER, lane, _step_of(t, lane))
+        arrival = self._line.expect(place, self._expected(sizes, t.itemsize))
+        if t.numel() and self.world_size > 1:
+            self._line.send(place, _bytes(t))
+        own = t.clone()
+        return self._work(place, arrival, self._in_order(own))
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> StarWork | Ready:
+        """To each its own."""
+        own = parts[self.rank]
+        sent = sum(part.nbytes for part in parts) - own.nbytes
+        self._book(*self.cost.all_to_all(sent, (sum(sizes) - sizes[self.rank]) * own.itemsize))
+        place = self._line.place(Kind.EACH, 0)
+        arrival = self._line.expect(place, self._expected(sizes, own.itemsize))
+        for rank, part in enumerate(parts):
+            if rank != self.rank and part.numel():
+                self._line.send(place, _bytes(part), rank)
+        return self._work(place, arrival, self._in_order(own.clone()))
+
+    def broadcast(self, t: Tensor) -> None:
+        """From the first site; it is not counted."""
+        place = self._line.place(Kind.GATHER, 0)
+        expected = {0: t.nbytes} if self.rank and t.nbytes else {}
+        arrival = self._line.expect(place, expected)
+        if self.rank == 0 and t.nbytes and self.world_size > 1:
+            self._line.send(place, _bytes(t))
+        rooms = self._line.wait(place, arrival, self.patience_s)
+        if rooms:
+            _copy_into(t, rooms[0])
+
+    def notes(self, session: int) -> StarNotes:
+        """On the line."""
+        return StarNotes(self._line, session)
+
+    def give_up(
+        self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
+    ) -> list[str | None] | None:
+        """Through the hub, which the others may still reach."""
+        line = self._line
+        line.abandon()
+        line.leave_text(_WORD, text)
+        line.leave()
+        if not line.wait_for(lambda: enough(self._texts(session)), patience_s):
+            line.leave_text(_WORD, final)
+        texts = self._texts(session)
+        return None if line.has_failed and not enough(texts) else texts
+
+    def close(self) -> None:
+        """The others hear that this site has left."""
+        self._line.leave()
+
+    def _texts(self, session: int) -> list[str | None]:
+        names = (_WORD, _AT_EXIT, _AT_END.format(session))
+        left = self._line.texts
+        return [
+            next((left[site, name] for name in names if (site, name) in left), None)
+            for site in range(self.world_size)
+        ]
+
+    def _expected(self, sizes: Sequence[int], itemsize: int) -> dict[int, int]:
+        others = (site for site in range(self.world_size) if site != self.rank and sizes[site])
+        return {site: sizes[site] * itemsize for site in others}
+
+    def _in_order(self, own: Tensor) -> Callable[[Mapping[int, np.ndarray]], list[Tensor]]:
+        def found(rooms: Mapping[int, np.ndarray]) -> list[Tensor]:
+            parts = [own.new_empty(0)] * self.world_size
+            parts[self.rank] = own
+            for site, room in rooms.items():
+                parts[site] = _tensor(room, own)
+            return parts
+
+        return found
+
+    def _book(self, sent: int, received: int) -> None:
+        self.sent_bytes += sent
+        self.received_bytes += received
+
+    def _work(
+        self, place: Place, arrival: Arrival, then: Callable[[Mapping[int, np.ndarray]], Any]
+    ) -> StarWork:
+        return StarWork(lambda: self._line.wait(place, arrival, self.patience_s), then)
+
+
+class StarWork:
+    """A collective under way."""
+
+    def __init__(
+        self,
+        arrived: Callable[[], Mapping[int, np.ndarray]],
+        then: Callable[[Mapping[int, np.ndarray]], Any],
+    ) -> None:
+        self._arrived, self._then = arrived, then
+
+    def wait(self) -> Any:
+        """Blocks until all messages are there."""
+        return self._then(self._arrived())
+
+
+class StarNotes:
+    """Where a site that leaves in order leaves a text for the others."""
+
+    def __init__(self, line: Line, session: int) -> None:
+        self._line, self._session = line, session
+
+    def leave_at_end(self, text: str, *, of_process: bool) -> None:
+        """By the hub, which keeps it for those that have not heard it."""
+        name = _AT_EXIT if of_process else _AT_END.format(self._session)
+        self._line.leave_text(name, text)
+
+    def stay(self, sites: Sequence[int]) -> None:
+        """The hub stays."""
+
+
+def _bytes(t: Tensor) -> bytes:
+    """A copy, which stays as it is."""
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(room: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(room).view(like.dtype).to(like.device)
+
+
+def _copy_into(t: Tensor, room: np.ndarray) -> Tensor:
+    return t.copy_(_tensor(room, t).view(t.shape))
+
+
+def _name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _step_of(t: Tensor, lane: int) -> int:
+    """Of a vote: the log of the hub tells of it."""
+    is_vote = lane == VOTES and t.dtype == torch.int64 and t.numel() == WORDS
+    return int(t[_STEP_WORD]) if is_vote else UNKNOWN

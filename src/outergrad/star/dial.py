@@ -1,0 +1,119 @@
+"""Dials the hub, and dials again when a stream breaks: gRPC with mutual TLS."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+
+import grpc
+
+from outergrad.star.frames import MalformedError
+from outergrad.star.kit import Kit
+from outergrad.star.line import Line, Stream
+from outergrad.star.server import KEEPALIVE, METHOD, SERVICE
+
+_AGAIN_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_FLUSH_S = 2.0
+"""How long a process that ends stays for what it has sent."""
+_OPTIONS = (*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+_FINAL = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED}
+"""Dialling again would end in the same way."""
+
+
+class Dialler:
+    """Keeps a line connected, from a thread of its own.
+
+    Args:
+        line: this.
+        address: host and port of the hub.
+        kit: of the site.
+        patience_s: how long the hub may be out of reach.
+    """
+
+    def __init__(self, line: Line, address: str, kit: Kit, patience_s: float) -> None:
+        self._line, self._address, self._patience_s = line, address, patience_s
+        key, certificate = kit.key.encode(), kit.certificate.encode()
+        self._credentials = grpc.ssl_channel_credentials(kit.authority.encode(), key, certificate)
+        self._call: grpc.Call | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="star line", daemon=True)
+        self._thread.start()
+        _DIALLERS.add(self)
+
+    def _run(self) -> None:
+        """One stream after another, until there is nothing more to say."""
+        heard_at, pause_s = time.monotonic(), _AGAIN_S
+        while not self._is_done():
+            began = time.monotonic()
+            was_welcome, error = self._stream()
+            if was_welcome:
+                heard_at, pause_s = time.monotonic(), _AGAIN_S
+            why = f"the hub at {self._address}: {_details(error)}"
+            if isinstance(error, MalformedError) or _code(error) in _FINAL:
+                self._line.fail(why)
+                return
+            if time.monotonic() - max(heard_at, began if was_welcome else 0) > self._patience_s:
+                self._line.fail(f"{why}, for {self._patience_s:g} s")
+                return
+            self._ended.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _stream(self) -> tuple[bool, Exception | None]:
+        """One stream to its end: whether the hub has answered, and why it ended."""
+        stream, error = Stream(), None
+        try:
+            with grpc.secure_channel(self._address, self._credentials, _OPTIONS) as channel:
+                call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(self._line.messages(stream))
+                self._call = call
+                for message in call:
+                    self._line.take(stream, message)
+        except (grpc.RpcError, MalformedError) as raised:
+            error = raised
+        finally:
+            self._line.break_off(stream)
+        return stream.is_welcome, error
+
+    def _is_done(self) -> bool:
+        return self._ended.is_set() and (self._line.is_flushed or not self._line.is_ready)
+
+    def end(self) -> None:
+        """Leaves, when what was sent has arrived; does not wait for it."""
+        self._line.leave()
+        self._ended.set()
+        threading.Thread(target=self._hang_up, name="star end", daemon=True).start()
+
+    def _hang_up(self) -> None:
+        self._line.wait_for(lambda: self._line.is_flushed or not self._line.is_ready, _FLUSH_S)
+        self._line.fail("this site has left")
+        if self._call is not None:
+            self._call.cancel()
+
+    def finish(self) -> None:
+        """Leaves, and waits for that."""
+        self._line.leave()
+        self._ended.set()
+        self._hang_up()
+        self._thread.join(_FLUSH_S)
+
+
+_DIALLERS: weakref.WeakSet[Dialler] = weakref.WeakSet()
+
+
+@atexit.register
+def finish_all() -> None:
+    """When Python ends, what was sent has to arrive."""
+    for dialler in list(_DIALLERS):
+        dialler.finish()
+
+
+def _code(error: Exception | None) -> grpc.StatusCode | None:
+    return error.code() if isinstance(error, grpc.Call) else None
+
+
+def _details(error: Exception | None) -> str:
+    if error is None:
+        return "it ended the stream"
+    told = error.details() if isinstance(error, grpc.Call) else str(error)
+    return " ".join(str(told).split())

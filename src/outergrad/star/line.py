@@ -1,0 +1,323 @@
+"""A site's line to the hub: what goes over it is kept through as many streams as it takes."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from outergrad.core.errors import ExchangeError, Failure
+from outergrad.star.arrivals import Arrival
+from outergrad.star.frames import ALL, DATA, UNKNOWN, Frame, Kind, unpacked
+from outergrad.star.hub import Hello, Welcome
+from outergrad.star.outgoing import Outgoing
+from outergrad.star.pipe import Pipe
+from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
+
+_BATCH_BYTES = 1 << 16
+_ACK_BYTES = WINDOW_BYTES // 8
+_WAIT_S = 1.0
+"""Nobody waits for longer without looking."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a collective, the same on all sites.
+
+    Attributes:
+        kind: of its messages.
+        lane: each has an order of its own.
+        number: in its lane.
+        step: that this site is in, or UNKNOWN.
+        dtype: of a sum, as in `sums.DTYPES`.
+    """
+
+    kind: Kind
+    lane: int
+    number: int
+    step: int = UNKNOWN
+    dtype: int = 0
+
+
+class Stream:
+    """One stream of a line; when it ends, another takes its place."""
+
+    def __init__(self) -> None:
+        self.is_welcome = False
+        """Whether the hub has answered."""
+        self.is_over = False
+
+
+class Line:
+    """One process's place in a run; knows of no network (`dial.py` does).
+
+    Attributes:
+        rank: of this site, once welcome.
+        names: of all sites, in the order of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.rank, self.names = 0, ()
+        self.instance = secrets.token_hex(16)
+        self._pipe, self._window = Pipe(), Window()
+        self._out = Outgoing(self._pipe, self._window)
+        self._numbers: Counter[int] = Counter()
+        self._arrivals: defaultdict[tuple[int, int], Arrival] = defaultdict(Arrival)
+        self._run = 0
+        self._owed, self._hurried = 0, False
+        self._moved_at = 0.0
+        self._failure: ExchangeError | None = None
+        self.is_ready = False
+        self.has_left = False
+        self.gone: dict[int, str] = {}
+        """Sites that left or are lost, and why."""
+        self.texts: dict[tuple[int, str], str] = {}
+        """What sites have left, by rank and name."""
+        self.keys: dict[int, bytes] = {}
+        """What sites have said of their keys."""
+
+    # -- what streams do ---------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """The first message on a stream."""
+        with self.changed:
+            run = self._run if self.is_ready else 0
+            return Hello(self.instance, run, self._pipe.heard).frame().packed()
+
+    def messages(self, stream: Stream) -> Iterator[bytes]:
+        """What goes out on a stream, until it ends."""
+        yield self.hello()
+        while (message := self._next(stream)) is not None:
+            yield message
+
+    def _next(self, stream: Stream) -> bytes | None:
+        def is_due() -> bool:
+            has_something = stream.is_welcome and (self._out.is_due or self._owes_ack)
+            return stream.is_over or has_something
+
+        with self.changed:
+            self.changed.wait_for(is_due)
+            if stream.is_over:
+                return None
+            frames = [self._window.ack(self._pipe.heard), *self._out.batch(_BATCH_BYTES)]
+            self._owed, self._hurried = 0, False
+        return b"".join(frame.packed() for frame in frames)
+
+    @property
+    def _owes_ack(self) -> bool:
+        return self._hurried or self._owed >= _ACK_BYTES
+
+    def take(self, stream: Stream, message: bytes) -> None:
+        """What came on a stream.
+
+        Raises:
+            MalformedError: no hub sends that.
+        """
+        frames = unpacked(message)
+        with self.changed:
+            for frame in frames:
+                self._take(stream, frame)
+            self.changed.notify_all()
+
+    def _take(self, stream: Stream, frame: Frame) -> None:
+        if frame.kind == Kind.WELCOME:
+            self._welcome(stream, Welcome.of(frame))
+        elif frame.kind == Kind.ACK:
+            self._window.update(frame)
+            if self._pipe.acknowledge(heard_in(frame)):
+                self._moved_at = time.monotonic()
+        elif self._pipe.accept(frame):
+            self._owed += cost_of(frame)
+            self._hurried = self._hurried or frame.kind not in DATA
+            self._hear(frame)
+
+    def _welcome(self, stream: Stream, welcome: Welcome) -> None:
+        self.rank, self.names, self._run = welcome.rank, tuple(welcome.names), welcome.run
+        self._pipe.resume(welcome.heard)
+        stream.is_welcome = True
+
+    def _hear(self, frame: Frame) -> None:
+        if frame.kind in DATA:
+            self._arrivals[frame.lane, frame.number].take(frame)
+        elif frame.kind == Kind.READY:
+            self.is_ready = True
+        elif frame.kind == Kind.GONE:
+            self.gone[frame.sender] = _text(frame)
+        elif frame.kind == Kind.TEXT:
+            name, _, text = _text(frame).partition("\n")
+            self.texts[frame.sender, name] = text
+        elif frame.kind == Kind.KEY:
+            self.keys[frame.sender] = bytes(frame.payload)
+        elif frame.kind == Kind.FAULT:
+            self._failure = self._failure or ExchangeError(_text(frame))
+
+    def break_off(self, stream: Stream) -> None:
+        """A stream ended."""
+        with self.changed:
+            stream.is_over = True
+            self.changed.notify_all()
+
+    def fail(self, why: str) -> None:
+        """The hub cannot be reached any more, for good."""
+        with self.changed:
+            told = ExchangeError(why, kind=Failure.TRANSPORT)
+            self._failure = self._failure or told
+            self.changed.notify_all()
+
+    # -- what collectives do -----------------------------------------------------------------------
+
+    def place(self, kind: Kind, lane: int, step: int = UNKNOWN, dtype: int = 0) -> Place:
+        """The next collective of a lane."""
+        with self.changed:
+            self._numbers[lane] += 1
+            return Place(kind, lane, self._numbers[lane], step, dtype)
+
+    def expect(self, place: Place, sizes: Mapping[int, int]) -> Arrival:
+        """Gets ready for messages.
+
+        Args:
+            place: of the collective.
+            sizes: bytes from each sender.
+        """
+        with self.changed:
+            arrival = self._arrivals[place.lane, place.number]
+            arrival.expect(place.kind, sizes)
+            return arrival
+
+    def send(self, place: Place, payload: bytes, recipient: int = ALL) -> None:
+        """Starts to send a message.
+
+        Args:
+            place: of the collective.
+            payload: not changed any more.
+            recipient: for whom, where it is not for all.
+        """
+        with self.changed:
+            self._raise_failure()
+            head = Frame(
+                kind=place.kind,
+                lane=place.lane,
+                dtype=place.dtype,
+                run=self._run,
+                number=place.number,
+                step=place.step,
+                sender=self.rank,
+                recipient=recipient,
+            )
+            self._out.add(head, payload)
+            self.changed.notify_all()
+
+    def wait(self, place: Place, arrival: Arrival, patience_s: float) -> dict[int, np.ndarray]:
+        """Until all messages of a collective are there; for as long as something moves.
+
+        Raises:
+            ExchangeError: they will not come.
+        """
+        began = time.monotonic()
+        with self.changed:
+            try:
+                self._await(arrival, patience_s)
+            except ExchangeError as error:
+                error.waited_s = time.monotonic() - began
+                raise
+            finally:
+                self._arrivals.pop((place.lane, place.number), None)
+            return arrival.rooms()
+
+    def _await(self, arrival: Arrival, patience_s: float) -> None:
+        since, seen = time.monotonic(), arrival.changes
+        while missing := arrival.missing():
+            self._raise_failure()
+            self._raise_gone(missing)
+            now = time.monotonic()
+            if arrival.changes != seen:
+                since, seen = now, arrival.changes
+            left = max(since, self._moved_at) + patience_s - now
+            if left <= 0:
+                sites = () if ALL in missing else tuple(sorted(missing))
+                raise ExchangeError(Failure.TIMEOUT.value, sites, kind=Failure.TIMEOUT)
+            self.changed.wait(min(left, _WAIT_S))
+
+    def _raise_gone(self, missing: set[int]) -> None:
+        gone = sorted(self.gone if ALL in missing else missing & self.gone.keys())
+        if gone:
+            raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self.has_left:
+            raise ExchangeError("this site has left", kind=Failure.LOCAL)
+
+    # -- what sites tell ---------------------------------------------------------------------------
+
+    def wait_until_ready(self, wait_s: float) -> None:
+        """Until all sites are there.
+
+        Raises:
+            RuntimeError: they have not come, or the hub cannot be reached.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_ready or self._failure is not None, wait_s)
+            if self._failure is not None:
+                raise RuntimeError(str(self._failure)) from self._failure
+            if not self.is_ready:
+                raise RuntimeError(
+                    f"not all of the sites {', '.join(self.names)} came within {wait_s:g} s"
+                    if self.names
+                    else f"the hub did not answer within {wait_s:g} s"
+                )
+
+    def leave_text(self, name: str, text: str) -> None:
+        """Leaves a text for all others."""
+        with self.changed:
+            self.texts[self.rank, name] = text
+            self._push(Kind.TEXT, f"{name}\n{text}".encode())
+
+    def leave_key(self, key: bytes) -> None:
+        """Tells all others of this site's key."""
+        with self.changed:
+            self._push(Kind.KEY, key)
+
+    def leave(self) -> None:
+        """The others hear that this site has gone; what was sent before comes before that."""
+        with self.changed:
+            if not self.has_left:
+                self.has_left = True
+                self._out.end(Frame(Kind.GONE, run=self._run, sender=self.rank))
+            self.changed.notify_all()
+
+    def abandon(self) -> None:
+        """What has not been sent yet is not meant to arrive any more."""
+        with self.changed:
+            self._out.clear()
+
+    def _push(self, kind: Kind, payload: bytes = b"") -> None:
+        self._pipe.push(Frame(kind, payload, run=self._run, sender=self.rank))
+        self.changed.notify_all()
+
+    def wait_for(self, done: Callable[[], bool], wait_s: float) -> bool:
+        """Until something holds, or nothing can come any more; returns whether it does."""
+        with self.changed:
+            self.changed.wait_for(lambda: done() or self._failure is not None, wait_s)
+            return done()
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether the hub has all that this site sent."""
+        return self._out.is_empty
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the hub cannot be reached."""
+        return self._failure is not None
+
+
+def _text(frame: Frame) -> str:
+    return bytes(frame.payload).decode(errors="replace")

@@ -1,0 +1,100 @@
+"""What a site has to send: messages by lane, cut into frames as far as the window is open."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from outergrad.star.frames import LANES, Frame, chunk_bytes
+from outergrad.star.pipe import Pipe
+from outergrad.star.window import Window
+
+
+@dataclass
+class _Message:
+    """Being sent.
+
+    Attributes:
+        head: what all its frames have in common.
+        payload: all of it.
+        sent: bytes of it that are on their way.
+    """
+
+    head: Frame
+    payload: memoryview
+    sent: int = 0
+
+    def next_frame(self) -> Frame:
+        """The next part."""
+        part = self.payload[self.sent : self.sent + chunk_bytes(len(self.payload))]
+        frame = replace(self.head, payload=part, offset=self.sent, total=len(self.payload))
+        self.sent += len(part)
+        return frame
+
+
+class Outgoing:
+    """Of one site. Whoever calls its methods holds the lock of the line.
+
+    Args:
+        pipe: to the hub.
+        window: of this site.
+    """
+
+    def __init__(self, pipe: Pipe, window: Window) -> None:
+        self._pipe, self._window = pipe, window
+        self._lanes: list[deque[_Message]] = [deque() for _ in range(LANES)]
+        self._last: Frame | None = None
+
+    def add(self, head: Frame, payload: bytes) -> None:
+        """One more message.
+
+        Args:
+            head: what all its frames have in common.
+            payload: not empty, and not changed any more.
+        """
+        self._lanes[head.lane].append(_Message(head, memoryview(payload)))
+
+    def end(self, last: Frame) -> None:
+        """Sends a frame behind all messages."""
+        self._last = last
+
+    def clear(self) -> None:
+        """Forgets what has not begun to travel."""
+        for lane in self._lanes:
+            lane.clear()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something can be sent now."""
+        return self._pipe.has_unsent or any(self._open_lanes()) or self._is_last_due
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the hub has everything."""
+        return self._pipe.is_empty and not any(self._lanes) and self._last is None
+
+    @property
+    def _is_last_due(self) -> bool:
+        return self._last is not None and not any(self._lanes)
+
+    def batch(self, most_bytes: int) -> list[Frame]:
+        """The next frames: what must go again first, then lanes in turn."""
+        if not self._pipe.has_unsent:
+            for lane in self._open_lanes():
+                self._push_one(lane)
+        if self._last is not None and self._is_last_due:
+            self._pipe.push(self._last)
+            self._last = None
+        return self._pipe.batch(most_bytes)
+
+    def _open_lanes(self) -> list[deque[_Message]]:
+        return [
+            queue for lane, queue in enumerate(self._lanes) if queue and self._window.is_open(lane)
+        ]
+
+    def _push_one(self, lane: deque[_Message]) -> None:
+        frame = lane[0].next_frame()
+        self._window.send(frame)
+        self._pipe.push(frame)
+        if lane[0].sent == len(lane[0].payload):
+            lane.popleft()

@@ -1,0 +1,151 @@
+"""One run: the processes that train together, and what the hub does with what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from outergrad.star.frames import ALL, VOTES, Frame, Kind, MalformedError
+from outergrad.star.member import Member, relay
+from outergrad.star.sums import added
+from outergrad.star.window import cost_of
+
+Told = Callable[..., None]
+"""Is told what happened: its name, and facts of it."""
+_MOST_TEXT = 1 << 15
+
+
+class Run:
+    """From the first site's coming to the last one's going.
+
+    Whoever calls its methods holds the lock of the hub.
+
+    Args:
+        number: counts the runs of the hub.
+        names: of the sites, in the order of their ranks.
+        tell: hears what happens.
+    """
+
+    def __init__(self, number: int, names: Sequence[str], tell: Told) -> None:
+        self.number, self.names, self._tell = number, tuple(names), tell
+        self.members: dict[int, Member] = {}
+        self.is_ready = False
+        self._sums: dict[tuple[int, int, int], dict[int, Frame]] = {}
+        self._votes: dict[int, dict[str, int]] = {}
+
+    def join(self, member: Member) -> None:
+        """One more; where all are there, they hear of it."""
+        self.members[member.rank] = member
+        self._tell("joined", run=self.number, site=member.name)
+        if len(self.members) == len(self.names):
+            self.is_ready = True
+            self._tell("began", run=self.number, sites=list(self.names))
+            for one in self.members.values():
+                one.push(Frame(Kind.READY, run=self.number))
+
+    def is_open_to(self, rank: int) -> bool:
+        """Whether a new process of a site may join."""
+        return not self.is_ready and rank not in self.members
+
+    def leave(self, member: Member, why: str) -> None:
+        """A site has left, or is lost: the others hear of it. Before the begin it may come back."""
+        if member.is_gone:
+            return
+        member.is_gone = True
+        self._tell(
+            "left" if member.has_left else "lost", run=self.number, site=member.name, why=why
+        )
+        if not self.is_ready:
+            del self.members[member.rank]
+            return
+        gone = Frame(Kind.GONE, why.encode(), run=self.number, sender=member.rank)
+        self._to_others(member, gone, [])
+
+    def take(self, member: Member, frame: Frame) -> None:
+        """Does what a frame asks for.
+
+        Raises:
+            MalformedError: no site sends that.
+        """
+        if frame.run != self.number:
+            raise MalformedError(f"a frame of run {frame.run} in run {self.number}")
+        if frame.sender != member.rank:
+            raise MalformedError(f"a frame under the name of {self._name_of(frame.sender)}")
+        if frame.kind not in _ACTIONS:
+            raise MalformedError(f"a frame of kind {frame.kind.name}")
+        _ACTIONS[frame.kind](self, member, frame)
+
+    def _name_of(self, rank: int) -> str:
+        return repr(self.names[rank]) if rank < len(self.names) else f"site {rank}"
+
+    def _gather(self, member: Member, frame: Frame) -> None:
+        self._to_others(member, frame, [(member, frame.lane, cost_of(frame))])
+        if frame.lane == VOTES and frame.offset == 0:
+            self._note_vote(member, frame)
+
+    def _each(self, member: Member, frame: Frame) -> None:
+        to = self.members.get(frame.recipient)
+        if to is None or to is member:
+            raise MalformedError(f"a frame for site {frame.recipient}")
+        relay(frame, _reached([to]), [(member, frame.lane, cost_of(frame))])
+
+    def _sum(self, member: Member, frame: Frame) -> None:
+        """Adds up when all are there."""
+        place = frame.lane, frame.number, frame.offset
+        parts = self._sums.setdefault(place, {})
+        if member.rank in parts:
+            raise MalformedError("a part of a sum for the second time")
+        parts[member.rank] = frame
+        if len(parts) < len(self.names):
+            return
+        del self._sums[place]
+        ordered = [parts[rank] for rank in sorted(parts)]
+        if len({(part.dtype, part.total, len(part.payload)) for part in ordered}) > 1:
+            self._fault(f"the sites do not agree on the length of sum {frame.number}")
+            return
+        total = added([part.payload for part in ordered], frame.dtype)
+        owed = [(self.members[part.sender], part.lane, cost_of(part)) for part in ordered]
+        summed = replace(frame, payload=total, sender=ALL)
+        relay(summed, _reached(list(self.members.values())), owed)
+
+    def _fault(self, why: str) -> None:
+        self._tell("fault", run=self.number, why=why)
+        for member in _reached(list(self.members.values())):
+            member.push(Frame(Kind.FAULT, why.encode(), run=self.number))
+
+    def _text(self, member: Member, frame: Frame) -> None:
+        if len(frame.payload) > _MOST_TEXT:
+            raise MalformedError(f"a text of {len(frame.payload)} bytes")
+        self._to_others(member, frame, [])
+
+    def _left(self, member: Member, frame: Frame) -> None:
+        member.has_left = True
+        self.leave(member, "it left")
+
+    def _to_others(self, member: Member, frame: Frame, owed: list) -> None:
+        relay(frame, _reached([m for m in self.members.values() if m is not member]), owed)
+
+    def _note_vote(self, member: Member, frame: Frame) -> None:
+        """Of a vote: when all have one, they took part in that step."""
+        steps = self._votes.setdefault(frame.number, {})
+        steps[member.name] = frame.step
+        if len(steps) < len(self.names):
+            return
+        del self._votes[frame.number]
+        step = frame.step if len({*steps.values()}) == 1 else steps
+        self._tell("step", run=self.number, vote=frame.number, step=step, sites=sorted(steps))
+
+
+def _reached(members: list[Member]) -> list[Member]:
+    """Those whose line may still stand."""
+    return [member for member in members if not member.is_gone or member.has_left]
+
+
+_ACTIONS: dict[Kind, Callable[[Run, Member, Frame], None]] = {
+    Kind.GATHER: Run._gather,
+    Kind.EACH: Run._each,
+    Kind.SUM: Run._sum,
+    Kind.TEXT: Run._text,
+    Kind.KEY: Run._text,
+    Kind.GONE: Run._left,
+}

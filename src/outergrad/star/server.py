@@ -1,0 +1,186 @@
+"""The hub on the network: gRPC streams with mutual TLS, and who may open one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from outergrad.star.authority import name_in, read_certificate
+from outergrad.star.folder import HubFolder
+from outergrad.star.frames import MOST_MESSAGE_BYTES, MalformedError, unpacked
+from outergrad.star.hub import GRACE_S, Hello, Hub, RefusedError
+from outergrad.star.journal import Journal
+from outergrad.star.member import Member, Stream
+from outergrad.star.run import Run
+
+SERVICE, METHOD = "outergrad.Star", "Line"
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),  # a probe of the rate may be under way: then that counts
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
+)
+"""A line that is silent for 3 seconds is down; pings also keep it in the tables of routers."""
+_OF_SERVER = (
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),
+    ("grpc.http2.max_ping_strikes", 0),  # or sites that ping would be told to go away
+    ("grpc.so_reuseport", 0),
+)
+_WATCH_S = 0.1
+_STREAMS_PER_SITE = 4
+
+
+class HubServer:
+    """A hub that listens.
+
+    Args:
+        folder: of the hub.
+        listen: address and port of this machine; port 0 chooses one.
+        sites: names of those that take part, in the order of their ranks; all that were invited
+            if None.
+        grace_s: how long a site may be away before the others are told that it is lost.
+
+    Attributes:
+        port: that it listens on.
+        names: of the sites, in the order of their ranks.
+
+    Raises:
+        ValueError: a site was not invited, or there is none.
+        OSError: the folder is none of a hub, or it cannot listen.
+    """
+
+    def __init__(
+        self,
+        folder: HubFolder,
+        listen: str,
+        sites: Sequence[str] | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._folder, self.names = folder, _names(folder, sites)
+        identity, authority = folder.identity("hub"), folder.identity("authority")
+        self._journal = Journal(folder.log_file, identity)
+        self._hub = Hub(self.names, self._journal.write, grace_s)
+        self._open: dict[str, int] = dict.fromkeys(self.names, 0)
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        workers = ThreadPoolExecutor(_STREAMS_PER_SITE * len(self.names) + 2, "hub")
+        self._server = grpc.server(workers, options=[*KEEPALIVE, *_OF_SERVER])
+        handler = grpc.stream_stream_rpc_method_handler(self._line)
+        services = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
+        self._server.add_generic_rpc_handlers((services,))
+        pair = identity.key.encode(), identity.certificate.encode()
+        credentials = grpc.ssl_server_credentials(
+            [pair], authority.certificate.encode(), require_client_auth=True
+        )
+        try:
+            self.port = self._server.add_secure_port(listen, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {listen}: {error}") from None
+        self._watcher = threading.Thread(target=self._watch, name="hub watch", daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen."""
+        self._server.start()
+        self._watcher.start()
+
+    def wait(self) -> None:
+        """Until it is stopped."""
+        self._server.wait_for_termination()
+
+    def stop(self) -> None:
+        """Ends all streams."""
+        self._ended.set()
+        self._server.stop(0).wait()
+        self._watcher.join()
+        self._journal.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_S):
+            self._hub.watch(lambda name: self._folder.site(name) is not None)
+
+    def _line(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One stream of a site, from its greeting to its end."""
+        peer = context.peer()
+        try:
+            name = self._authorised(context)
+            with _counted(self._open, name, self._lock):
+                yield from self._served(name, requests, context)
+        except (RefusedError, MalformedError) as error:
+            self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, peer, str(error))
+
+    def _served(
+        self, name: str, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        first = next(requests, b"")
+        run, member, stream = self._hub.enter(name, Hello.of(unpacked(first)[0]))
+        if not context.add_callback(lambda: self._hub.leave(run, member, stream)):
+            self._hub.leave(run, member, stream)
+            return
+        reading = (requests, run, member, stream)
+        threading.Thread(target=self._read, args=reading, name="hub reads", daemon=True).start()
+        yield from self._hub.messages(run, member, stream)
+        if stream.refusal:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, stream.refusal)
+
+    def _read(self, requests: Iterator[bytes], run: Run, member: Member, stream: Stream) -> None:
+        try:
+            for message in requests:
+                self._hub.take(run, member, stream, message)
+        except MalformedError as error:
+            self._hub.leave(run, member, stream, f"{member.name!r} sent {error}")
+        except Exception:  # of gRPC, when the stream ends; its own callback tells the hub
+            self._hub.leave(run, member, stream)
+
+    def _authorised(self, context: grpc.ServicerContext) -> str:
+        """Who it is, by its certificate: TLS has checked that it is of this star, and holds."""
+        (pem,) = context.auth_context()["x509_pem_cert"]
+        certificate = read_certificate(bytes(pem))
+        name = name_in(certificate)
+        site = self._folder.site(name)
+        if site is None:
+            raise RefusedError(f"{name!r} is not invited, or was revoked")
+        if site.serial != certificate.serial_number:
+            raise RefusedError(f"{name!r} came with a kit that a later one has replaced")
+        return name
+
+    def _refuse(
+        self, context: grpc.ServicerContext, code: grpc.StatusCode, peer: str, why: str
+    ) -> None:
+        self._journal.write("refused", peer=peer, why=why)
+        context.abort(code, why)
+
+
+def _names(folder: HubFolder, sites: Sequence[str] | None) -> list[str]:
+    invited = [site.name for site in folder.sites() if not site.revoked]
+    names = invited if sites is None else list(sites)
+    if not names:
+        raise ValueError("no site is invited yet: `outergrad hub invite SITE` writes a kit")
+    for name in names:
+        if name not in invited:
+            raise ValueError(f"no site {name!r} is invited: there are {', '.join(invited)}")
+    return names
+
+
+class _counted:  # noqa: N801  (used as a function)
+    """Counts the streams of a site while one is open; refuses one too many."""
+
+    def __init__(self, streams: dict[str, int], name: str, lock: Any) -> None:
+        self._streams, self._name, self._lock = streams, name, lock
+
+    def __enter__(self) -> None:
+        with self._lock:
+            count = self._streams.get(self._name)
+            if count is None:
+                raise RefusedError(f"{self._name!r} does not take part in this run")
+            if count >= _STREAMS_PER_SITE:
+                raise RefusedError(f"{self._name!r} has too many streams")
+            self._streams[self._name] += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._streams[self._name] -= 1

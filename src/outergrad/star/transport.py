@@ -1,0 +1,108 @@
+"""`og.Star`: the transport of sites that reach each other through a hub."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Set
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from outergrad.star.comm import StarComm
+    from outergrad.star.dial import Dialler
+
+TIMEOUT_S = 30.0
+WAIT_S = 600.0
+
+
+@dataclass(eq=False)
+class Star:
+    """Sites around a hub (`outergrad hub serve`), to which each dials out, with mutual TLS.
+
+    All sessions of a process with the same `Star` share one line.
+
+    Args:
+        hub: host and port, as "hub.example.org:8443"; None for what the kit says.
+        kit: file that `outergrad hub invite SITE` has written for this site; None for what
+            `outergrad site --kit` was given.
+        wait_s: how long to wait until all sites have come.
+    """
+
+    hub: str | None = None
+    kit: str | os.PathLike[str] | None = None
+    wait_s: float = WAIT_S
+    settings: Set[str] = field(default=frozenset({"timeout"}), init=False, repr=False)
+    _line: _Line | None = field(default=None, init=False, repr=False)
+
+    def open(
+        self, device: torch.device, *_: Any, timeout: timedelta | None = None, **__: Any
+    ) -> StarComm:
+        """A session on the line of this process.
+
+        Args:
+            device: of the tensors that will be sent.
+            timeout: how long a message may take.
+
+        Raises:
+            ValueError: the kit cannot be read.
+            RuntimeError: the hub cannot be reached, refuses this site, or other sites do not come.
+        """
+        patience_s = TIMEOUT_S if timeout is None else timeout.total_seconds()
+        if self._line is None:
+            self._line = _Line(self, patience_s)
+        return self._line.open(device, patience_s, self.wait_s)
+
+    def close(self) -> None:
+        """Leaves, when what was sent has arrived. A process that ends does it by itself."""
+        if self._line is not None:
+            self._line.dialler.finish()
+
+
+class _Line:
+    """The line of a process; ends with the last that holds it."""
+
+    def __init__(self, star: Star, patience_s: float) -> None:
+        _check_extra()
+        from outergrad.star.dial import Dialler
+        from outergrad.star.kit import read_kit
+        from outergrad.star.line import Line
+
+        kit = read_kit(star.kit or os.environ.get(KIT_VARIABLE) or _missing_kit())
+        self._line = Line()
+        self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
+        end = weakref.finalize(self, self.dialler.end)
+        end.atexit = False  # the dialler has its own way then
+
+    def open(self, device: torch.device, patience_s: float, wait_s: float) -> StarComm:
+        from outergrad.star.comm import StarComm
+
+        self._line.wait_until_ready(wait_s)
+        return StarComm(self._line, self, device, patience_s)
+
+
+KIT_VARIABLE = "OUTERGRAD_KIT"
+
+
+def leave_all_stars() -> None:
+    """Leaves, on all lines of this process, when what was sent has arrived."""
+    dial = sys.modules.get("outergrad.star.dial")
+    if dial is not None:
+        dial.finish_all()
+
+
+def _missing_kit() -> str:
+    raise ValueError(
+        "og.Star needs kit=, the file that `outergrad hub invite SITE` has written for this site"
+    )
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("grpc", "cryptography") if not find_spec(name)]
+    if missing:
+        raise ImportError(f"{', '.join(missing)} not found: pip install 'outergrad[star]'")

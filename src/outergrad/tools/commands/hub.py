@@ -1,0 +1,150 @@
+"""``outergrad hub``: what sites of a star reach each other through."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outergrad.launch.console import errors_in_one_line, say
+from outergrad.launch.errors import CheckError, RecipeError
+from outergrad.launch.processes import exit_on_signals
+
+if TYPE_CHECKING:
+    from outergrad.star.folder import HubFolder
+
+hub_app = typer.Typer(
+    help="A hub, through which the sites of a star reach each other.", no_args_is_help=True
+)
+
+Folder = Annotated[Path, typer.Option(help="Folder that `outergrad hub init` has made.")]
+FOLDER = Path("hub")
+Site = Annotated[str, typer.Argument(help="Name of the site, as hospital-a.")]
+Days = Annotated[int, typer.Option(min=1, help="How long the certificate holds.")]
+
+
+@contextmanager
+def _hub_errors() -> Iterator[None]:
+    with errors_in_one_line():
+        missing = [name for name in ("grpc", "cryptography") if not find_spec(name)]
+        if missing:
+            raise RecipeError(f"{', '.join(missing)} not found: pip install 'outergrad[star]'")
+        try:
+            yield
+        except OSError as error:
+            told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise RecipeError(told) from None
+        except RecipeError:
+            raise
+        except ValueError as error:
+            raise RecipeError(str(error)) from None
+
+
+def _folder(path: Path) -> HubFolder:
+    from outergrad.star.folder import HubFolder
+
+    return HubFolder(path)
+
+
+@hub_app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="To make, as hub.")],
+    address: Annotated[str, typer.Option(help="That sites dial, as hub.example.org:8443.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Another name or address of it; may be repeated.")
+    ] = None,
+) -> None:
+    """Make an authority of its own, and a certificate for the hub.
+
+    Whoever can read the folder can invite sites: keep it as you would keep a password.
+    """
+    with _hub_errors():
+        _folder(folder).create(address, host or ())
+        print(f"{folder}: invite sites by `outergrad hub invite SITE --folder {folder}`")
+
+
+@hub_app.command()
+def invite(
+    site: Site,
+    folder: Folder = FOLDER,
+    days: Days = 365,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The kit.", show_default="SITE.kit")
+    ] = None,
+) -> None:
+    """Write a kit for a site: its key and certificate, and the address of the hub.
+
+    Hand it over as you would a password. A kit that the site had before does not count any more.
+    """
+    with _hub_errors():
+        path = out or Path(f"{site}.kit")
+        if path.exists():
+            raise RecipeError(f"{path} is there: move it away, or name another file by --out")
+        _folder(folder).invite(site, days).write(path)
+        print(f"{path}: for {site} alone")
+
+
+@hub_app.command()
+def revoke(site: Site, folder: Folder = FOLDER) -> None:
+    """Let a site take part no more; a hub that runs ends its line within a second."""
+    with _hub_errors():
+        _folder(folder).revoke(site)
+        print(f"{site} is revoked")
+
+
+@hub_app.command()
+def serve(
+    folder: Folder = FOLDER,
+    listen: Annotated[str, typer.Option(help="Address and port of this machine.")] = "[::]:8443",
+    sites: Annotated[
+        str | None,
+        typer.Option(
+            help="Those that take part, with commas, in the order of their ranks.",
+            show_default="all that are invited",
+        ),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a site may be away before it is lost.")
+    ] = 0.8,
+) -> None:
+    """Relay between the sites until Ctrl-C. It holds no model and no data, and needs no GPU."""
+    with _hub_errors(), exit_on_signals():
+        from outergrad.star.server import HubServer
+
+        names = None if sites is None else [name.strip() for name in sites.split(",")]
+        server = HubServer(_folder(folder), listen, names, grace)
+        server.start()
+        say(f"the hub listens on port {server.port} for {', '.join(server.names)}")
+        try:
+            server.wait()
+        finally:
+            server.stop()
+
+
+@hub_app.command()
+def verify(
+    folder: Folder = FOLDER,
+    log: Annotated[
+        Path | None, typer.Option(help="Another file.", show_default="the hub's own")
+    ] = None,
+) -> None:
+    """Check the signatures of the log, and say which sites took part in how many steps."""
+    with _hub_errors():
+        from outergrad.star.journal import TamperedError, verified
+
+        hub, steps, count = _folder(folder), Counter[str](), 0
+        try:
+            for line in verified(log or hub.log_file, hub.certificate_file.read_text()):
+                count += 1
+                if line["what"] == "step":
+                    steps[f"run {line['run']}: {', '.join(line['sites'])}"] += 1
+        except TamperedError as error:
+            raise CheckError(str(error)) from None
+        print(f"{count} lines, all signed by the hub, none changed or missing before the last")
+        for sites, number in steps.items():
+            print(f"{sites}: {number} steps")

@@ -1,0 +1,131 @@
+"""Stars for tests: a hub in this process, and sites that are threads."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import outergrad as og
+from outergrad.star.folder import HubFolder
+from outergrad.star.server import HubServer
+
+NAMES = tuple(f"site-{letter}" for letter in "abcd")
+CPU = torch.device("cpu")
+
+
+@cache
+def folder() -> HubFolder:
+    """Of all hubs of a test session, with four sites."""
+    made = HubFolder(Path(tempfile.mkdtemp(prefix="outergrad-hub-")))
+    made.create("localhost:8443", ["127.0.0.1"])
+    for name in NAMES:
+        made.invite(name).write(kit_of(name, made))
+    return made
+
+
+def kit_of(name: str, of: HubFolder | None = None) -> Path:
+    """Its file."""
+    return (of or folder()).path / f"{name}.kit"
+
+
+@contextmanager
+def hub(sites: int | Sequence[str], **settings: Any) -> Iterator[HubServer]:
+    """That listens on a port of its own."""
+    names = NAMES[:sites] if isinstance(sites, int) else sites
+    server = HubServer(folder(), "127.0.0.1:0", names, **settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def star(server: HubServer, rank: int, port: int | None = None, **settings: Any) -> og.Star:
+    """A site's transport."""
+    return og.Star(f"127.0.0.1:{port or server.port}", kit=kit_of(NAMES[rank]), **settings)
+
+
+def on_star(
+    sites: int, body: Callable[[int, og.Star], Any], settings: dict[str, Any] | None = None
+) -> list[Any]:
+    """Runs body(rank, transport) on every site."""
+    with hub(sites) as server:
+        stars = [star(server, rank, **settings or {}) for rank in range(sites)]
+        try:
+            with ThreadPoolExecutor(sites, "star site") as threads:
+                return list(threads.map(body, range(sites), stars))
+        finally:
+            for one in stars:
+                one.close()
+
+
+def comms_on_star(sites: int, body: Callable[[Any], Any], timeout_s: float = 20.0) -> list[Any]:
+    """Runs body(comm) on every site."""
+    timeout = timedelta(seconds=timeout_s)
+    return on_star(sites, lambda rank, one: body(one.open(CPU, timeout=timeout)))
+
+
+class Proxy:
+    """A network between a site and the hub, which can be cut, go silent, and come back.
+
+    Args:
+        port: of the hub.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._to, self._open, self._lock = port, [], threading.Lock()
+        self.is_up, self.is_silent, self.carried = True, False, 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Closes all connections."""
+        with self._lock:
+            for one in self._open:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+                one.close()
+            self._open.clear()
+
+    def close(self) -> None:
+        """For good."""
+        self.is_up = False
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                if not self.is_up:
+                    near.close()
+                    continue
+                far = socket.create_connection(("127.0.0.1", self._to))
+                with self._lock:
+                    self._open += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                while self.is_silent:
+                    time.sleep(0.01)
+                target.sendall(data)
+                self.carried += len(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,137 @@
+"""A budget of bytes per step: kept, used, shared out by what triplets are worth, and lossless."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outergrad as og
+from cases import relative_error
+from outergrad.linalg.outer import formed
+from outergrad.wire import Int4
+from ranks import run_on_lasting_groups
+
+WIDTH, STEPS = 64, 5
+
+
+class Model(nn.Module):
+    """A layer whose gradient has rank two, others that need more, a table and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, WIDTH)
+        self.few, self.many = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Linear(2 * WIDTH, 40)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.cat([self.table(ids)] * 2, -1)
+        thin = torch.cat([x[..., :2], torch.zeros_like(x[..., 2:])], -1)
+        return self.last(torch.tanh(self.many(self.norm(self.few(thin) + x[..., :WIDTH]))))
+
+
+torch.manual_seed(0)
+START = Model()
+IDS = [[torch.randint(50, (60 + 9 * step,)) for step in range(STEPS)] for _ in range(3)]
+TARGETS = [[torch.randint(40, ids.shape) for ids in site] for site in IDS]
+BUDGET = 22_000
+"""Bytes, to each other site."""
+METHODS: dict[str, Any] = {
+    "float32": og.RankDAD(budget=BUDGET),
+    "dense memory": og.RankDAD(budget=BUDGET, error_feedback="dense"),
+    "few bits": og.RankDAD(budget=12_000, wire=Int4(), vectors=Int4(), error_feedback="dense"),
+    "vectors": og.RankDAD(budget=BUDGET, vectors=Int4()),
+}
+by_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def step(model: nn.Module, rank: int, k: int) -> dict[str, Tensor]:
+    model.zero_grad()
+    nn.functional.cross_entropy(model(IDS[rank][k]), TARGETS[rank][k]).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def owed(session: Any, sites: int) -> dict[str, Tensor]:
+    whole = {name: torch.zeros_like(p).double() for name, p in START.named_parameters()}
+    for compressor, units in session._compressors.items():
+        for slot in {m.place: m for unit in units for m in unit.matrices}.values():
+            if (residual := compressor.residual(slot)) is not None:
+                whole[slot.weight] += formed(residual).view_as(whole[slot.weight]) / sites
+    return whole
+
+
+@by_methods
+@pytest.mark.parametrize("sites", [2, 3])
+def test_no_byte_more_and_nothing_is_lost(method, sites):
+    """Also while ranks change, on every site, by all that the session has sent."""
+    method = replace(method, budget=method.budget * (sites - 1))
+
+    def body(rank, group):
+        model = copy.deepcopy(START)
+        session = og.distribute(model, method, group=group)
+        found = []
+        for k in range(STEPS):
+            found.append((step(model, rank, k), session.stats().sent_bytes))
+        rows = {name: layer.kept_rows for name, layer in session.stats().layers.items()}
+        return found, owed(session, sites), rows
+
+    results = run_on_lasting_groups(sites, body)
+    for found, _, rows in results:
+        sent = [nbytes for _, nbytes in found]
+        assert max(sent) <= method.budget
+        assert min(sent) > 0.7 * method.budget, sent
+        assert sent[-1] > 0.9 * method.budget, sent  # besides a header, which few steps have
+        assert all(rows[f"{name}.weight"] >= 1 for name in ("table", "few", "many", "last"))
+        assert rows["few.weight"] < rows["many.weight"]
+    if method.error_feedback != "dense":
+        return  # of a memory in directions some is lost
+    reference = copy.deepcopy(START).double()
+    due = [step(reference, rank, k) for rank in range(sites) for k in range(STEPS)]
+    for name in due[0]:
+        applied = sum(gradients[name].double() for gradients, _ in results[0][0])
+        whole = applied + sum(part[name] for _, part, _ in results)
+        assert relative_error(whole, sum(g[name] for g in due) / sites) < 1e-5, name
+
+
+@by_methods
+def test_training_goes_on_to_the_bit(method):
+    def body(rank, group):
+        model = copy.deepcopy(START)
+        session = og.distribute(model, method, group=group)
+        whole = [step(model, rank, k) for k in range(STEPS)]
+        session.detach()
+        session = og.distribute(model, method, group=group)
+        begun = [step(model, rank, k) for k in range(3)]
+        state = session.state_dict()
+        session.detach()
+        session = og.distribute(model, method, group=group)
+        session.load_state_dict(state)
+        return whole, [*begun, *(step(model, rank, k) for k in range(3, STEPS))]
+
+    for whole, parts in run_on_lasting_groups(2, body):
+        for one, other in zip(whole, parts, strict=True):
+            assert all(one[name].equal(other[name]) for name in one)
+
+
+def test_what_cannot_be_is_refused():
+    def body(rank, group):
+        with pytest.raises(ValueError, match=r"budget=100 is 100 bytes.*use that or more"):
+            og.distribute(copy.deepcopy(START), og.RankDAD(budget=100), group=group)
+
+    run_on_lasting_groups(2, body)
+    for wrong in ({"rank": 8}, {"tolerance": 0.1}, {"reduce": "two_way"}, {"budget": "much"}):
+        with pytest.raises(ValueError, match="RankDAD: "):
+            og.RankDAD(**({"budget": "160kB"} | wrong))
+
+
+@pytest.mark.parametrize(("budget", "nbytes"), [("1.6kB", 1600), (160, 160), (1 / 64, 1000)])
+def test_budgets_are_bytes_or_a_fraction(budget, nbytes):
+    assert og.RankDAD(budget=budget).budget_bytes(64_000) == nbytes
+    assert og.RankDAD(budget="1/64").budget_bytes(64_000) == 1000
+    assert math.isclose(og.RankDAD(budget=0.5).budget_bytes(1000), 500)
+    assert repr(og.RankDAD(budget="1.6kB")) == "RankDAD(budget='1.6kB')"

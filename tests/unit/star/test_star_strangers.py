@@ -1,0 +1,317 @@
+"""Who is not let in, and what is not listened to: it is noted, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+import outergrad as og
+from outergrad.star.authority import Identity, new_authority, new_site
+from outergrad.star.folder import HubFolder
+from outergrad.star.frames import (
+    MOST_BYTES,
+    MOST_MESSAGE_BYTES,
+    Frame,
+    Kind,
+    MalformedError,
+    unpacked,
+)
+from outergrad.star.hub import Hello, Hub, RefusedError, Welcome
+from outergrad.star.journal import verified
+from outergrad.star.kit import read_kit
+from outergrad.star.server import METHOD, SERVICE, HubServer
+from stars import CPU, NAMES, folder, hub, kit_of, star
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A folder of its own, with one site, and a hub; with what the log says."""
+    made = HubFolder(tmp_path / "hub")
+    made.create("localhost:1", ["127.0.0.1"])
+    made.invite("a").write(tmp_path / "a.kit")
+    made.invite("b").write(tmp_path / "b.kit")
+    server = HubServer(made, "127.0.0.1:0", ["a"])
+    server.start()
+    yield made, server
+    server.stop()
+
+
+def comes_in(server, kit, wait_s=3.0):
+    """Opens a star with a kit; raises what the site is told."""
+    one = og.Star(f"127.0.0.1:{server.port}", kit=kit, wait_s=wait_s)
+    try:
+        return one.open(CPU, timeout=None)
+    finally:
+        one.close()
+
+
+def written(kit, path):
+    kit.write(path)
+    return path
+
+
+def log_of(made):
+    return list(verified(made.log_file, made.certificate_file.read_text()))
+
+
+def refusals(made):
+    return [line["why"] for line in log_of(made) if line["what"] == "refused"]
+
+
+def test_a_site_that_was_revoked(alone, tmp_path):
+    made, server = alone
+    comes_in(server, tmp_path / "a.kit")
+    made.revoke("a")
+    with pytest.raises(RuntimeError, match="'a' is not invited, or was revoked"):
+        comes_in(server, tmp_path / "a.kit")
+    assert refusals(made) == ["'a' is not invited, or was revoked"]
+
+
+def test_a_site_that_is_revoked_while_it_is_there(alone, tmp_path):
+    made, server = alone
+    one = og.Star(f"127.0.0.1:{server.port}", kit=tmp_path / "a.kit")
+    comm = one.open(CPU)
+    made.revoke("a")
+    began = time.monotonic()
+    assert comm._line.wait_for(lambda: comm._line.has_failed, 2.0)
+    assert time.monotonic() - began < 1.0
+    one.close()
+
+
+def test_a_kit_that_a_later_one_has_replaced(alone, tmp_path):
+    made, server = alone
+    made.invite("a").write(tmp_path / "a2.kit")
+    with pytest.raises(RuntimeError, match="a kit that a later one has replaced"):
+        comes_in(server, tmp_path / "a.kit")
+    comes_in(server, tmp_path / "a2.kit")
+
+
+def test_a_site_that_takes_no_part_in_this_run(alone, tmp_path):
+    _, server = alone
+    with pytest.raises(RuntimeError, match="'b' does not take part in this run"):
+        comes_in(server, tmp_path / "b.kit")
+
+
+def test_who_has_another_authority_expired_or_no_certificate(alone, tmp_path):
+    """TLS ends these connections before a byte of theirs is read."""
+    made, server = alone
+    kit, other = read_kit(tmp_path / "a.kit"), new_authority()
+    foreign, late = new_site(other, "a"), new_site(made.identity("authority"), "a", days=-1)
+    for number, identity in enumerate((foreign, late)):
+        forged = replace(kit, key=identity.key, certificate=identity.certificate)
+        path = written(forged, tmp_path / f"{number}.kit")
+        with pytest.raises(RuntimeError, match="did not answer"):
+            comes_in(server, path, wait_s=0.5)
+    credentials = grpc.ssl_channel_credentials(kit.authority.encode())
+    assert answer(server, credentials, Hello("x").frame().packed()) == grpc.StatusCode.UNAVAILABLE
+    insecure = grpc.insecure_channel(f"127.0.0.1:{server.port}")
+    with insecure, pytest.raises(grpc.RpcError):
+        next(insecure.stream_stream(f"/{SERVICE}/{METHOD}")(iter([b""])))
+    comes_in(server, tmp_path / "a.kit")
+    assert [line["what"] for line in log_of(made)][:2] == ["joined", "began"]
+
+
+def test_a_hub_that_is_another_one(alone, tmp_path):
+    """A site's own certificate does not make a hub, nor does that of another star."""
+    made, server = alone
+    forged = replace(read_kit(tmp_path / "a.kit"), authority=new_authority().certificate)
+    with pytest.raises(RuntimeError, match="did not answer"):
+        comes_in(server, written(forged, tmp_path / "c.kit"), wait_s=0.5)
+    site = read_kit(tmp_path / "b.kit")
+    fake = FakeHub(made, Identity(site.key, site.certificate))
+    with pytest.raises(RuntimeError, match="did not answer"):
+        comes_in(fake, tmp_path / "a.kit", wait_s=0.5)
+    fake.server.stop()
+
+
+class FakeHub:
+    """With a site's certificate, at the hub's address."""
+
+    def __init__(self, made, identity):
+        class Folder(HubFolder):
+            def identity(self, of):
+                return identity if of == "hub" else super().identity(of)
+
+            @property
+            def log_file(self):
+                return self.path / "fake.jsonl"
+
+        self.server = HubServer(Folder(made.path), "127.0.0.1:0", ["a"])
+        self.server.start()
+        self.port = self.server.port
+
+
+def test_a_kit_that_others_may_read_or_that_is_none(tmp_path):
+    path = written(read_kit(kit_of(NAMES[0], folder())), tmp_path / "a.kit")
+    os.chmod(path, 0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_kit(path)
+    (tmp_path / "b.kit").write_text("{}")
+    os.chmod(tmp_path / "b.kit", 0o600)
+    with pytest.raises(ValueError, match="is no kit"):
+        read_kit(tmp_path / "b.kit")
+    with pytest.raises(ValueError, match="No such file"):
+        read_kit(tmp_path / "c.kit")
+    with pytest.raises(ValueError, match="needs kit="):
+        og.Star("localhost:1").open(CPU)
+
+
+def credentials_of(name):
+    kit = read_kit(kit_of(name, folder()))
+    pair = kit.key.encode(), kit.certificate.encode()
+    return grpc.ssl_channel_credentials(kit.authority.encode(), *pair)
+
+
+def answer(server, credentials, *messages):
+    """How a stream ends on which these messages are sent."""
+    address, path = f"127.0.0.1:{server.port}", f"/{SERVICE}/{METHOD}"
+    with grpc.secure_channel(address, credentials) as channel:
+        try:
+            list(channel.stream_stream(path)(iter(messages), timeout=5))
+        except grpc.RpcError as error:
+            return error.code()
+    return None
+
+
+def damaged(draw, whole):
+    """A message that is not as it should be, in one of many ways."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        return draw.randbytes(draw.randrange(200))
+    if kind == 1:
+        return whole[: draw.randrange(1, len(whole))]
+    if kind == 2:
+        at = draw.randrange(len(whole))
+        return whole[:at] + bytes([whole[at] ^ draw.randrange(1, 256)]) + whole[at + 1 :]
+    numbers = {name: draw.choice([0, 1, 2, 3, 9, 255]) for name in ("lane", "dtype")}
+    numbers |= {
+        name: draw.choice([0, 1, 2, 1 << 15, (1 << 64) - 1])
+        for name in ("run", "sequence", "number", "offset", "total")
+    }
+    numbers |= {name: draw.choice([0, 1, 2, 0xFFFF]) for name in ("sender", "recipient")}
+    payload = draw.randbytes(draw.choice([0, 1, 64]))
+    return Frame(draw.choice(list(Kind)), payload, **numbers).packed()
+
+
+def entered(a_hub, name, instance="x"):
+    run, member, stream = a_hub.enter(name, Hello(instance))
+    messages = a_hub.messages(run, member, stream)
+    assert Welcome.of(unpacked(next(messages))[0]).names == ["a", "b", "c"]
+    return run, member, stream
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_one_site_sends_the_others_go_on(seed):
+    """The hub itself, without a network: a site that sends anything at all harms itself alone."""
+    draw, refused = random.Random(seed), 0
+    told = []
+    a_hub = Hub(["a", "b", "c"], lambda what, **facts: told.append((what, facts)))
+    lines = {name: entered(a_hub, name) for name in ("a", "b", "c")}
+    run, bad, stream = lines["c"]
+    usual = Frame(Kind.GATHER, b"12345678", run=1, sequence=1, number=1, sender=2, total=8)
+    for _ in range(20):
+        try:
+            a_hub.take(run, bad, stream, damaged(draw, usual.packed()))
+        except MalformedError as error:
+            refused += 1
+            a_hub.leave(run, bad, stream, str(error))
+            try:
+                lines["c"] = run, bad, stream = a_hub.enter("c", Hello("x"))
+            except (RefusedError, MalformedError):
+                break
+    assert refused
+    assert [facts["site"] for what, facts in told if what == "refused"] == ["c"] * refused
+    for rank, name in enumerate("ab"):
+        run, member, stream = lines[name]
+        mine = replace(usual, sender=rank, sequence=1, number=5, lane=3)
+        a_hub.take(run, member, stream, mine.packed())
+    for other, name in ((1, "a"), (0, "b")):
+        frames = lines[name][1].pipe.batch(1 << 20)
+        assert (Kind.GATHER, other, 3) in {(f.kind, f.sender, f.lane) for f in frames}
+
+
+WRONG = {
+    "another's name": ({"sender": 0}, "under the name of 'a'"),
+    "a sum that is none": ({"kind": Kind.SUM, "dtype": 99}, "cannot be added up"),
+    "another run": ({"run": 7}, "of run 7"),
+    "a frame is missing": ({"sequence": 3}, "frame 3 came behind 0"),
+    "what only a hub says": ({"kind": Kind.READY}, "of kind READY"),
+    "for nobody": ({"kind": Kind.EACH, "recipient": 9}, "for site 9"),
+    "for itself": ({"kind": Kind.EACH, "recipient": 2}, "for site 2"),
+    "no bytes": ({"payload": b""}, "without bytes"),
+    "beyond its end": ({"offset": 5}, "says what cannot be"),
+    "a lane that is none": ({"lane": 8}, "says what cannot be"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), WRONG.values(), ids=WRONG)
+def test_a_frame_that_is_wrong_is_refused_by_name(change, told):
+    a_hub = Hub(["a", "b", "c"])
+    lines = {name: entered(a_hub, name) for name in ("a", "b", "c")}
+    usual = Frame(Kind.GATHER, b"12345678", run=1, sequence=1, number=1, sender=2, total=8)
+    if change.get("kind") == Kind.SUM:
+        for rank, name in enumerate("ab"):
+            a_hub.take(*lines[name], replace(usual, sender=rank, **change).packed())
+    with pytest.raises(MalformedError, match=told):
+        a_hub.take(*lines["c"], replace(usual, **change).packed())
+
+
+def test_a_frame_that_comes_again_is_not_heard_again():
+    a_hub = Hub(["a", "b", "c"])
+    lines = {name: entered(a_hub, name) for name in ("a", "b", "c")}
+    usual = Frame(Kind.GATHER, b"12345678", run=1, sequence=1, number=1, sender=2, total=8)
+    for _ in range(3):
+        a_hub.take(*lines["c"], usual.packed())
+    frames = lines["a"][1].pipe.batch(1 << 20)
+    assert [frame.kind for frame in frames] == [Kind.READY, Kind.GATHER]
+
+
+def test_a_site_cannot_fill_the_memory_of_the_hub():
+    a_hub = Hub(["a", "b", "c"])
+    lines = {name: entered(a_hub, name) for name in ("a", "b", "c")}
+    usual = Frame(Kind.GATHER, bytes(MOST_BYTES), run=1, number=1, sender=2, total=1 << 40)
+    parts = [replace(usual, sequence=k + 1, offset=k * MOST_BYTES) for k in range(9)]
+    for part in parts[:8]:
+        a_hub.take(*lines["c"], part.packed())
+    with pytest.raises(MalformedError, match="more than a window"):
+        a_hub.take(*lines["c"], parts[8].packed())
+
+
+def test_a_stranger_on_the_network_disturbs_nobody():
+    """Malformed and oversized messages with a valid certificate, while two others go on."""
+    with hub(3) as server:
+        sites = [star(server, rank) for rank in range(2)]
+        bad = credentials_of(NAMES[2])
+        hello = Hello("x").frame().packed()
+        assert answer(server, bad, b"what?") == grpc.StatusCode.PERMISSION_DENIED
+        assert answer(server, bad, hello, b"what?") == grpc.StatusCode.PERMISSION_DENIED
+        too_long = bytes(MOST_MESSAGE_BYTES + 1)
+        ended = answer(server, bad, hello, too_long)
+        assert ended in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+        third = star(server, 2)
+        comms = both_open([*sites, third])
+        for _ in range(3):
+            answer(server, credentials_of(NAMES[3]), hello)
+            works = [comm.all_gather(torch.ones(2), [2] * 3) for comm in comms]
+            assert all(torch.stack(work.wait()).sum() == 6 for work in works)
+        for one in (*sites, third):
+            one.close()
+
+
+def both_open(stars):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(stars)) as threads:
+        return list(threads.map(lambda one: one.open(CPU), stars))
+
+
+def test_paths_may_be_text(alone, tmp_path):
+    _, server = alone
+    assert comes_in(server, str(Path(tmp_path / "a.kit"))).world_size == 1
