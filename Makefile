@@ -9,7 +9,7 @@ READY := .venv/.installed
 .SILENT:
 
 help:
-	echo "make demo   two sites learn ten digits together, five ways, in one table"
+	echo "make demo   two sites learn ten digits together, six ways, in one table"
 	echo "make test   the tests that are not slow; make test-all: the slow ones, too;"
 	echo "            OUTERGRAD_LONG=1 make test-all: every combination, and long trainings"
 	echo "make lint   style, types and the direction of imports"
@@ -17,7 +17,7 @@ help:
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
 
 demo: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m outergrad_lab.demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m outergrad_lab.demo
 
 # Tests start some hundred processes, which need not compile the packages again.
 test test-all: export PYTHONDONTWRITEBYTECODE =

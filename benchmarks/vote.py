@@ -1,15 +1,18 @@
-r"""What it costs that all sites vote on a step: the same steps with votes and without, in turns.
+r"""What it costs that all sites vote: steps without votes, with late ones and waited for, in turns.
 
     python benchmarks/vote.py --workloads mlp,gru,cnn --methods dad,rank-dad-4,dense
 
 Two local sites, blocks of `--block` steps. The table shows the median time of a step without votes
-and the median over the rounds of the time that votes add, also in parts of the step. There is no
-link in between; one adds the time that a small message takes to the other side.
+and the median over the rounds of the time that votes add, in ms and in parts of the step: those
+that are counted at the end of the next step, and those that every site waits for. There is no link
+in between; one adds the time that a small message takes to the other side, where sites wait.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -20,6 +23,7 @@ from outergrad.launch.start import run_sites
 from outergrad.messages.wire import State
 from outergrad.step import step as _step
 from outergrad.step.commit import Ballot, Decision
+from outergrad.step.late import LateStep
 
 
 class OwnVote(Ballot):
@@ -48,8 +52,9 @@ def parse() -> argparse.Namespace:
 def compare(options: argparse.Namespace) -> None:
     """What each site does; site 0 prints."""
     rows = [
-        "| workload | method | ms without votes | votes add, ms | of the step |",
-        "|---" * 5 + "|",
+        "| workload | method | ms without votes | late ones add | of the step "
+        "| waited for | of the step |",
+        "|---" * 7 + "|",
     ]
     for workload in options.workloads:
         for method in options.methods:
@@ -61,17 +66,31 @@ def compare(options: argparse.Namespace) -> None:
 def _row(workload: str, method: str, options: argparse.Namespace) -> str:
     side = Side(workload, method, "uncompiled")
     side.seconds(5)  # the second plan
-    taken: dict[type[Ballot], list[float]] = {Ballot: [], OwnVote: []}
+    taken: dict[str, list[float]] = {"none": [], "late": [], "waited for": []}
     for number in range(options.rounds):
-        for ballot in list(taken) if number % 2 else reversed(taken):
-            _step.Ballot = ballot
-            taken[ballot].append(side.seconds(options.block))
+        for votes in list(taken) if number % 2 else reversed(taken):
+            with _voting(votes):
+                taken[votes].append(side.seconds(options.block))
     side.close()
-    _step.Ballot = Ballot
-    voting, without = (torch.tensor(taken[ballot]) for ballot in (Ballot, OwnVote))
-    added = voting - without
-    share = (added / without).median().item()
-    return f"{1e3 * without.median():.1f} | {1e3 * added.median():.2f} | {share:+.1%}"
+    found = {votes: torch.tensor(seconds) for votes, seconds in taken.items()}
+    without, columns = found.pop("none"), []
+    for seconds in found.values():
+        added = seconds - without
+        columns += [f"{1e3 * added.median():.2f}", f"{(added / without).median().item():+.1%}"]
+    return " | ".join([f"{1e3 * without.median():.1f}", *columns])
+
+
+@contextmanager
+def _voting(votes: str) -> Iterator[None]:
+    """Sites vote so in the steps inside."""
+    is_late = LateStep._is_late
+    _step.Ballot = OwnVote if votes == "none" else Ballot
+    if votes != "late":
+        LateStep._is_late = property(lambda step: False)
+    try:
+        yield
+    finally:
+        _step.Ballot, LateStep._is_late = Ballot, is_late
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""The demo: two sites that hold five of the ten digits each, and five ways to train.
+"""The demo: two sites that hold five of the ten digits each, and six ways to train.
 
-Run by ``make demo``, or by ``python -m outergrad_lab.demo``.
+Run by ``make demo``, or by ``python -m outergrad_lab.demo``: over a link of 100 Mbit/s where this
+machine can have one (Linux, root, iproute2), else on loopback.
 """
 
+import os
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +19,11 @@ from rich.table import Table
 from torch import Tensor
 
 from outergrad.launch.console import count, errors_in_one_line, step_bars
-from outergrad.launch.loopback import loopback_bytes, stay_on_loopback
-from outergrad.launch.start import number_of_sites, run_sites
+from outergrad.launch.links import Place, ShapedLink, parse_link, places, what_is_missing
+from outergrad.launch.loopback import loopback_name, stay_on_loopback
+from outergrad.launch.processes import run_processes
+from outergrad.launch.start import TIMEOUT, number_of_sites, run_sites, under_torchrun
+from outergrad.launch.traffic import InterfaceCounter
 from outergrad.report import write_page
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
@@ -34,8 +40,12 @@ LABELS = {
     "dense": "dense",
     "ddp": "PyTorch DDP",
     "dad": "dAD",
+    "auto": "the default",
 }
 JOB = Job(data="digits", split="class", batch_size=16, epochs=15, widths=(512, 512))
+LINK = "100mbit"
+EPOCHS_ON_LINK = 4
+"""A tenth of a second for every dense step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,7 @@ class Outcome:
         accuracy: Share of the test images classified right, averaged over sites.
         losses: Loss of each step, averaged over sites, (steps,).
         sent_bytes: Bytes per step and site.
-        measured: Whether they were counted by the loopback interface.
+        measured: Whether they were counted by the network interface.
         seconds: Time that the steps took.
     """
 
@@ -57,26 +67,40 @@ class Outcome:
     seconds: float
 
 
-def demo(job: Job, folder: Path = FOLDER) -> None:
-    """Does this site's part; site 0 shows a bar for each method, then the table and a report."""
+def demo(job: Job, folder: Path = FOLDER, interface: str | None = None) -> None:
+    """Does this site's part; site 0 shows a bar for each method, then the table and a report.
+
+    Args:
+        job: What to train.
+        folder: For what is recorded.
+        interface: Of a link of this site's own; None for loopback.
+    """
     data = load(job.data, Path())
     jobs = [replace(job, method=method) for method in LABELS]
-    outcomes = {job.method: compare(job, data, folder / job.method) for job in jobs}
+    counter = _counter(interface, job.sites)
+    outcomes = {job.method: compare(job, data, folder / job.method, counter) for job in jobs}
     if dist.get_rank() == 0:
-        Console().print(table(job, outcomes))
+        Console().print(table(job, outcomes, "loopback" if interface is None else LINK))
         print(conclusions(outcomes))
         print(_written_report(folder))
 
 
-def compare(job: Job, data: Dataset, folder: Path) -> Outcome:
+def _counter(interface: str | None, sites: int) -> InterfaceCounter | None:
+    if interface is not None:
+        return InterfaceCounter(interface)
+    name = loopback_name()
+    return None if name is None else InterfaceCounter(name, sharers=sites)
+
+
+def compare(job: Job, data: Dataset, folder: Path, counter: InterfaceCounter | None) -> Outcome:
     """Trains by one method, measures it and records it; every site must call it."""
     training = start(job, data, deal(job, data), recorder_into(folder, EVERY))
-    began_s, before = _moment()
+    began_s, before = _moment(counter)
     losses = _train(job, training)
-    ended_s, after = _moment()
+    ended_s, after = _moment(counter)
     sent_bytes, measured = training.replica.sent_bytes or 0, False
     if before is not None and after is not None:
-        sent_bytes, measured = (after - before) / job.sites / len(losses), True
+        sent_bytes, measured = (after - before) / len(losses), True
     outcome = Outcome(
         accuracy=training.accuracy(),
         losses=mean_over_sites(torch.tensor(losses)),
@@ -95,30 +119,30 @@ def _train(job: Job, training: Training) -> list[float]:
         return list(count(bars, task, chain.from_iterable(epochs)))
 
 
-def _moment() -> tuple[float, int | None]:
-    """Seconds that all sites share, and what the loopback interface has sent, if it counts."""
+def _moment(counter: InterfaceCounter | None) -> tuple[float, float | None]:
+    """Seconds that all sites share, and what the interface has sent of a site, if it counts."""
     dist.barrier()
-    return time.perf_counter(), loopback_bytes()
+    return time.perf_counter(), None if counter is None else counter.read().sent_bytes
 
 
-def table(job: Job, outcomes: dict[str, Outcome]) -> Table:
+def table(job: Job, outcomes: dict[str, Outcome], link: str = "loopback") -> Table:
     """Sets the methods side by side."""
-    result = Table("method", title=_title(job, outcomes), title_justify="left")
+    result = Table("method", title=_title(job, outcomes, link), title_justify="left")
     measured = all(outcome.measured for outcome in outcomes.values())
     sent = "kB per step and site" + ("" if measured else ", computed")
-    for heading in ("test accuracy", sent, "ratio to DDP", "seconds"):
+    for heading in ("test accuracy", sent, "/ DDP", "seconds", "/ DDP"):
         result.add_column(heading, justify="right")
     for method, outcome in outcomes.items():
         result.add_row(*_row(method, outcome, outcomes["ddp"]))
     return result
 
 
-def _title(job: Job, outcomes: dict[str, Outcome]) -> str:
+def _title(job: Job, outcomes: dict[str, Outcome], link: str) -> str:
     widths = "-".join(map(str, (64, *(job.widths or ()), 10)))
     return (
         f"{job.sites} sites, {10 // job.sites} of the ten digits each, "
         f"{job.batch_size} rows per step and site\n"
-        f"MLP {widths}, Adam, {len(outcomes['pooled'].losses)} steps"
+        f"MLP {widths}, Adam, {len(outcomes['pooled'].losses)} steps, {link}"
     )
 
 
@@ -130,15 +154,16 @@ def _row(method: str, outcome: Outcome, ddp: Outcome) -> tuple[str, ...]:
         f"{outcome.sent_bytes / 1000:,.1f}",
         ratio,
         f"{outcome.seconds:.1f}",
+        f"{outcome.seconds / ddp.seconds:.2f}",
     )
 
 
 def conclusions(outcomes: dict[str, Outcome]) -> str:
     """Says in plain words what the table shows."""
-    sentences = [_about_alone(outcomes["alone"]), _about_dad(outcomes)]
+    sentences = [_about_alone(outcomes["alone"]), _about_dad(outcomes), _about_auto(outcomes)]
     strange_bytes = max(outcomes[silent].sent_bytes for silent in ("pooled", "alone"))
     if strange_bytes > outcomes["ddp"].sent_bytes / 100:
-        sentences.append("Other programs used the loopback interface, too: take the kB as bounds.")
+        sentences.append("Other programs used the interface, too: take the kB as bounds.")
     return "\n".join(sentences)
 
 
@@ -154,6 +179,14 @@ def _about_dad(outcomes: dict[str, Outcome]) -> str:
         f"in {len(pooled.losses)} steps, while the loss falls from {pooled.losses[0]:.1f} to "
         f"{pooled.losses[-1]:.0e}, the two are never further apart than {difference:.0e} "
         f"(DDP and pooled: {_largest_difference(ddp, pooled):.0e})."
+    )
+
+
+def _about_auto(outcomes: dict[str, Outcome]) -> str:
+    auto, ddp = outcomes["auto"], outcomes["ddp"]
+    return (
+        f"og.distribute(model) finds out by itself which way is faster here: its steps, the trials "
+        f"among them, take {auto.seconds / ddp.seconds:.2f} times as long as DDP's."
     )
 
 
@@ -173,9 +206,31 @@ def _written_report(folder: Path) -> str:
 def main() -> None:
     """Runs the demo under torchrun, or with two processes of its own."""
     with errors_in_one_line():
-        stay_on_loopback()
-        sites = number_of_sites(None)
-        run_sites(partial(demo, replace(JOB, sites=sites)), sites)
+        sites, link = number_of_sites(None), parse_link(LINK)
+        job = replace(JOB, sites=sites)
+        if under_torchrun() or what_is_missing(link, sites):
+            stay_on_loopback()
+            run_sites(partial(demo, job), sites)
+        else:
+            on_link(replace(job, epochs=EPOCHS_ON_LINK), link)
+
+
+def on_link(job: Job, link: ShapedLink, folder: Path = FOLDER) -> None:
+    """Runs the demo with a process for each site, behind a link of its own."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # addresses there have no host names
+    with places(job.sites, link) as sites, tempfile.TemporaryDirectory() as meeting:
+        store = (Path(meeting) / "store").as_uri()
+        works = [partial(_site, job, place, store, k, folder) for k, place in enumerate(sites)]
+        run_processes(works)
+
+
+def _site(job: Job, place: Place, store: str, site: int, folder: Path) -> None:
+    place.enter()
+    torch.set_num_threads(1)
+    about = {"init_method": store, "rank": site, "world_size": job.sites, "timeout": TIMEOUT}
+    dist.init_process_group("gloo", **about)
+    demo(job, folder, place.interface)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

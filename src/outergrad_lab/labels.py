@@ -32,6 +32,11 @@ NAMES = {
     "sparse-random": "sparse, random",
     "sparse-random_blocks": "sparse, random blocks",
     "local-steps": "LocalSteps",
+    "demo": "DeMo",
+    "sparseloco": "SparseLoCo",
+    "dion": "Dion",
+    "acp-sgd": "ACP-SGD",
+    "sparta": "SPARTA",
 }
 """Families of methods, for humans."""
 
@@ -57,6 +62,11 @@ LOOKS: dict[str, Style] = {
     "sparse-random": {"color": "#999933", "marker": "X"},
     "sparse-random_blocks": {"color": "#999933", "linestyle": ":", "marker": "X"},
     "local-steps": {"color": "#8c564b", "marker": "*"},
+    "demo": {"color": "#e15a97", "linestyle": "--", "marker": "1"},
+    "sparseloco": {"color": "#6b8e23", "linestyle": "--", "marker": "2"},
+    "dion": {"color": "#1f9bcf", "linestyle": "--", "marker": "3"},
+    "acp-sgd": {"color": "#5b4fc7", "linestyle": "--", "marker": "4"},
+    "sparta": {"color": "#a67c52", "linestyle": "--", "marker": "+"},
 }
 """Per family. Exact methods lie on one another: the wider lie below, and all can be seen."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outergrad.comm.torch import TorchComm, _tag
 from outergrad.messages.vote import WORDS
+from outergrad.step.groups import on_transport
 
 Change = Callable[[int, int, list[Tensor]], None]
 """Is given a site, the number of a message that reached it, and its parts by sender; or a sum."""
@@ -72,6 +73,7 @@ class FaultyComm(TorchComm):
         """Its vote reaches some sites, then its connections close without a word."""
         for other in self.dies_after_vote_to or ():
             dist.isend(vote, group=self.group, group_dst=other, tag=_tag(self._turn, 2)).wait()
+        on_transport(self.key).end_watching()
         with suppress(RuntimeError):
             self.close()
         raise Died

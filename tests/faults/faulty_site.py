@@ -30,6 +30,7 @@ from outergrad.comm.torch import TorchComm, _tag
 from outergrad.core.errors import ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
+from outergrad.step.late import LateStep
 
 Tell = Callable[..., None]
 """Writes a line of what happened, with its time."""
@@ -246,11 +247,24 @@ def run(
         injector.note()
         if fault.moment == "crash":
             sys.exit(0)
+    LateStep._ask_again = _told(LateStep._ask_again, tell)
     try:
         _train(trial, rank, models, method, injector, tell)
+    except og.DriftError as error:
+        tell("drifted", why=str(error))
     except og.SiteLostError as error:
         _tell_of(error, trial, models, tell)
         raise
+
+
+def _told(ask_again: Callable[..., bytes], tell: Tell) -> Any:
+    """Tells that a message has to come once more."""
+
+    def asks(*about: Any) -> bytes:
+        tell("asked")
+        return ask_again(*about)
+
+    return asks
 
 
 def _tell_of(

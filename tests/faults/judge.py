@@ -156,6 +156,9 @@ class _Judgement:
         if self.fault.kind == "settings":
             self._refused()
             return
+        if self._drifted:
+            self._all_drifted()
+            return
         self._states()
         self._effects()
         if self._is_lethal():
@@ -164,6 +167,29 @@ class _Judgement:
             self._all_done()
         if newcomer is not None:
             self._turned_away(newcomer)
+
+    @property
+    def _drifted(self) -> bool:
+        """Whether a sum was damaged that sites applied, which they find out a step later."""
+        found = any(seen.told("drifted") for seen in self.sites)
+        last = self.fault.step == self.trial.steps - 1 and not self.trial.detaches
+        damaged = self.injected_at is not None and self.fault.kind == "corrupt"
+        lost = any(seen.told(what) for seen in self.sites for what in ("asked", "discarded"))
+        return found or (damaged and last and not lost and not self._lost_any)
+
+    @property
+    def _lost_any(self) -> bool:
+        return any(seen.told("lost") or seen.told("noted") for seen in self.sites)
+
+    def _all_drifted(self) -> None:
+        """All sites raise the same, behind steps that were as undisturbed."""
+        told = [[line["why"] for line in seen.told("drifted")] for seen in self.sites]
+        if self.fault.kind != "corrupt" or any(why != told[0] for why in told):
+            self.complain(f"sites say of a drift {told}")
+        for rank, seen in enumerate(self.sites):
+            expected = self.reference[: self.fault.step + 1]
+            if seen.states[: len(expected)] != expected:
+                self.complain(f"site {rank} is not as undisturbed before the fault")
 
     def _is_lethal(self) -> bool:
         if self.injected_at is None:
@@ -197,6 +223,7 @@ class _Judgement:
             ended = bool(seen.told("ended")) and self._at(seen, "ended") < self._at(
                 seen, "injected"
             )
+            ended = ended or (fault.moment == "vote" and self._is_too_late(fault))
             if self._hit(fault) and not ended and not self._has_effect(fault, seen):
                 self.complain(f"{fault.kind} had no effect on site {fault.victim}: {seen.lines}")
 
@@ -218,7 +245,9 @@ class _Judgement:
             "reset": bool(seen.told("reset")),
             "cut": bool(went_on),
             "corrupt": any(
-                one.told("discarded") or one.told("lost") or one.told("noted") for one in self.sites
+                one.told(what)
+                for one in self.sites
+                for what in ("asked", "discarded", "lost", "noted")
             ),
         }
         return checks[fault.kind]
@@ -300,6 +329,7 @@ class _Judgement:
         """All heard of the step that came to nothing."""
         expected = {"raise": "discarded", "nan": "skipped", "corrupt": "discarded"}
         noted = any(seen.told("noted") for seen in self.sites)  # a vote on the last step
+        noted = noted or self._is_too_late(fault) or any(seen.told("asked") for seen in self.sites)
         if fault.kind in expected and not noted:
             counts = {r: len(seen.told(expected[fault.kind])) for r, seen in enumerate(self.sites)}
             if set(counts.values()) != {1}:

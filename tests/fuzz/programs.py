@@ -52,6 +52,14 @@ LOW_RANK: dict[str, Any] = {
     "all_reduce, tolerance": og.RankDAD(rank=3, tolerance=0.3, reduce="all_reduce"),
     "small buckets": og.RankDAD(rank=1, reduce="gather", bucket_bytes=1),
     "two_way, small buckets": og.RankDAD(rank=1, reduce="two_way", bucket_bytes=1),
+    "few bits": og.RankDAD(rank=2, wire=og.wire.Int4(), vectors=og.wire.Int4()),
+    "two_way, few bits": og.RankDAD(
+        rank=1, reduce="two_way", wire=og.wire.Int3(), vectors=og.wire.Int4()
+    ),
+    "gather, vectors, dense memory": og.RankDAD(
+        rank=1, vectors=og.wire.Int2(), error_feedback="dense"
+    ),
+    "budget": og.RankDAD(budget=1 << 14, wire=og.wire.Int4(), vectors=og.wire.Int4()),
     "powersgd": og.PowerSGD(rank=1, min_ratio=1),
     "sparse": og.Sparse(density=0.2, always=True),
     "sparse, blocks, int8": og.Sparse(

@@ -20,8 +20,8 @@ def outcomes(**changes) -> dict[str, Outcome]:
         measured=True,
         seconds=1.0,
     )
-    sent = {"dense": 1000.0, "ddp": 1000.0, "dad": 100.0}
-    methods = ("pooled", "alone", "dense", "ddp", "dad")
+    sent = {"dense": 1000.0, "ddp": 1000.0, "dad": 100.0, "auto": 100.0}
+    methods = ("pooled", "alone", "dense", "ddp", "dad", "auto")
     usually = {method: replace(usual, sent_bytes=sent.get(method, 0.0)) for method in methods}
     return usually | changes
 
@@ -37,7 +37,7 @@ def text(of: dict[str, Outcome]) -> str:
 def test_the_table_has_a_row_for_each_method_and_fits_the_screen():
     lines = text(outcomes()).splitlines()
     rows = [line for line in lines if line.startswith("│")]
-    assert [row.split()[1] for row in rows] == ["pooled", "alone", "dense", "PyTorch", "dAD"]
+    assert [row.split()[1] for row in rows] == ["pooled", "alone", "dense", "PyTorch", "dAD", "the"]
     assert "90.0%" in rows[-1]
     assert "0.100" in rows[-1]
     assert "kB per step and site" in text(outcomes())
@@ -56,6 +56,12 @@ def test_only_equal_losses_are_called_equal():
     assert "further apart than 1e-01" in conclusions(outcomes(dad=off))
 
 
+def test_the_default_is_compared_with_ddp():
+    slower = replace(outcomes()["auto"], seconds=1.5)
+    assert "take 1.50 times as long as DDP's" in conclusions(outcomes(auto=slower))
+    assert "1.50" in text(outcomes(auto=slower))
+
+
 def test_bytes_of_strangers_are_mentioned():
     disturbed = replace(outcomes()["alone"], sent_bytes=50.0)
     assert "Other programs" in conclusions(outcomes(alone=disturbed))
@@ -67,6 +73,6 @@ def test_two_sites_run_the_demo(capfd, tmp_path):
     run_sites(partial(demo, replace(JOB, epochs=3), tmp_path), 2)
     shown = capfd.readouterr().out
     assert "dAD equals pooled" in shown
-    assert shown.count("│") == 5 * 6
+    assert shown.count("│") == 6 * 7
     assert str(tmp_path / "report.html") in shown.splitlines()[-1]
     assert (tmp_path / "report.html").stat().st_size > 1e6

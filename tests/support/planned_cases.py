@@ -29,6 +29,11 @@ METHODS: dict[str, Any] = {
     "rank-dad, two_way, top k": og.RankDAD(
         rank=3, reduce="two_way", wire=(og.wire.TopK(0.3), og.wire.Int8())
     ),
+    "rank-dad, few bits": og.RankDAD(rank=4, wire=og.wire.Int4(), vectors=og.wire.Int4()),
+    "rank-dad, two_way, few bits": og.RankDAD(
+        rank=3, reduce="two_way", wire=og.wire.Int3(), vectors=og.wire.Int4()
+    ),
+    "rank-dad, budget": og.RankDAD(budget="64kB"),
     "powersgd": og.PowerSGD(rank=2),
     "sparse": og.Sparse(density=0.02),
     "sparse, blocks, int8": og.Sparse(density=0.1, select="blocks", wire=og.wire.Int8()),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.core.protocols import FactorsOf
-from outergrad.core.transport import Comm
+from outergrad.core.transport import Comm, Work
 from outergrad.core.types import Gradient, Slot, Source, Unit, tensors_of
 from outergrad.linalg.finite import is_finite
 from outergrad.linalg.gradients import as_tensor, scaled
@@ -30,6 +30,14 @@ class Bucket(Protocol):
     """All of them: when they are ready, the message is."""
     dense_params: Sequence[str]
     """Those of which what is in `param.grad` travels, as it is or compressed."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what it brought can be had again later, and cannot be refused once it is there.
+
+        The same on every site: then a step need not wait for votes.
+        """
+        return False
 
     def lengths(self, context: StepContext) -> object:
         """Where this is equal, so are all lengths that it expects; the same on all sites."""
@@ -109,6 +117,29 @@ class Result:
     digest: Tensor | int | None = None
 
 
+class Gathered:
+    """Messages of all sites; kept, so that they can be asked for more than once.
+
+    Args:
+        work: brings them.
+        own: this site's.
+    """
+
+    def __init__(self, work: Work, own: Tensor) -> None:
+        self._work, self.own = work, own
+        self._messages: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """Those of all sites, in their order; blocks the first time."""
+        if self._messages is None:
+            self._messages = list(self._work.wait())
+        return self._messages
+
+    def replace(self, site: int, message: Tensor) -> None:
+        """One of them was damaged, and has come again; its length is what it must be."""
+        self.wait()[site] = message
+
+
 class Pending(Protocol):
     """A message under way.
 
@@ -118,11 +149,14 @@ class Pending(Protocol):
 
     rounds: int = 1
 
+    gathered: Gathered | None = None
+    """The messages of all sites to all, which can be sent again; None of sums."""
+
     def advance(self) -> None:
         """Starts its second round, if it has one, as soon as the first is there."""
 
     def wait(self) -> Result:
-        """Blocks until it is there; after `advance`."""
+        """Blocks until it is there; after `advance`. Where the bucket is kept, more than once."""
         ...
 
 

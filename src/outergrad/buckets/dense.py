@@ -19,34 +19,48 @@ from outergrad.record.stats import Booking
 _SMALL = 1 << 14
 """Elements of a gradient below which a pass over all of them costs less than a call for each."""
 
+_BUFFERS = 2
+
 
 class DenseBucket(Bucket):
     """Parameters of one dtype whose gradients travel in one all-reduce.
 
-    The buffer is kept between steps. Its last two elements count the sites that are surprised and
-    those whose step is void.
+    There are two buffers, which take turns: a sum is kept for a step. Their last two elements
+    count the sites that are surprised and those whose step is void.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self.params = frozenset(params)
         self.dense_params: Sequence[str] = tuple(params)
         self._params = dict(params)
-        self._kept: _Buffer | None = None
+        self._buffers: list[_Buffer] = []
+
+    @property
+    def is_kept(self) -> bool:
+        """The sum."""
+        return True
 
     def start(self, context: StepContext) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
-        if self._kept is None:
-            self._kept = _Buffer.of(self._params, context.comm.cost)
-        buffer, views = self._kept.room.tensor, self._kept.views
-        self._fill(context, self._kept)
-        context.layers.book(self._kept.bookings)
+        kept = self._scratch(context.comm.cost)
+        buffer, views = kept.room.tensor, kept.views
+        self._fill(context, kept)
+        context.layers.book(kept.bookings)
         if context.skips_bad and not is_finite(buffer[:-2]):
             for name, view in views.items():
                 context.check(name, [view])
         buffer[-2] = float(context.state == State.SURPRISED)
         buffer[-1] = float(context.state.is_void)
         work = context.comm.all_reduce(buffer)
-        return _DensePending(work, self._kept)
+        return _DensePending(work, kept)
+
+    def _scratch(self, cost: CostModel) -> _Buffer:
+        """The buffer that the step before does not have."""
+        if len(self._buffers) < _BUFFERS:
+            self._buffers.insert(0, _Buffer.of(self._params, cost))
+        else:
+            self._buffers.reverse()
+        return self._buffers[0]
 
     def _fill(self, context: StepContext, kept: _Buffer) -> None:
         """Copies this site's part of the mean; many small gradients at once."""
@@ -93,8 +107,10 @@ class _Buffer:
 class _DensePending(Pending):
     def __init__(self, work: Work, kept: _Buffer) -> None:
         self._work, self._kept = work, kept
+        self._sum: Tensor | None = None
 
     def wait(self) -> Result:
-        buffer, room = self._work.wait(), self._kept.room
+        buffer = self._sum = self._work.wait() if self._sum is None else self._sum
+        room = self._kept.room
         state = State.of(*buffer[-2:].tolist())
         return Result(self._kept.views, state=state, digest=room.checksum())

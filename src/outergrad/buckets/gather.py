@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outergrad.buckets.bucket import Pending, Result, StepContext
+from outergrad.buckets.bucket import Gathered, Pending, Result, StepContext
 from outergrad.buckets.message import BookedLayout, RowBucket, book_received, sums_of_extras
 from outergrad.core.blocks import Block
 from outergrad.core.payload import Arrived
-from outergrad.core.transport import Work
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
 from outergrad.messages.layout import Layout, gradients_of
@@ -26,6 +25,11 @@ class FactorBucket(RowBucket):
 
     Small gradients may ride along: one message less, and one delay instead of a ring's 2 (S - 1).
     """
+
+    @property
+    def is_kept(self) -> bool:
+        """Unless there are blocks: a replay may give something else than the forward."""
+        return not self.blocks
 
     def expect(self, context: StepContext, turn: int) -> None:
         """The messages of the other sites."""
@@ -44,7 +48,7 @@ class FactorBucket(RowBucket):
         preamble = self.preamble(context)
         preamble.write(message)
         work = comm.all_gather(message, [layout.nbytes for layout in layouts])
-        return _FactorPending(work, self, layouts, preamble, context)
+        return _FactorPending(Gathered(work, message), self, layouts, preamble, context)
 
     def layouts(self, context: StepContext) -> list[BookedLayout]:
         """Of every site's message."""
@@ -62,17 +66,21 @@ class FactorBucket(RowBucket):
 class _FactorPending(Pending):
     def __init__(
         self,
-        work: Work,
+        gathered: Gathered,
         bucket: FactorBucket,
         layouts: Sequence[Layout],
         expected: Preamble,
         context: StepContext,
     ) -> None:
-        self._work, self._bucket, self._layouts = work, bucket, layouts
+        self.gathered, self._bucket, self._layouts = gathered, bucket, layouts
         self._expected, self._context = expected, context
 
+    def _messages(self) -> list[Tensor]:
+        assert self.gathered is not None
+        return self.gathered.wait()
+
     def wait(self) -> Result:
-        messages, context, bucket = self._work.wait(), self._context, self._bucket
+        messages, context, bucket = self._messages(), self._context, self._bucket
         preambles, state = read_all(messages, self._expected)
         digest = combined(preamble.total for preamble in preambles)
         if state != State.GOOD:

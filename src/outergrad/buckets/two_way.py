@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from outergrad.buckets.bucket import Load, Pending, Result, StepContext
+from outergrad.buckets.bucket import Gathered, Load, Pending, Result, StepContext
 from outergrad.buckets.message import BookedLayout, RowBucket, book_received, sums_of_extras
 from outergrad.core.compressor import Compressor
 from outergrad.core.errors import ExchangeError, RefusedError
@@ -59,6 +59,11 @@ class TwoWayBucket(RowBucket):
         """What the payloads are called in statistics."""
         return Why.LOW_RANK.value
 
+    @property
+    def is_kept(self) -> bool:
+        """What was merged."""
+        return True
+
     def lengths(self, context: StepContext) -> object:
         """Also who merges what."""
         return super().lengths(context), self._owners
@@ -104,7 +109,6 @@ class _TwoWayPending(Pending):
         self._theirs = [bucket.owned(pieces_K, self._rank) for pieces_K in pieces_SK]
         self._merged = [bucket.owned(merged_K, owner) for owner in sites]
         self._state, self._has_autograd_grad, self._digest = State.GOOD, list[str](), 0
-        self._second: Work | None = None
         self._first = self._send()
 
     # -- the first round ------------------------------------------------------------------------
@@ -149,7 +153,8 @@ class _TwoWayPending(Pending):
         self._expected = bucket.preamble(self._context, second=True)
         self._expected.write(merged)
         sizes = [layout.nbytes for layout in self._merged]
-        self._second = self._context.comm.all_gather(merged, sizes, lane=_SECOND_LANE)
+        work = self._context.comm.all_gather(merged, sizes, lane=_SECOND_LANE)
+        self.gathered = Gathered(work, merged)
 
     def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
         layout, others = self._merged[self._rank], self._context.comm.cost.copies
@@ -173,8 +178,8 @@ class _TwoWayPending(Pending):
         """Takes the gradients from what every owner sent."""
         if self._state != State.GOOD:
             return Result(state=self._state, digest=self._digest)
-        assert self._second is not None
-        messages = self._second.wait()
+        assert self.gathered is not None
+        messages = self.gathered.wait()
         preambles, state = read_all(messages, self._expected)
         digest = combined([self._digest, combined(preamble.total for preamble in preambles)])
         if state != State.GOOD:

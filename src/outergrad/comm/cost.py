@@ -104,6 +104,22 @@ class StarCost:
         return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2}[way]
 
 
+@dataclass(frozen=True)
+class BlindStarCost(StarCost):
+    """Through a hub that must not read what it relays, and so cannot add up.
+
+    What would be summed is gathered, and every site adds up itself.
+    """
+
+    def all_reduce(self, nbytes: int) -> Traffic:
+        """As an all-gather of the same."""
+        return self.all_gather(nbytes, (self.sites - 1) * nbytes)
+
+    def share(self, nbytes: float, way: Route) -> float:
+        """Sums are gathered."""
+        return nbytes if way == Route.REDUCE else super().share(nbytes, way)
+
+
 def cost_of(compressor: Setup, sites: int) -> CostModel:
     """What a method goes by: until it is attached, what torch.distributed costs."""
     return compressor.cost or RingCost(sites)

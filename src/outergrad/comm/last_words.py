@@ -17,7 +17,7 @@ _LIMIT_S = 2.0
 _POLL_S = 0.02
 
 _WORD = "outergrad/last_words/{}"
-_AT_EXIT, _AT_END, _READ_BY = f"{_WORD}/exit", f"{_WORD}/end/{{}}", f"{_WORD}/read"
+AT_EXIT, AT_END, _READ_BY = f"{_WORD}/exit", f"{_WORD}/end/{{}}", f"{_WORD}/read"
 """Keys of the store, by site and session."""
 
 
@@ -50,11 +50,14 @@ class LastWords:
         self._limited(lambda: self._store.set(_WORD.format(self._rank), text))
 
     def leave_at_end(self, text: str, *, of_process: bool) -> None:
-        """This site's when it ends the session, or its whole process."""
-        key = (
-            _AT_EXIT.format(self._rank) if of_process else _AT_END.format(self._rank, self._session)
-        )
-        self._limited(lambda: self._store.set(key, text))
+        """This site's when it ends the session, or its whole process; others can read it then."""
+        key = AT_EXIT.format(self._rank) if of_process else AT_END.format(self._rank, self._session)
+
+        def leave() -> None:
+            self._store.set(key, text)
+            self._store.check([key])  # a TCPStore does not answer to what is set
+
+        self._limited(leave)
 
     def gather(
         self, enough: Enough, patience_s: float, final: str | None = None
@@ -95,7 +98,7 @@ class LastWords:
     def _read(self) -> None:
         """All that is there now."""
         for site in range(self._sites):
-            for kind in (_WORD, _AT_EXIT, _AT_END):
+            for kind in (_WORD, AT_EXIT, AT_END):
                 key = kind.format(site, self._session)
                 if self._found[site] is None and self._store.check([key]):
                     self._found[site] = self._store.get(key).decode(errors="replace")

@@ -52,6 +52,9 @@ class Standing:
         timed_out: whether it gave up because it had waited for too long.
         ended: "session" or "process", if it left because that came to its end.
         settled: whether it has stopped waiting for the word of others.
+        made: how many steps have come to their end, those of all sessions on the group.
+        sent: whether some other site may have applied the next one: it has what it needs of this.
+        goes_on: whether other sessions are left on the group, where one has ended.
     """
 
     step: int
@@ -65,6 +68,9 @@ class Standing:
     timed_out: bool = False
     ended: str = ""
     settled: bool = False
+    made: int = 0
+    sent: bool = False
+    goes_on: bool = False
 
     def text(self) -> str:
         """As it is left."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
@@ -102,6 +103,8 @@ class TorchComm(Comm):
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
+        if self.world_size > 1 and self._wire.type == "cpu":
+            self.board = StoreBoard(group.get_group_store())
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.

@@ -65,15 +65,17 @@ class BadStepsError(RuntimeError):
 
 
 class DriftError(RuntimeError):
-    """The replicas differ. Raised on all sites, in the same words, after a step that counts.
+    """The replicas differ. Raised on all sites, in the same words.
 
-    The gradients of that step are in `param.grad`: after `session.make_equal()` on every site
-    training goes on.
+    After a comparison (`verify_every=`) the gradients of the step are in `param.grad`; where sites
+    are found to have received different messages or sums in a step before, this one is applied
+    nowhere. After `session.make_equal()` on every site training goes on.
 
     Attributes:
-        sites: those whose replica is not that of site 0.
+        sites: those whose replica is not that of site 0, or that of most.
         step: synchronised steps so far.
-        parameter: full name of the first parameter or buffer that differs.
+        parameter: full name of the first parameter or buffer that differs; empty where it is not
+            known.
     """
 
     def __init__(self, message: str, sites: Sequence[int], step: int, parameter: str) -> None:
@@ -108,6 +110,10 @@ class ExchangeError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.sites, self.kind, self.waited_s = tuple(sites), kind, 0.0
+
+
+class BoardGoneError(RuntimeError):
+    """The place where sites agree on what counts did not answer in time."""
 
 
 class RefusedError(RuntimeError):

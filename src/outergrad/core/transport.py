@@ -48,6 +48,34 @@ class Notes(Protocol):
         ...
 
 
+class Board(Protocol):
+    """Slots that all sites can write to and read, also where their connections are closed.
+
+    It may be used by several threads, and must not refer to the `Comm`. Nothing of it blocks for
+    long: what is not answered in time raises a `BoardGoneError`, then and ever after.
+    """
+
+    def first(self, key: str, text: str) -> str:
+        """Writes a text into a slot, unless one stands there; returns what stands there then."""
+        ...
+
+    def slot(self, key: str) -> str | None:
+        """What was written so; None if nothing was."""
+        ...
+
+    def put(self, key: str, content: bytes) -> None:
+        """Writes any content, over what stands there."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """What was put there; None if nothing was."""
+        ...
+
+    def farewell(self, site: int, session: int) -> str | None:
+        """What a site has left by its `Notes`, of its end or that of the session."""
+        ...
+
+
 class Comm(Protocol):
     """The few collectives that outergrad needs; every site calls them in the same order.
 
@@ -75,6 +103,8 @@ class Comm(Protocol):
     """How long a message may take."""
     host: int | None = None
     """The site with which the place ends where sites leave texts (`give_up`, `notes`), if any."""
+    board: Board | None = None
+    """Where sites that lost others agree on what counts, and no step has to wait for votes."""
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from outergrad._whole_files import save_whole
-from outergrad.core.protocols import Method, Rules
+from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, resume, site_state
 from outergrad.layers import RULES
-from outergrad.methods import LocalSteps, PerLayer
+from outergrad.methods import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute as distribute_model
 from outergrad.session.session import Session
@@ -35,7 +35,7 @@ _SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEG
 def distribute(
     accelerator: Accelerator,
     model: nn.Module,
-    method: Method | PerLayer | LocalSteps | None = None,
+    method: Method | Policy | LocalSteps | None = None,
     *,
     recorder: Recorders = None,
     rules: Rules = RULES,

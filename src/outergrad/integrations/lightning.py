@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from outergrad.core.protocols import Method, Rules
+from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, agree_on, resume, site_state
 from outergrad.layers import RULES
-from outergrad.methods import LocalSteps, PerLayer
+from outergrad.methods import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute
 from outergrad.session.session import Session
@@ -43,7 +43,7 @@ class OutergradStrategy(DDPStrategy):
 
     def __init__(
         self,
-        method: Method | PerLayer | LocalSteps | None = None,
+        method: Method | Policy | LocalSteps | None = None,
         *,
         recorder: Recorders = None,
         rules: Rules = RULES,

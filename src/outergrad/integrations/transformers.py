@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from outergrad._whole_files import save_whole
-from outergrad.core.protocols import Method, Rule, Rules, TapFn
+from outergrad.core.protocols import Method, Policy, Rule, Rules, TapFn
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.integrations._sites import agree_on, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
 from outergrad.layers._common import join, rows_of
-from outergrad.methods import LocalSteps, PerLayer
+from outergrad.methods import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.session import Session
 
@@ -88,7 +88,7 @@ class TrainerMixin(_Base):
     def __init__(
         self,
         *args: Any,
-        method: Method | PerLayer | LocalSteps | None = None,
+        method: Method | Policy | LocalSteps | None = None,
         recorder: Recorders = None,
         rules: Rules = RULES,
         own_data: bool = False,

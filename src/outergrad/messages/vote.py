@@ -31,6 +31,8 @@ class Verdict(IntEnum):
     """A block that it computed again gave another output than in the sender's forward."""
     CHANGED = 6
     """Its model is not what the sites agreed on."""
+    DIFFERED = 7
+    """The step before, which sites had applied, was not the same for all of them."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, SlotUse
 from outergrad.messages.vote import WORDS
-from outergrad.methods import DAD, LocalSteps
+from outergrad.methods import LocalSteps
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
 from outergrad.session.capable import refuse_incapable, transport_lines
@@ -40,9 +40,16 @@ from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
 from outergrad.session.topology import Topology, opened
 from outergrad.session.transform_checks import capturing, check_transform, refuse_unfit
+from outergrad.session.usual_method import usual_method
 from outergrad.step import buffers as _buffers
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.groups import count_session, end_unfinished, lost_sites_told, refuse_lost
+from outergrad.step.groups import (
+    count_session,
+    end_unfinished,
+    lost_sites_told,
+    on_transport,
+    refuse_lost,
+)
 
 
 def distribute(
@@ -71,9 +78,14 @@ def distribute(
 
     Args:
         model: any module, not wrapped but by `torch.compile`; its parameters on one device.
-        method: how gradients travel: `og.DAD()` by default; `og.PerLayer({...})` for a method per
-            part of the model, `og.Local()` for a part that is not shared; `og.LocalSteps(k)` to
-            share not gradients but what k steps of each site have changed.
+        method: how gradients travel. By default `og.Auto()`: dense or as factors, whichever makes
+            steps shorter here, as the sites find out while they train; exact, and other sites see
+            no more than this site's gradient. What it has chosen differs from run to run, and with
+            it rounding: a run that has to repeat to the bit names its method, as `og.DAD()` or
+            `og.Dense()`, or `og.Auto(frozen=choice)`. With `mesh=` or `transform=` the default is
+            `og.DAD()`. `og.PerLayer({...})` for a method per part of the model, `og.Local()` for a
+            part that is not shared; `og.LocalSteps(k)` to share not gradients but what k steps of
+            each site have changed.
         group: the sites; the default group if None.
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
@@ -119,7 +131,9 @@ def distribute(
         RuntimeError: there is no process group, or none of what another transport needs.
         SiteLostError: another site does not come, or went.
     """
-    model, method = _uncompiled(model), DAD() if method is None else method
+    model, not_auto = _uncompiled(model), ""
+    if method is None:
+        method, not_auto = usual_method(mesh=mesh, transform=transform)
     topology = _topology(transport, group, mesh, _device(model), time_span(timeout))
     comm = topology.site
     refuse_lost(comm.key)
@@ -156,6 +170,7 @@ def distribute(
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
         method=repr(method),
+        not_auto=not_auto,
         recorders=recorders,
         max_bad_steps=max_bad_steps,
         weighting=counted,
@@ -169,6 +184,8 @@ def distribute(
     counted.watch(model)
     session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
+    if comm.board is not None:
+        on_transport(comm.key).watch(comm)
     return session
 
 
@@ -232,7 +249,7 @@ def _settle(
         compressor.settle_budget(units, _whole(inspection.model))
     sites = comm.world_size
     asking = [(e, units) for e, units in inspection.compressors.items() if e.wants_link(sites)]
-    chooser = inspection.compressors.chooser if sites > 1 else None
+    chooser = inspection.compressors.chooser if sites > 1 and inspection.model.units else None
     link = measured() if asking or chooser else None
     for compressor, units in asking:
         assert link is not None

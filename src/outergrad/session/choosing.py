@@ -79,7 +79,7 @@ def choosing_of(
     compressors: Compressors, model: Model, comm: Comm, fingerprint: int
 ) -> Choosing | None:
     """What measures for the chooser of a session; None where there is nothing to choose."""
-    if compressors.chooser is None or comm.world_size == 1:
+    if compressors.chooser is None or comm.world_size == 1 or not model.units:
         return None
     return Choosing(compressors.chooser, model, comm, fingerprint)
 

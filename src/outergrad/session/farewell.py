@@ -5,8 +5,10 @@ They find its connections closed, and would not know whether its machine died or
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -19,6 +21,8 @@ from outergrad.step.groups import Sessions, on_transport
 _farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()
 """Of the transport of each session of this process, and what is done when nobody has it any more,
 or Python ends; weak, so that process groups end when the user's do."""
+_SETTLES_S = 0.5
+"""How long the end of Python may wait for the votes of others, whose group may be gone."""
 _before: list[Any] = []
 """The `sys.excepthook` that was there, while ours is."""
 
@@ -33,6 +37,26 @@ def say_farewell(comm: Comm, session: int) -> None:
     if not _before:
         _before.append(sys.excepthook)
         sys.excepthook = _on_error
+
+
+def _at_exit() -> None:
+    """Leaves word of the end, before watchers end, and counts the votes on the last step."""
+    for comm, (_, end) in list(_farewells.items()):
+        sessions = list(on_transport(comm.key).attached)
+        on_transport(comm.key).attached.clear()  # no session goes on
+        end()
+        settle = threading.Thread(target=_settle, args=(sessions,), daemon=True)
+        with suppress(RuntimeError):  # no thread can be started any more
+            settle.start()
+            settle.join(_SETTLES_S)
+
+
+def _settle(sessions: list[Any]) -> None:
+    for session in sessions:
+        session.settle_at_exit()
+
+
+atexit.register(_at_exit)
 
 
 def end_session(comm: Any) -> None:
@@ -73,7 +97,9 @@ class Farewell:
         """Whether there was something to say."""
         if self._process != os.getpid() or self._group.lost is not None:
             return False
-        standing = Standing(0, self._session, ends=self._group.ends, why=why, ended=ended)
+        goes_on = ended == "session" and len(self._group.attached) > 0
+        known = {"ends": self._group.ends, "made": self._group.pact.made, "goes_on": goes_on}
+        standing = Standing(0, self._session, **known, why=why, ended=ended)
         self._notes.leave_at_end(standing.text(), of_process=ended == "process")
         return True
 

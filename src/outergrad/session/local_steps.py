@@ -64,6 +64,7 @@ class LocalStepsSession(Session):
         """
         if self._attached and self._counter.any_made:
             self._exchange()
+        super().flush()
 
     @contextmanager
     def join(self, *, step: Callable[[], Any] | None = None) -> Iterator[None]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.core.errors import BoardGoneError, ExchangeError, Failure, SiteLostError
 from outergrad.core.protocols import Method
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
@@ -14,8 +15,10 @@ from outergrad.record.trials import trials_noted
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
 from outergrad.session.transform_checks import noted, units_shown
+from outergrad.session.usual_method import usual_noted
 from outergrad.session.verified import Verified
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
+from outergrad.step.pact import is_in_trouble
 
 
 class Session(Verified):
@@ -43,7 +46,18 @@ class Session(Verified):
             self._synchronise = before
 
     def flush(self) -> None:
-        """Shares what the last steps of `og.LocalSteps` changed; does nothing for gradients."""
+        """Shares what the last steps of `og.LocalSteps` changed.
+
+        Of gradients all is shared; that all sites have applied the same in the last step is made
+        sure of.
+
+        Raises:
+            SiteLostError: another site is lost.
+            DriftError: sites have applied different things in the last step.
+        """
+        if self._attached:
+            self._require_group()
+            self._settle()
 
     def samples(self, n: int) -> None:
         """Says how many samples the next backward is about, with `weighting="samples"`.
@@ -69,7 +83,7 @@ class Session(Verified):
         lines = self._cadence.noted(coverage(params, self._local, *told))
         if self._choosing is not None:
             lines = trials_noted(lines, model.units, self._choosing.chooser)
-        return noted(lines, self._transform)
+        return usual_noted(noted(lines, self._transform), self._not_auto)
 
     def choice(self) -> dict[str, Method]:
         """The method that `og.Auto()` has chosen so far for each parameter, by its full name.
@@ -114,8 +128,10 @@ class Session(Verified):
 
         Raises:
             RuntimeError: this site lost the others in the middle of a step.
+            DriftError: sites have applied different things in the last step.
         """
         self._require_group()
+        self._settle()
         progress = Progress(
             self._stats.step, self._next_forward.tap_next, self._planner.has_autograd_grad
         )
@@ -165,6 +181,9 @@ class Session(Verified):
         """Ends the session: the model is plain again and keeps its parameters and gradients.
 
         Call it on every site. A step whose backward raised is first ended with the other sites.
+
+        Raises:
+            DriftError: sites have applied different things in the last step.
         """
         if not self._attached:
             return
@@ -172,10 +191,12 @@ class Session(Verified):
         super().detach()
         on_transport(self._comm.key).attached.discard(self)
         end_unfinished(self._comm.key)
+        drift = self._settle_at_end()
         if self._choosing is not None and on_transport(self._comm.key).lost is None:
             self._choosing.restart()
         self._forget_model()
         end_session(self._comm)
+        self._end_watching()
         self._weighting.remove()
         for layer in [*self._next_forward.layers, *self._blocks]:
             layer.restore()
@@ -183,3 +204,17 @@ class Session(Verified):
             watched.remove()
         self._accumulator.clear()
         self._reporter.close()
+        if drift is not None:
+            raise drift
+
+    def _end_watching(self) -> None:
+        """Who gives up after this finds the word of the end; who did before is answered."""
+        group = on_transport(self._comm.key)
+        if not group.attached:
+            group.end_watching()
+        board = self._comm.board
+        if board is None or group.lost is not None or group.pact.made == 0:
+            return
+        with suppress(BoardGoneError, SiteLostError):
+            if is_in_trouble(board):
+                raise self._lost_by(ExchangeError("others gave up", kind=Failure.CLOSED))

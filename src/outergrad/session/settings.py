@@ -21,6 +21,7 @@ class Settings:
 
     Attributes:
         method: how gradients travel, as text.
+        not_auto: why it is not `og.Auto()`, where the user named none.
         recorders: are told of steps.
         max_bad_steps: how many steps after each other may be skipped because a gradient is not
             finite; None if none is skipped.
@@ -32,6 +33,7 @@ class Settings:
     """
 
     method: str
+    not_auto: str = ""
     recorders: Sequence[Recorder] = ()
     max_bad_steps: int | None = None
     weighting: Weighting = field(default_factory=Weighting)

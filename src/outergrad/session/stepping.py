@@ -33,7 +33,9 @@ from outergrad.step.captured import Captured
 from outergrad.step.groups import on_transport
 from outergrad.step.header_builder import Announced, HeaderBuilder, Loop
 from outergrad.step.joint import JointParts, JointStep, described
+from outergrad.step.late_votes import LateVotes
 from outergrad.step.mishaps import Mishaps
+from outergrad.step.pact import Pact
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 from outergrad.step.transforming import leftover_error
@@ -82,7 +84,7 @@ class Stepping(GivingUp):
         self._due_parts: DueParts | None = None
         self._step: Step | None = None
         self._synchronise, self._attached = True, True
-        self._transform = settings.transform
+        self._transform, self._not_auto = settings.transform, settings.not_auto
         self._batch = _batch(settings.transform)
         self._several = comm.world_size > 1 or settings.transform is not None
         self._may_owe = False
@@ -92,6 +94,7 @@ class Stepping(GivingUp):
         self._stats = Stats(total_sent_bytes=comm.sent_bytes)
         self._chosen: dict[Unit, Reason] = {}
         tell = self._reporter.mishap
+        self._votes = LateVotes()
         self._choosing = choosing_of(compressors, model, comm, fingerprint)
         self._mishaps = Mishaps(model.params, comm.rank, settings.max_bad_steps, tell)
 
@@ -193,10 +196,18 @@ class Stepping(GivingUp):
             "reading": self._reporter.reading(self._stats.step),
             "buffers": self._buffers,
             "skips_bad": self._mishaps.skips_bad,
+            "pact": self._pact(),
+            "votes": self._votes,
         }
         step = self._step_of_spec(StepSpec(comm=self._comm, header=header, **(own | about)))
         on_transport(self._comm.key).running.append(self)
         return step
+
+    def _pact(self) -> Pact | None:
+        """What this site promises the others, if they have a board to agree on."""
+        if self._comm.board is None:
+            return None
+        return on_transport(self._comm.key).pact
 
     def _step_of_spec(self, spec: StepSpec) -> SharedStep:
         return SharedStep(spec)
@@ -227,7 +238,12 @@ class Stepping(GivingUp):
 
     def _take_note(self, step: Step) -> None:
         """Of what all sites decided."""
-        if isinstance(step, SharedStep) and step.decision is not None:
+        if not isinstance(step, SharedStep) or step.decision is None:
+            return
+        drift = getattr(step, "drift", None)
+        if drift is not None:
+            self._mishaps.drifted(step.context.header.step, drift.sites, "")
+        else:
             self._mishaps.decided(step.decision, step.subjects.names)
 
     def _close(self, step: Step) -> None:
@@ -285,12 +301,15 @@ class Stepping(GivingUp):
         step = self._step
         if not isinstance(step, SharedStep) or step.task == unless:
             return  # another session may be in the middle of the same backward
+        self._hear_of_end()
         try:
-            step.abandon()
+            if on_transport(self._comm.key).lost is None:
+                step.abandon()
         except ExchangeError as error:
             self._lost_by(error)
-        self._close(step)
-        self._take_note(step)
+        finally:
+            self._close(step)
+            self._take_note(step)
 
     def _refuse_changed(self) -> None:
         """Checks that the model is what the sites agreed on."""

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outergrad.comm.cost import StarCost
+from outergrad.comm.cost import BlindStarCost, StarCost
 from outergrad.comm.work import Ready
 from outergrad.core.transport import Comm, Enough
 from outergrad.messages.vote import WORDS
 from outergrad.star.arrivals import Arrival
 from outergrad.star.frames import ALL, UNKNOWN, VOTES, Kind
 from outergrad.star.line import Line, Place
-from outergrad.star.sums import DTYPES
+from outergrad.star.sealing import TAG_BYTES, Seal
+from outergrad.star.sums import DTYPES, added
 
 _STEP_WORD = 2
 """Of a vote."""
@@ -32,12 +33,21 @@ class StarComm(Comm):
         key: what sessions on that line have in common.
         device: of the tensors.
         patience_s: how long a message may take.
+        seal: what encrypts, if the hub must not read what it relays: then sites add up themselves.
     """
 
-    def __init__(self, line: Line, key: Any, device: torch.device, patience_s: float) -> None:
-        self._line, self.key, self.device = line, key, device
+    def __init__(
+        self,
+        line: Line,
+        key: Any,
+        device: torch.device,
+        patience_s: float,
+        seal: Seal | None = None,
+    ) -> None:
+        self._line, self.key, self.device, self._seal = line, key, device, seal
         self.rank, self.world_size = line.rank, len(line.names)
-        self.cost, self.patience_s = StarCost(self.world_size), patience_s
+        self.cost = (StarCost if seal is None else BlindStarCost)(self.world_size)
+        self.patience_s = patience_s
         self.sent_bytes = self.received_bytes = 0
 
     def all_reduce(self, t: Tensor) -> StarWork | Ready:
@@ -45,6 +55,8 @@ class StarComm(Comm):
         self._book(*self.cost.all_reduce(t.nbytes))
         if self.world_size == 1 or not t.numel():
             return Ready(t)
+        if self._seal is not None:
+            return self._added_here(t)
         place = self._line.place(Kind.SUM, 0, dtype=DTYPES.index(_name(t)))
         arrival = self._line.expect(place, {ALL: t.nbytes})
         self._line.send(place, _bytes(t))
@@ -56,10 +68,8 @@ class StarComm(Comm):
         self._book(*self.cost.all_gather(t.nbytes, others))
         place = self._line.place(Kind.GATHER, lane, _step_of(t, lane))
         arrival = self._line.expect(place, self._expected(sizes, t.itemsize))
-        if t.numel() and self.world_size > 1:
-            self._line.send(place, _bytes(t))
-        own = t.clone()
-        return self._work(place, arrival, self._in_order(own))
+        self._send(place, t)
+        return self._work(place, arrival, self._in_order(t.clone()))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> StarWork | Ready:
         """To each its own."""
@@ -69,20 +79,18 @@ class StarComm(Comm):
         place = self._line.place(Kind.EACH, 0)
         arrival = self._line.expect(place, self._expected(sizes, own.itemsize))
         for rank, part in enumerate(parts):
-            if rank != self.rank and part.numel():
-                self._line.send(place, _bytes(part), rank)
+            if rank != self.rank:
+                self._send(place, part, rank)
         return self._work(place, arrival, self._in_order(own.clone()))
 
     def broadcast(self, t: Tensor) -> None:
         """From the first site; it is not counted."""
         place = self._line.place(Kind.GATHER, 0)
-        expected = {0: t.nbytes} if self.rank and t.nbytes else {}
-        arrival = self._line.expect(place, expected)
-        if self.rank == 0 and t.nbytes and self.world_size > 1:
-            self._line.send(place, _bytes(t))
-        rooms = self._line.wait(place, arrival, self.patience_s)
-        if rooms:
-            _copy_into(t, rooms[0])
+        sizes = [t.numel(), *[0] * (self.world_size - 1)]
+        arrival = self._line.expect(place, self._expected(sizes, t.itemsize))
+        if self.rank == 0:
+            self._send(place, t)
+        self._work(place, arrival, lambda rooms: rooms and _copy_into(t, rooms[0])).wait()
 
     def notes(self, session: int) -> StarNotes:
         """On the line."""
@@ -115,7 +123,33 @@ class StarComm(Comm):
 
     def _expected(self, sizes: Sequence[int], itemsize: int) -> dict[int, int]:
         others = (site for site in range(self.world_size) if site != self.rank and sizes[site])
-        return {site: sizes[site] * itemsize for site in others}
+        longer = 0 if self._seal is None else TAG_BYTES
+        return {site: sizes[site] * itemsize + longer for site in others}
+
+    def _send(self, place: Place, t: Tensor, recipient: int = ALL) -> None:
+        """Unless there is nothing to send, or nobody to send it to."""
+        if not t.numel() or self.world_size == 1:
+            return
+        payload = _bytes(t)
+        if self._seal is not None:
+            payload = self._seal.sealed(place, payload, recipient)
+        self._line.send(place, payload, recipient)
+
+    def _added_here(self, t: Tensor) -> StarWork:
+        """To the same bits as by a hub, which must not read it."""
+        place = self._line.place(Kind.GATHER, 0)
+        arrival = self._line.expect(
+            place, self._expected([t.numel()] * self.world_size, t.itemsize)
+        )
+        self._send(place, t)
+        own, dtype = _bytes(t), DTYPES.index(_name(t))
+
+        def summed(rooms: Mapping[int, np.ndarray]) -> Tensor:
+            parts = {self.rank: own, **{site: room.data for site, room in rooms.items()}}
+            total = added([parts[site] for site in sorted(parts)], dtype)
+            return _copy_into(t, np.frombuffer(bytearray(total), np.uint8))
+
+        return self._work(place, arrival, summed)
 
     def _in_order(self, own: Tensor) -> Callable[[Mapping[int, np.ndarray]], list[Tensor]]:
         def found(rooms: Mapping[int, np.ndarray]) -> list[Tensor]:
@@ -134,7 +168,15 @@ class StarComm(Comm):
     def _work(
         self, place: Place, arrival: Arrival, then: Callable[[Mapping[int, np.ndarray]], Any]
     ) -> StarWork:
-        return StarWork(lambda: self._line.wait(place, arrival, self.patience_s), then)
+        return StarWork(lambda: self._arrived(place, arrival), then)
+
+    def _arrived(self, place: Place, arrival: Arrival) -> dict[int, np.ndarray]:
+        rooms, seal = self._line.wait(place, arrival, self.patience_s), self._seal
+        if seal is None:
+            return rooms
+        of_all = place.kind == Kind.GATHER
+        opened = {s: seal.opened(place, s, room.data, of_all=of_all) for s, room in rooms.items()}
+        return {s: np.frombuffer(bytearray(clear), np.uint8) for s, clear in opened.items()}
 
 
 class StarWork:

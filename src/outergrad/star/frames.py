@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -47,8 +48,6 @@ class Kind(IntEnum):
     """The sender leaves, or is lost."""
     FAULT = 10
     """The run cannot go on, and why."""
-    KEY = 11
-    """A public key of the sender, signed, for all other sites."""
 
 
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.ACK})
@@ -77,6 +76,7 @@ class Frame:
         recipient: rank of a site.
         offset: of the payload in the whole message, bytes.
         total: bytes of the whole message.
+        checksum: of the payload, where it is known.
     """
 
     kind: Kind
@@ -91,15 +91,25 @@ class Frame:
     recipient: int = ALL
     offset: int = 0
     total: int = 0
+    checksum: int | None = None
 
     def packed(self) -> bytes:
         """As it travels."""
-        header = _HEADER.pack(
+        return packed([self])
+
+    def header(self) -> bytes:
+        """What stands before the payload."""
+        checksum = zlib.crc32(self.payload) if self.checksum is None else self.checksum
+        return _HEADER.pack(
             *(MAGIC, VERSION, self.kind, self.lane, self.dtype, self.run, self.sequence),
             *(self.number, self.step, self.sender, self.recipient, self.offset, self.total),
-            *(len(self.payload), zlib.crc32(self.payload)),
+            *(len(self.payload), checksum),
         )
-        return b"".join((header, self.payload))
+
+
+def packed(frames: Iterable[Frame]) -> bytes:
+    """A message of gRPC."""
+    return b"".join(part for frame in frames for part in (frame.header(), frame.payload))
 
 
 def unpacked(message: bytes) -> list[Frame]:
@@ -129,7 +139,7 @@ def _first_of(message: memoryview, at: int) -> tuple[Frame, int]:
         raise MalformedError(f"a frame of {length} bytes, of which {len(payload)} are there")
     if zlib.crc32(payload) != checksum:
         raise MalformedError("the checksum of a frame is wrong")
-    return _checked(kind, payload, *fields), begin + length
+    return _checked(kind, payload, *fields, checksum), begin + length
 
 
 def _checked(kind: int, payload: memoryview, *fields: int) -> Frame:

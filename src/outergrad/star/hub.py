@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from outergrad.star.frames import Frame, Kind, MalformedError, unpacked
+from outergrad.star.frames import Frame, Kind, MalformedError, packed, unpacked
 from outergrad.star.member import Member, Stream
 from outergrad.star.run import Run, Told
 
@@ -203,7 +203,7 @@ class Hub:
             if member.stream is not stream:
                 return None
             frames = [member.ack(), *member.pipe.batch(_BATCH_BYTES)]
-        return b"".join(frame.packed() for frame in frames)
+        return packed(frames)
 
     def watch(self, is_admitted: Callable[[str], bool] = lambda name: True) -> None:
         """Looks after the lines; to be called some times per second.

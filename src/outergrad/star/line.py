@@ -13,7 +13,7 @@ import numpy as np
 
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.star.arrivals import Arrival
-from outergrad.star.frames import ALL, DATA, UNKNOWN, Frame, Kind, unpacked
+from outergrad.star.frames import ALL, DATA, UNKNOWN, Frame, Kind, packed, unpacked
 from outergrad.star.hub import Hello, Welcome
 from outergrad.star.outgoing import Outgoing
 from outergrad.star.pipe import Pipe
@@ -79,8 +79,6 @@ class Line:
         """Sites that left or are lost, and why."""
         self.texts: dict[tuple[int, str], str] = {}
         """What sites have left, by rank and name."""
-        self.keys: dict[int, bytes] = {}
-        """What sites have said of their keys."""
 
     # -- what streams do ---------------------------------------------------------------------------
 
@@ -107,7 +105,7 @@ class Line:
                 return None
             frames = [self._window.ack(self._pipe.heard), *self._out.batch(_BATCH_BYTES)]
             self._owed, self._hurried = 0, False
-        return b"".join(frame.packed() for frame in frames)
+        return packed(frames)
 
     @property
     def _owes_ack(self) -> bool:
@@ -152,8 +150,6 @@ class Line:
         elif frame.kind == Kind.TEXT:
             name, _, text = _text(frame).partition("\n")
             self.texts[frame.sender, name] = text
-        elif frame.kind == Kind.KEY:
-            self.keys[frame.sender] = bytes(frame.payload)
         elif frame.kind == Kind.FAULT:
             self._failure = self._failure or ExchangeError(_text(frame))
 
@@ -274,16 +270,24 @@ class Line:
                     else f"the hub did not answer within {wait_s:g} s"
                 )
 
+    def exchange_texts(self, name: str, text: str, wait_s: float) -> dict[int, str]:
+        """Those that all other sites leave under the same name, by rank.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        self.leave_text(name, text)
+        others = [rank for rank in range(len(self.names)) if rank != self.rank]
+        if not self.wait_for(lambda: all((rank, name) in self.texts for rank in others), wait_s):
+            missing = [self.names[rank] for rank in others if (rank, name) not in self.texts]
+            raise RuntimeError(f"no word of {', '.join(missing)} within {wait_s:g} s")
+        return {rank: self.texts[rank, name] for rank in others}
+
     def leave_text(self, name: str, text: str) -> None:
         """Leaves a text for all others."""
         with self.changed:
             self.texts[self.rank, name] = text
             self._push(Kind.TEXT, f"{name}\n{text}".encode())
-
-    def leave_key(self, key: bytes) -> None:
-        """Tells all others of this site's key."""
-        with self.changed:
-            self._push(Kind.KEY, key)
 
     def leave(self) -> None:
         """The others hear that this site has gone; what was sent before comes before that."""
@@ -307,6 +311,11 @@ class Line:
         with self.changed:
             self.changed.wait_for(lambda: done() or self._failure is not None, wait_s)
             return done()
+
+    @property
+    def run(self) -> int:
+        """Number of the run."""
+        return self._run
 
     @property
     def is_flushed(self) -> bool:

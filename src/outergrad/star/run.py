@@ -105,7 +105,7 @@ class Run:
             return
         total = added([part.payload for part in ordered], frame.dtype)
         owed = [(self.members[part.sender], part.lane, cost_of(part)) for part in ordered]
-        summed = replace(frame, payload=total, sender=ALL)
+        summed = replace(frame, payload=total, sender=ALL, checksum=None)
         relay(summed, _reached(list(self.members.values())), owed)
 
     def _fault(self, why: str) -> None:
@@ -146,6 +146,5 @@ _ACTIONS: dict[Kind, Callable[[Run, Member, Frame], None]] = {
     Kind.EACH: Run._each,
     Kind.SUM: Run._sum,
     Kind.TEXT: Run._text,
-    Kind.KEY: Run._text,
     Kind.GONE: Run._left,
 }

@@ -16,6 +16,7 @@ from outergrad.star.hub import GRACE_S, Hello, Hub, RefusedError
 from outergrad.star.journal import Journal
 from outergrad.star.member import Member, Stream
 from outergrad.star.run import Run
+from outergrad.star.window import WINDOW_BYTES
 
 SERVICE, METHOD = "outergrad.Star", "Line"
 KEEPALIVE = (
@@ -25,6 +26,8 @@ KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),  # the usual 64 kB cost a delay each
+    ("grpc.http2.max_frame_size", 1 << 18),
 )
 """A line that is silent for 3 seconds is down; pings also keep it in the tables of routers."""
 _OF_SERVER = (

@@ -16,6 +16,7 @@ import torch
 if TYPE_CHECKING:
     from outergrad.star.comm import StarComm
     from outergrad.star.dial import Dialler
+    from outergrad.star.sealing import Seal
 
 TIMEOUT_S = 30.0
 WAIT_S = 600.0
@@ -32,11 +33,14 @@ class Star:
         kit: file that `outergrad hub invite SITE` has written for this site; None for what
             `outergrad site --kit` was given.
         wait_s: how long to wait until all sites have come.
+        blind: whether the hub must not read what it relays. Sites then encrypt for each other, and
+            add up themselves what the hub would add up: what travels dense is gathered.
     """
 
     hub: str | None = None
     kit: str | os.PathLike[str] | None = None
     wait_s: float = WAIT_S
+    blind: bool = False
     settings: Set[str] = field(default=frozenset({"timeout"}), init=False, repr=False)
     _line: _Line | None = field(default=None, init=False, repr=False)
 
@@ -50,13 +54,13 @@ class Star:
             timeout: how long a message may take.
 
         Raises:
-            ValueError: the kit cannot be read.
+            ValueError: the kit cannot be read, or a site differs in `blind`.
             RuntimeError: the hub cannot be reached, refuses this site, or other sites do not come.
         """
         patience_s = TIMEOUT_S if timeout is None else timeout.total_seconds()
         if self._line is None:
             self._line = _Line(self, patience_s)
-        return self._line.open(device, patience_s, self.wait_s)
+        return self._line.open(device, patience_s)
 
     def close(self) -> None:
         """Leaves, when what was sent has arrived. A process that ends does it by itself."""
@@ -74,16 +78,37 @@ class _Line:
         from outergrad.star.line import Line
 
         kit = read_kit(star.kit or os.environ.get(KIT_VARIABLE) or _missing_kit())
-        self._line = Line()
+        self._line, self._kit, self._star_wait_s = Line(), kit, star.wait_s
+        self._blind, self._met, self._seal = star.blind, False, None
         self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
         end = weakref.finalize(self, self.dialler.end)
         end.atexit = False  # the dialler has its own way then
 
-    def open(self, device: torch.device, patience_s: float, wait_s: float) -> StarComm:
+    def open(self, device: torch.device, patience_s: float) -> StarComm:
         from outergrad.star.comm import StarComm
 
-        self._line.wait_until_ready(wait_s)
-        return StarComm(self._line, self, device, patience_s)
+        self._line.wait_until_ready(self._star_wait_s)
+        if not self._met:
+            self._seal, self._met = self._agree(patience_s), True
+        return StarComm(self._line, self, device, patience_s, self._seal)
+
+    def _agree(self, patience_s: float) -> Seal | None:
+        """Whether to encrypt, and by which keys."""
+        from outergrad.star.sealing import Seal
+
+        line = self._line
+        seal = Seal(self._kit, line.names, line.rank, line.run) if self._blind else None
+        own = "" if seal is None else seal.announcement()
+        told = line.exchange_texts("keys", own, patience_s)
+        if len({bool(one) for one in (own, *told.values())}) > 1:
+            blind = [line.names[rank] for rank, one in {line.rank: own, **told}.items() if one]
+            raise ValueError(
+                f"og.Star has blind=True on {', '.join(sorted(blind))} alone: pass the same on "
+                f"every site"
+            )
+        if seal is not None:
+            seal.learn(line.exchange_texts("sender keys", seal.meet(told), patience_s))
+        return seal
 
 
 KIT_VARIABLE = "OUTERGRAD_KIT"

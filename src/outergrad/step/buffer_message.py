@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outergrad.core.transport import Comm, Work
+from outergrad.buckets.bucket import Gathered
+from outergrad.core.transport import Comm
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header, Join
 from outergrad.messages.raw import from_raw, raw
@@ -48,6 +49,7 @@ class BufferMessage:
     Attributes:
         first: the name of one of them.
         sizes: of the messages of all sites, in bytes; empty where nothing is to be sent.
+        gathered: the messages of all sites; None where nothing is sent.
     """
 
     def __init__(self, buffers: SharedBuffers, context: Parties) -> None:
@@ -59,7 +61,7 @@ class BufferMessage:
         mean = buffers.kind == "mean"
         self._means = [p for p in places if mean and p.dtype.is_floating_point]
         self._taken = [p for p in places if p not in self._means]
-        self._work: Work | None = None
+        self.gathered: Gathered | None = None
         self._messages: Sequence[Tensor] = ()
         self._preambles: list[Preamble] = []
         self.first = places[0].name if places else ""
@@ -74,7 +76,8 @@ class BufferMessage:
         """Sends this site's."""
         if self.sizes:
             message = self._packed(self.sizes[self._rank])
-            self._work = self._context.comm.all_gather(message, self.sizes)
+            work = self._context.comm.all_gather(message, self.sizes)
+            self.gathered = Gathered(work, message)
 
     def receive(self) -> int:
         """Waits for those of all sites; a digest of them.
@@ -82,8 +85,8 @@ class BufferMessage:
         Raises:
             RefusedError: a message is not as it was sent.
         """
-        if self._work is not None:
-            self._messages = self._work.wait()
+        if self.gathered is not None:
+            self._messages = self.gathered.wait()
             pairs = zip(self._messages, self._headers, strict=True)
             self._preambles = [self._read(*pair) for pair in pairs]
         return combined(preamble.total for preamble in self._preambles)
@@ -124,7 +127,7 @@ class BufferMessage:
 
     def values(self) -> Values:
         """The agreed value of each buffer that was sent; after `receive`."""
-        if self._work is None:
+        if self.gathered is None:
             return {}
         triples = zip(self._messages, self._headers, self._preambles, strict=True)
         found = [_read(message, self._sent_by(site), p.flags) for message, site, p in triples]

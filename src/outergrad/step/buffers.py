@@ -138,6 +138,11 @@ class SharedBuffers:
             _put(place, value)
         self.note()
 
+    def named(self, values: Mapping[str, Tensor]) -> dict[RegisteredBuffer, Tensor | None]:
+        """Values by name, of those that there are and fit."""
+        places = (place for place in self._places if place.name in values)
+        return {p: t for p in places if (t := values[p.name]).shape == p.shape}
+
     def to_send(self, headers: Sequence[Header]) -> list[RegisteredBuffer]:
         """Those that some site wrote to; the same on every site."""
         masks = zip(*(header.buffers for header in headers), strict=True)

@@ -1,7 +1,7 @@
 """Whether a step counts: every site votes, and it counts where all votes are good.
 
-A site that has every vote goes on; one that lost another before it had them cannot know whether
-the others did: what they leave behind tells it (`lost.py`).
+Where nobody can refuse a step once all its messages are there, a site applies it then, and counts
+the votes on it at the end of the next one (`late_votes.py`). Otherwise it waits for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outergrad.core.errors import ExchangeError, Failure, RefusedError, StepDiscardedError
+from outergrad.core.errors import (
+    DriftError,
+    ExchangeError,
+    Failure,
+    RefusedError,
+    StepDiscardedError,
+)
 from outergrad.core.transport import Comm, Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
@@ -85,6 +91,23 @@ class Decision:
             f"and go on with the next"
         )
 
+    def drift(self, now: int | None = None) -> DriftError:
+        """That sites have applied different things in a step that nobody waited for.
+
+        Args:
+            now: the step in which it was found out, which counts nowhere; None between steps.
+        """
+        step, sites = self.vote.step, self.sites
+        void = "" if now is None else f" Step {now} was not applied on any site."
+        return DriftError(
+            f"{self._why(Subjects(()))}, which sites have applied: their replicas may differ since."
+            f"{void} Call session.make_equal(optimizer) on every site, or start again from the "
+            f"last checkpoint",
+            sites,
+            step + 1,
+            "",
+        )
+
     def _unrepeated(self, subjects: Subjects, blocks: Blocks) -> str | None:
         """What to say of a block of which a replay was not like its forward, if it is that."""
         vote = self.vote
@@ -105,6 +128,8 @@ class Decision:
         if self.apart:
             what = "received other messages or sums than the others in step"
             return f"site {vote.rank} {what} {vote.step}"
+        if vote.site == NOTHING:
+            return f"site {vote.rank} did not apply step {vote.step}"
         return (
             f"site {vote.rank} refused a message of site {vote.site}{subjects.words(vote.param)} "
             f"in step {vote.step}: it is not what should have been sent"
@@ -136,6 +161,7 @@ class Ballot:
         self._heard = State.GOOD
         self._work: Work | None = None
         self._is_cast = False
+        self._decision: Decision | None = None
         self.cause: BaseException | None = None
         """Why this site could not compute something again."""
 
@@ -168,6 +194,10 @@ class Ballot:
         index = self._index(param) if param in self._subjects.params else NOTHING
         self._vote = replace(self._vote, verdict=Verdict.CHANGED, param=index)
 
+    def note_drift(self) -> None:
+        """The votes on the step before were not all the same."""
+        self._vote = replace(self._vote, verdict=Verdict.DIFFERED, param=NOTHING, site=NOTHING)
+
     def cast(self, state: State, param: str | None = None) -> None:
         """Starts to exchange the votes.
 
@@ -195,9 +225,19 @@ class Ballot:
         return self._is_cast and self._vote.verdict == Verdict.GOOD
 
     def count(self) -> Decision:
-        """Waits for all votes."""
-        assert self._work is not None
-        parts, counts = self._work.wait(), (len(self._subjects.names), self._comm.world_size)
+        """Waits for all votes, the first time.
+
+        Raises:
+            ExchangeError: they do not all come.
+        """
+        if self._work is None:
+            raise ExchangeError("the vote could not be sent", kind=Failure.CLOSED)
+        if self._decision is None:
+            self._decision = self._counted(self._work)
+        return self._decision
+
+    def _counted(self, work: Work) -> Decision:
+        parts, counts = work.wait(), (len(self._subjects.names), self._comm.world_size)
         pairs = enumerate(parts)
         votes = [Vote.parse(part.tolist(), self._vote, rank, *counts) for rank, part in pairs]
         worst = max(votes, key=lambda vote: vote.verdict)  # the first of these

@@ -9,11 +9,14 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from outergrad.capture.engine import current_task
-from outergrad.comm.standing import LastStep
+from outergrad.comm.standing import LastStep, Standing
 from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.transport import Comm
+from outergrad.step.agreement import Outcome
 from outergrad.step.lost import Findings, find_out, lost_error, standing_of
+from outergrad.step.pact import Pact
 from outergrad.step.turns import Turns
+from outergrad.step.watcher import Watcher
 
 _MOST_SESSIONS = 64
 
@@ -39,6 +42,8 @@ class Sessions:
         lost: why the transport must not be used any more, if a site was lost.
         ends: how the last step of each of the latest sessions ended: sites that give up tell it
             each other.
+        pact: what this site promises the others, where they have a board.
+        watcher: answers them while this site computes.
     """
 
     count: int = 0
@@ -47,6 +52,19 @@ class Sessions:
     turns: Turns = field(default_factory=Turns)
     lost: SiteLostError | None = None
     ends: dict[int, LastStep] = field(default_factory=dict)
+    pact: Pact = field(default_factory=Pact)
+    watcher: Watcher | None = None
+
+    def watch(self, comm: Comm) -> None:
+        """Begins to answer the others, unless it is done."""
+        if self.watcher is None or not self.watcher.is_at_work:
+            self.watcher = Watcher(comm, self.pact, self.ends)
+
+    def end_watching(self) -> None:
+        """Answers the others no more, for now."""
+        if self.watcher is not None:
+            self.watcher.end()
+            self.watcher = None
 
     def note_end(self, session: int, end: LastStep) -> None:
         """A step of a session, known by its fingerprint, has come to its end."""
@@ -89,8 +107,15 @@ def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
     try:
         yield
     except ExchangeError as error:
-        found = find_out(comm, standing_of(error, step, ends=on_transport(comm.key).ends))
-        raise note_lost(comm, step, place, error, found).again() from error
+        outcome = give_up(comm, standing_of(error, step, ends=on_transport(comm.key).ends))
+        raise note_lost(comm, step, place, error, outcome.findings).again() from error
+
+
+def give_up(comm: Comm, standing: Standing) -> Outcome:
+    """Ends the use of a transport, together with the other sites that are left."""
+    if comm.board is None:
+        return Outcome(find_out(comm, standing))
+    return on_transport(comm.key).pact.agree(comm, standing)
 
 
 def note_lost(

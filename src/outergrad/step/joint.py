@@ -122,6 +122,8 @@ class JointStep:
         self._waiting, self._comm = list(points), comm
         self._header, self._params = header, params
         self._digests: list[int] = []
+        self.averages = bool(points)
+        """Whether there is anything to average."""
 
     @property
     def digest(self) -> int:

@@ -21,7 +21,7 @@ class Findings:
 
     Attributes:
         lost: these.
-        counted: whether the step counts all the same: some site had all votes.
+        counted: whether the step counts all the same: some site has made it.
         certain: as of the error.
         may_differ: as of the error.
         awaited_by: sites that waited for this one in vain.
@@ -110,12 +110,12 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
     own = {**standing.ends, standing.session: LastStep(standing.step + counted)}
     behind = {site for site, one in others.items() if _stays_behind(one, own)}
     return Findings(
-        lost=_lost(rank, found, missing),
+        lost=lost_of(rank, found, missing),
         counted=counted,
         certain=not standing.voted or bool(later) or not unheard,
         may_differ=tuple(sorted(unheard | behind)),
         awaited_by=tuple(site for site, one in others.items() if rank in one.silent),
-        told={site: told for site, one in others.items() if (told := _told(one))},
+        told=told_by(others),
     )
 
 
@@ -125,7 +125,7 @@ def _stays_behind(other: Standing, own: Mapping[int, LastStep]) -> bool:
     return fewer and (other.settled or bool(other.ended))
 
 
-def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[int, ...]:
+def lost_of(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[int, ...]:
     """Who is lost: who left no word, or came too late, or gave up because of an error of its own.
 
     Where all have left word and nobody has waited in vain, only a connection is lost.
@@ -136,9 +136,13 @@ def _lost(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[
     erred = {site for site, one in found.items() if one.why}
     timed_out = {site for site, one in found.items() if one.timed_out}
     if timed_out and not late:
-        # In an all-reduce nobody knows for whom it waits; but who is late has waited least.
-        late = {min(found, key=lambda site: found[site].waited_s)}
-    who = left & suspects or left or late - {rank} or erred - {rank} or timed_out - {rank}
+        # In an all-reduce nobody knows for whom it waits; but who is late has not sent its part,
+        # or has at least waited least.
+        least = min(one.made for one in found.values())
+        unsent = [site for site, one in found.items() if one.made == least and not one.sent]
+        late = set(sorted(unsent, key=lambda site: found[site].waited_s)[:1])
+    in_vain = timed_out - {rank} if rank in late else set[int]()
+    who = left & suspects or left or late - {rank} or erred - {rank} or in_vain
     return tuple(sorted(who))
 
 
@@ -154,6 +158,11 @@ def late_sites(silent: Mapping[int, Sequence[int]]) -> set[int]:
     late = {site for sites in silent.values() for site in sites}
     told = {site for one, sites in silent.items() if one not in late for site in sites}
     return told or late
+
+
+def told_by(words: Mapping[int, Standing]) -> dict[int, str]:
+    """Why sites went, in their own words."""
+    return {site: told for site, one in words.items() if (told := _told(one))}
 
 
 def _told(one: Standing) -> str:

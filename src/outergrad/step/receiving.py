@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
+from outergrad.buckets.bucket import Bucket, Gathered, Pending, Result, StepContext
 from outergrad.core.errors import ExchangeError, Failure, RefusedError
 from outergrad.linalg.gradients import scaled
+from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
 from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot
 
+T = TypeVar("T")
 Sent = Sequence[tuple[Bucket, Pending]]
 """Messages under way, in the order in which all sites started them."""
+Gradients = dict[str, Tensor]
+AskAgain = Callable[[int, int, int], bytes]
+"""Asks a site for a message of a place in the step, of so many bytes, once more."""
+BUFFERS_PLACE = -1
+"""In place of the number of a bucket."""
+_ASKS = 3
+"""How often a message that was damaged is asked for again."""
 
 
 class Receiver:
@@ -32,6 +42,8 @@ class Receiver:
     Attributes:
         error: what was raised on this site.
         wait_s: seconds that this site waited.
+        written: parameters of messages that were written.
+        ask_again: of a step that nobody may refuse: what is damaged is asked for again.
     """
 
     def __init__(self, planner: Planner, context: StepContext) -> None:
@@ -40,6 +52,15 @@ class Receiver:
         self._awaited: Bucket | str = "the headers"
         self.wait_s = 0.0
         self.error: Exception | None = None
+        self.written: set[str] = set()
+        self.ask_again: AskAgain | None = None
+        self.state = State.GOOD
+
+    @property
+    def may_count(self) -> bool:
+        """Whether nothing was said or found that speaks against the step, or needs more."""
+        good = self.state == State.GOOD and self._context.state == State.GOOD
+        return good and not self._has_autograd_grad
 
     @property
     def place(self) -> str:
@@ -89,12 +110,13 @@ class Receiver:
             The last one, to be written behind the vote, if there is something to be written.
         """
         state, last = self._context.state, None
-        for bucket, pending in sent:
-            result = self._result(bucket, pending, ballot)
+        for place, (bucket, pending) in enumerate(sent):
+            result = self._result(bucket, pending, ballot, place)
             if last is not None and state == State.GOOD:
                 self.write(*last)
             state, last = max(state, result.state), (bucket, result)
         ballot.hear(state)
+        self.state = state
         if state != State.GOOD:
             return None
         if last is not None and (self._has_autograd_grad or last[1].has_autograd_grad):
@@ -107,21 +129,47 @@ class Receiver:
         """Takes in running statistics, which are written once the step counts."""
         self.place = "the buffers"
         try:
-            ballot.note_sum(buffers.receive())
+            gathered, receive = buffers.gathered, buffers.receive
+            ballot.note_sum(self._sound(receive, gathered, BUFFERS_PLACE))
         except RefusedError as error:
             ballot.refuse(error, buffers.first)
 
-    def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot) -> Result:
+    def _sound(self, read: Callable[[], T], gathered: Gathered | None, place: int) -> T:
+        """What messages say; one that is damaged is asked for again, if the others may go on.
+
+        Raises:
+            RefusedError: it is damaged, and the step counts nowhere.
+            ExchangeError: it stays so, and the step may count elsewhere.
+        """
+        for _ in range(_ASKS if gathered is not None and self.ask_again is not None else 0):
+            try:
+                return read()
+            except RefusedError as error:
+                assert gathered is not None
+                assert self.ask_again is not None
+                damaged = gathered.wait()[error.site]
+                content = self.ask_again(error.site, place, damaged.nbytes)
+                gathered.replace(error.site, as_tensor(content).to(damaged.device))
+        try:
+            return read()
+        except RefusedError as error:
+            if self.ask_again is None:
+                raise
+            raise ExchangeError(str(error), (error.site,)) from error
+
+    def _result(self, bucket: Bucket, pending: Pending, ballot: Ballot, place: int) -> Result:
         """What a message brings; nothing that may be applied, if it is refused."""
         result = Result(state=State.FAILED)
         with self._awaiting(bucket):
             try:
-                result = pending.wait()
+                result = self._sound(pending.wait, pending.gathered, place)
             except RefusedError as error:
                 ballot.refuse(error, self._first(bucket))
             except ExchangeError:
                 raise
             except Exception as error:
+                if self.ask_again is not None:  # the others may go on
+                    raise ExchangeError(str(error), kind=Failure.LOCAL) from error
                 self.fail(error)
         if result.digest is not None:
             ballot.note_sum(result.digest)
@@ -142,17 +190,24 @@ class Receiver:
 
     def write(self, bucket: Bucket, result: Result) -> None:
         """Writes what one message brought."""
-        used, params = self._context.used, self._context.params
-        means = _only(result.means, used)
+        params = self._context.params
+        means, additions = self.effects(bucket, result)
         self._measure(means)
         param_grad.overwrite(params, means)
-        additions = dict(_only(result.additions, used))
-        for name in (bucket.params & used) - set(additions) - set(means):
-            additions[name] = torch.zeros_like(params[name], requires_grad=False)
         not_yet = {n: additions.pop(n) for n in result.has_autograd_grad if n in additions}
         self._measure(additions, formed=False, not_yet=not_yet)
         self._has_autograd_grad.update(not_yet)
         param_grad.add(params, additions)
+        self.written |= bucket.params
+
+    def effects(self, bucket: Bucket, result: Result) -> tuple[Mapping[str, Tensor], Gradients]:
+        """What replaces `param.grad`, and what is added to it."""
+        used, params = self._context.used, self._context.params
+        means = _only(result.means, used)
+        additions = dict(_only(result.additions, used))
+        for name in (bucket.params & used) - set(additions) - set(means):
+            additions[name] = torch.zeros_like(params[name], requires_grad=False)
+        return means, additions
 
     @torch.no_grad()
     def _measure(

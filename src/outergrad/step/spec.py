@@ -18,6 +18,8 @@ from outergrad.step.buffers import SharedBuffers
 from outergrad.step.captured import Captured
 from outergrad.step.carried_over import CarriedOver
 from outergrad.step.joint import JointStep
+from outergrad.step.late_votes import LateVotes
+from outergrad.step.pact import Pact
 from outergrad.step.transforming import Transforming, leftover_error
 
 
@@ -40,6 +42,8 @@ class StepSpec:
         skips_bad: whether the step is skipped if a gradient is not finite.
         transform: changes this site's gradient before it is sent.
         leftover: name of a parameter with a gradient that is none of this step's.
+        pact: what this site promises the others on their board; None where there is none.
+        votes: of the session, on the step before.
     """
 
     model: Model
@@ -56,6 +60,8 @@ class StepSpec:
     skips_bad: bool = False
     transform: GradientTransform | None = None
     leftover: str = ""
+    pact: Pact | None = None
+    votes: LateVotes = field(default_factory=LateVotes)
 
     def captured(self) -> Captured:
         """What the backward will capture, begun with the rows of earlier passes."""

@@ -21,11 +21,12 @@ from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot, Decision
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
+from outergrad.step.late import LateStep
 from outergrad.step.receiving import Receiver
 from outergrad.step.spec import StepSpec
 
 
-class SharedStep:
+class SharedStep(LateStep):
     """A backward whose gradients become the mean over the sites.
 
     The plan follows from the headers of all sites. They are exchanged first, or, where the last
@@ -38,13 +39,14 @@ class SharedStep:
 
     def __init__(self, spec: StepSpec) -> None:
         model, comm, header, planner = spec.model, spec.comm, spec.header, spec.planner
+        super().__init__(comm, spec.pact, spec.votes, spec.joint)
         self.task, self._shared_buffers = spec.task, spec.buffers
         self._joint = spec.joint or JointStep((), comm)
         self._buffers: BufferMessage | None = None
         self._since = Since(comm)
         self.choice: Choice | None = None
         self.decision: Decision | None = None
-        self._model, self._planner, self._comm = model, planner, comm
+        self._model, self._planner = model, planner
         self.captured = spec.captured()
         self._transforming = spec.transforming(self.captured)
         self._holds_back = self._transforming is not None and self._transforming.holds_back
@@ -57,6 +59,8 @@ class SharedStep:
         self._ballot = Ballot(comm, header, self.subjects)
         planner.begin(header.step)
         foreseen = planner.header_cache.foreseen(header.step)
+        if spec.pact is not None:
+            spec.pact.begins(self)
         if foreseen is None:
             self._announce(header)
         else:
@@ -150,6 +154,8 @@ class SharedStep:
     def _start(self) -> None:
         """Starts the next message."""
         bucket = self._buckets[len(self._sent)]
+        if len(self._sent) == len(self._buckets) - 1:
+            self._sends_last()
         if self.context.state == State.GOOD:
             if self._transforming is not None:
                 self._transforming.apply(bucket.params)
@@ -179,6 +185,7 @@ class SharedStep:
             self._start_again()  # known from the first message on: nothing was written
             decision = self._pass()
         self.settle(decision)
+        self._raise_drift(decision)
         if self._receiver.error is not None:
             raise self._receiver.error
         if decision.verdict >= Verdict.REFUSED:
@@ -189,7 +196,7 @@ class SharedStep:
         self.decision = decision
         if self._buffers is not None:
             self._buffers.finish(write=decision.good)
-        self._planner.commit(applied=decision.good)
+        self._planner.commit(applied=decision.good and not self.is_taken)
         self.captured.release()
         if self._transforming is not None:
             self._transforming.drop_unused(self.context.used)
@@ -220,28 +227,25 @@ class SharedStep:
         self.decision = self._pass()
         self._planner.commit(applied=False)
         self.captured.release()
+        self._raise_drift(self.decision)
 
     def _pass(self) -> Decision:
-        """Starts what is left, takes in all messages and votes; what is last is written meanwhile.
+        """Starts what is left, takes in all messages and votes.
 
         A site whose messages all were good votes so even if other sites say that they failed:
         these vote, too.
         """
+        self._begins_to_end()
         self._start_all()
+        self._sent_all()
         assert self._buffers is not None
         self._buffers.start()
         self._receiver.start_second_rounds(self._sent)
         last = self._receiver.receive(self._sent, self._ballot)
         self._receiver.receive_buffers(self._buffers, self._ballot)
         self._ballot.note_sum(self._joint.digest)
-        try:
-            self._ballot.cast(self.context.state, self.context.bad)
-        finally:  # another site may have heard the vote, and count the step
-            if last is not None:
-                self._receiver.write(*last)
-        self._receiver.place = "the other sites' word that they have everything"
-        with self._receiver.waiting():
-            decision = self._ballot.count()
+        self._count_before()
+        decision = self._applied_at_once(last) if self._needs_no_votes else self._voted_on(last)
         self._comm.take_turn(0)
         return decision
 
@@ -267,7 +271,8 @@ class SharedStep:
         self._planner.header_cache.was_wrong()
         self._planner.commit(applied=False)
         header = self.captured.unsettled(self.context.header)
-        self.choice, self._sent, self.context.state = None, [], State.GOOD
+        self.choice, self._sent, self._buffers = None, [], None
+        self.context.state = State.GOOD
         self.context.forget()
         self._ballot = Ballot(self._comm, self.context.header, self.subjects)
         self._announce(header)

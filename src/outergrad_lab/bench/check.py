@@ -1,10 +1,11 @@
-"""Whether sessions say truly what they send."""
+"""Whether sessions and peers say truly what they send."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from outergrad_lab.bench.results import LinkResult
+from outergrad_lab.peers.named import is_peer
 
 RELATIVE = 0.03
 MESSAGES_BYTES = 1024
@@ -18,7 +19,7 @@ class Check:
     Attributes:
         link: The link.
         method: The method.
-        claimed_bytes: By `session.stats()`.
+        claimed_bytes: By `session.stats()`, or a peer.
         counted_bytes: By the interface, less 66 bytes of headers per packet.
         allowed_bytes: By how much they may differ.
     """
@@ -35,16 +36,17 @@ class Check:
         return abs(self.counted_bytes - self.claimed_bytes) <= self.allowed_bytes
 
     def __str__(self) -> str:
+        who = "the peer" if is_peer(self.method) else "session.stats()"
         verdict = "agrees with" if self.holds else "DIFFERS from"
         return (
-            f"{self.link}, {self.method}: session.stats() says {self.claimed_bytes:,.0f} bytes per "
+            f"{self.link}, {self.method}: {who} says {self.claimed_bytes:,.0f} bytes per "
             f"step, which {verdict} the {self.counted_bytes:,.0f} that the interface counted "
             f"(headers of packets taken off; allowed: 3% + 1 kB per other site)"
         )
 
 
 def check(result: LinkResult, sites: int) -> list[Check]:
-    """Compares both accounts of every method that has a session."""
+    """Compares both accounts of every method that counts its bytes."""
     return [
         Check(
             link=result.link,

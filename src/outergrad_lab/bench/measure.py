@@ -20,7 +20,7 @@ class Block:
     Attributes:
         steps: The phases of each timed step.
         sent: What the site's interface sent in all of them.
-        claimed_bytes: What outergrad's session says of them.
+        claimed_bytes: What outergrad's session, or a peer, says of them.
     """
 
     steps: list[Phases]

@@ -7,7 +7,8 @@ from math import inf
 from pathlib import Path
 
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.named_methods.attach import METHODS, attach_of
+from outergrad.tools.named_methods.attach import METHODS
+from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.job import require
 from outergrad_lab.workloads import WORKLOADS, Workload
 

@@ -28,7 +28,7 @@ class Timing:
         payload_bytes: The same without the headers of packets.
         packets: Number of packets.
         sent_bytes_by_site: For each site.
-        claimed_bytes: What `session.stats()` says was sent, for outergrad's methods.
+        claimed_bytes: What `session.stats()`, or a peer, says was sent; None of others.
         phases_s: Median seconds of each phase of a step at site 0.
     """
 

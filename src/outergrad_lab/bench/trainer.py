@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
-from outergrad.tools.named_methods.attach import attach_of
 from outergrad_lab.bench.meeting import PATIENCE
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.data import Dataset, load, missing_files, synthetic
+from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.optimizers import ADAM_EPS
 from outergrad_lab.training.split import Batches, even_split, full_batches
 
@@ -108,7 +108,9 @@ class Trainer:
         return stats.compress_s, stats.wait_s
 
     def claimed_bytes(self) -> int | None:
-        """What outergrad's session says it has sent, if there is one."""
+        """What outergrad's session, or a peer, says it has sent; None if there is neither."""
+        if self.replica.peer:
+            return self.replica.peer.sent_bytes
         return self.replica.session.stats().total_sent_bytes if self.replica.session else None
 
     def close(self) -> None:

@@ -9,9 +9,13 @@ site does so also while the first computes.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
+from outergrad.comm.standing import Standing
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad_lab.checking.agreement import CALL_S, TROUBLE, Agreed, Agreement, Word
+from outergrad.step.agreement import TROUBLE, Agreement, Outcome
+from outergrad.step.lost import standing_of
+from outergrad_lab.checking.agreement import CALL_S, agreed, farewell_key
 from outergrad_lab.checking.network import Network, Store, StoreGoneError
 from outergrad_lab.checking.site import MESSAGES, LeftError, Site, SiteLost
 from outergrad_lab.checking.trial import Trial
@@ -30,7 +34,7 @@ class ForwardingSite(Site):
         super().__init__(process, network, store, trial)
         self._kept: tuple[int, frozenset[int]] | None = None
         self._frozen, self._sent = False, False
-        self._agreed: Agreed | None = None
+        self._outcome: Outcome | None = None
         network.posted.add(_VOTES)
 
     def program(self) -> Waiting[None]:
@@ -113,13 +117,15 @@ class ForwardingSite(Site):
         if self._frozen:
             yield from self._end_by(None)
         self._kept = None
-        yield from self._leave_at_end(Word(steps, sent=False, done=True))
+        yield from self._leave_at_end(Standing(steps, made=steps, ended="session"))
+        if self._frozen:
+            yield from self._end_by(None)
         if self.rank == self.store.host:
             yield from self._stay()
 
     def _stay(self) -> Waiting[None]:
         """The store ends with this site: the others may need it to see that all are done."""
-        until, keys = self.world.now + CALL_S, [f"word {other}" for other in self.others]
+        until, keys = self.world.now + CALL_S, [farewell_key(other) for other in self.others]
         while self.world.now < until and not all(key in self.store.values for key in keys):
             yield until
 
@@ -131,33 +137,38 @@ class ForwardingSite(Site):
             if error.kind != Failure.CLOSED:
                 raise
             word = yield from self._word_of(other)
-            vote = word.applied - 1 if word is not None and word.done else None
+            vote = word.made - 1 if word is not None and word.ended == "session" else None
             if vote is None:
                 raise
         if vote != steps - 1:
             raise ExchangeError("a vote on another step")
 
-    def _word_of(self, other: int) -> Waiting[Word | None]:
-        """What another site has left in the store."""
-        look = lambda: self.store.values.get(f"word {other}")  # noqa: E731
+    def _word_of(self, other: int) -> Waiting[Standing | None]:
+        """What another site has left in the store when it ended."""
+        look = lambda: self.store.values.get(farewell_key(other))  # noqa: E731
         try:
-            word = yield from self.store.call(self.process, look, CALL_S)
+            text = yield from self.store.call(self.process, look, CALL_S)
         except StoreGoneError:
             return None
-        return word if isinstance(word, Word) else None
+        return None if text is None else Standing.of(text)
 
     def end_after(self, error: Exception) -> Waiting[None]:
         """A program that raised says how far it came."""
         if isinstance(error, LeftError) and not self._frozen:
-            self._frozen = True
-            yield from self._leave_at_end(Word(self.ending.applied, sent=False, ended=True))
+            made = self.ending.applied
+            yield from self._leave_at_end(Standing(made, made=made, ended="process", why="no rows"))
 
-    def _leave_at_end(self, word: Word) -> Waiting[None]:
-        leave = lambda: self.store.set_first(f"word {self.rank}", word)  # noqa: E731
+    def _leave_at_end(self, word: Standing) -> Waiting[None]:
+        """Leaves word of the end, unless others give up meanwhile: who looks first finds it."""
+        leave = lambda: self.store.set(farewell_key(self.rank), word.text())  # noqa: E731
+        look = lambda: TROUBLE in self.store.values  # noqa: E731
         try:
             yield from self.store.call(self.process, leave, CALL_S)
+            trouble = yield from self.store.call(self.process, look, CALL_S)
         except StoreGoneError:
             return
+        if trouble and not self._frozen:
+            yield from self._agree(None)
 
     def _end_by(self, error: ExchangeError | None) -> Waiting[None]:
         """Goes on to where all that are left go.
@@ -166,33 +177,32 @@ class ForwardingSite(Site):
             SiteLost: always.
         """
         if not self._frozen:
-            assert error is not None
-            closed = error.kind == Failure.CLOSED
-            silent = () if closed else error.sites
-            yield from self._agree(silent, error.sites if closed else ())
-        while self._agreed is None:
+            yield from self._agree(error)
+        while self._outcome is None:
             yield FOREVER
-        agreed = self._agreed
-        self.ending.certain, self.ending.may_differ = agreed.certain, agreed.may_differ
-        self.ending.lost = agreed.lost
-        if agreed.parts is not None:
-            self.apply(self.ending.applied, set(agreed.parts))
+        found = self._outcome.findings
+        self.ending.certain, self.ending.may_differ = found.certain, found.may_differ
+        self.ending.lost = found.lost
+        if self._outcome.content is not None:
+            self.apply(self.ending.applied, set(self._outcome.content))
         raise SiteLost
 
     # -- both programs ----------------------------------------------------------------------------
 
-    def _agree(self, silent: tuple[int, ...], closed: tuple[int, ...]) -> Waiting[None]:
+    def _agree(self, error: ExchangeError | None) -> Waiting[None]:
         """From here on it applies nothing but what all agree on."""
-        self._frozen = True
-        word = Word(self.ending.applied, self._sent, silent, closed)
+        self._frozen, made = True, self.ending.applied
+        word = Standing(made) if error is None else standing_of(error, made)
+        word = replace(word, made=made, sent=self._sent)
         self.note(f"gives up: {word}")
-        where = self.store, self.process, self.trial.sites, self.patience_s
-        agreement = Agreement(*where, word, self._kept_of)
-        self._agreed = yield from agreement.reach(lambda: self.network.close_all(self.rank))
+        own = self.rank, self.trial.sites, self.store.host, self.patience_s
+        clock, closes = lambda: self.world.now, lambda: self.network.close_all(self.rank)
+        agreement = Agreement(*own, word, self._kept_of, clock, closes)
+        self._outcome = yield from agreed(self.store, self.process, agreement)
         self.process.wake()
 
-    def _kept_of(self, step: int) -> frozenset[int] | None:
-        return self._kept[1] if self._kept is not None and self._kept[0] == step else None
+    def _kept_of(self, steps: int) -> frozenset[int] | None:
+        return self._kept[1] if self._kept is not None and self._kept[0] == steps - 1 else None
 
     # -- the second program -----------------------------------------------------------------------
 
@@ -209,7 +219,7 @@ class ForwardingSite(Site):
             except StoreGoneError:
                 continue
             if trouble and not self._frozen and not self.ending.done:
-                yield from self._agree((), ())
+                yield from self._agree(None)
 
     def _answer_requests(self) -> Waiting[None]:
         while True:

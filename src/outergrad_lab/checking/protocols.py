@@ -11,4 +11,4 @@ PROTOCOLS: dict[str, Protocol] = {
     "retain-and-forward": ForwardingSite,
     "implied": ImplyingSite,
 }
-"""`votes` is what the library does."""
+"""`retain-and-forward` is what the library does; on transports without a board, `votes`."""

@@ -14,11 +14,12 @@ from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
 from outergrad.launch.processes import exit_on_signals
-from outergrad.tools.commands.options import DATA_DIR, METHOD_HELP, DataDir
+from outergrad.tools.commands.options import DATA_DIR, DataDir
 from outergrad_lab.bench.plan import COMPARED, Plan
 from outergrad_lab.bench.report import Report, result_file
 from outergrad_lab.bench.run import bench as run_bench
 from outergrad_lab.bench.run import notes
+from outergrad_lab.peers.named import METHOD_HELP
 from outergrad_lab.workloads import WORKLOADS
 
 Workload = Annotated[str, typer.Option(help=f"What to train: {', '.join(WORKLOADS)}.")]

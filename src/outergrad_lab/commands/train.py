@@ -13,10 +13,11 @@ from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import simulate as run_simulated
 from outergrad.launch.start import number_of_sites, run_sites, start_sites, under_torchrun
 from outergrad.launch.supervise import Attempt, Restarts, supervise
-from outergrad.tools.commands.options import DATA_DIR, METHOD_HELP, DataDir
+from outergrad.tools.commands.options import DATA_DIR, DataDir
 from outergrad_lab.data import SOURCES, require_files
 from outergrad_lab.models import MODELS
 from outergrad_lab.models.activations import ACTIVATIONS
+from outergrad_lab.peers.named import METHOD_HELP, is_peer
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.optimizers import OPTIMIZERS
 from outergrad_lab.training.saving import Saving
@@ -208,7 +209,8 @@ def _check(job: Job, saving: Saving | None, restarts: Restarts, *, simulate: boo
                 "processes, not --simulate"
             )
         restarts.check(job.sites)
-    if restarts.min_sites is not None and job.method in ("pooled", "alone"):
+    silent = job.method in ("pooled", "alone")
+    if restarts.min_sites is not None and (silent or is_peer(job.method)):
         raise RecipeError(f"--min-sites does not go with --method {job.method}")
     if saving is not None and job.method.startswith("powersgd"):
         raise RecipeError(

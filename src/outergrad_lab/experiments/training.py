@@ -19,6 +19,7 @@ from outergrad_lab.data import Dataset, load
 from outergrad_lab.experiments.scores import Scores, effective_ranks, scores
 from outergrad_lab.experiments.settings import at_least, read
 from outergrad_lab.experiments.task import Context, Settings
+from outergrad_lab.peers.named import sites_differ
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.sites import Group, mean_over_sites
 from outergrad_lab.training.training import Training, deal, start
@@ -67,8 +68,7 @@ class TrainingWork(Job):
     @property
     def differ(self) -> bool:
         """Whether sites have models of their own, or are looked at as if."""
-        own = self.method == "alone" or self.method.startswith("local-steps") or bool(self.local)
-        return own or self.per_site
+        return sites_differ(self.method) or bool(self.local) or self.per_site
 
     def marks(self, steps: int) -> set[int]:
         """After how many steps it is looked at."""

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.named_methods.attach import attach_of
 from outergrad_lab.data import SOURCES
 from outergrad_lab.models import MODELS, require_fit
 from outergrad_lab.models.activations import ACTIVATIONS
+from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.optimizers import OPTIMIZERS
 from outergrad_lab.training.split import SPLITS
 

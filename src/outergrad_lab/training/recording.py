@@ -135,7 +135,7 @@ class Recording:
             seconds=seconds,
             sent_bytes=sent,
             received_bytes=sent,
-            total_sent_bytes=sent * (self._steps + 1),
+            total_sent_bytes=self._replica.total_sent_bytes(self._steps + 1) or 0,
             compress_s=0.0,
             replay_s=0.0,
             wait_s=0.0,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import outergrad as og
 from outergrad._whole_files import write_whole
@@ -119,6 +120,8 @@ class Saver:
         self._recording = training.recording
         self._first = rank_in(training.group) == 0
         if saving is not None:
+            peer = training.replica.peer
+            others: dict[str, Any] = {} if peer is None else {"peer": peer}
             self._checkpoints = og.Checkpoints(
                 saving.folder,
                 training.replica.session,
@@ -127,6 +130,7 @@ class Saver:
                 site=number_in(training.group, present),
                 group=training.group,
                 position=position,
+                **others,
             )
 
     def restore(self) -> bool:

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from outergrad.record.jsonl import JSONL
-from outergrad.tools.named_methods.attach import Distributed, Replica, attach_of
+from outergrad.tools.named_methods.attach import Distributed, Replica
 from outergrad_lab.data import Dataset
 from outergrad_lab.models import build_model
+from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.optimizers import optimizer_of
 from outergrad_lab.training.recording import Recording

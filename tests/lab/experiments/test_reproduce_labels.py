@@ -7,6 +7,7 @@ import pytest
 from outergrad.tools.named_methods.attach import CONFIGURABLE, METHODS
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text
 from outergrad_lab.labels import LOOKS, NAMES, Method, told_apart
+from outergrad_lab.peers.named import PEERS
 
 LABELS = {
     "pooled": "pooled",
@@ -23,6 +24,8 @@ LABELS = {
     "first-rows:rank=8": "first 8 rows",
     "local-steps:k=50": "LocalSteps, k = 50",
     "sparse:density=0.01": "sparse, density = 0.01",
+    "demo:entries=8": "DeMo, entries = 8",
+    "dion:rank=4": "Dion, rank 4",
     "sparse:density=0.01:select=threshold": "sparse, density = 0.01",
     "sparse:density=0.01:select=random": "sparse, random, density = 0.01",
     "sparse:select=random_blocks:block=16": "sparse, random blocks, block = 16",
@@ -55,7 +58,7 @@ def test_no_two_methods_of_the_recipes_look_alike():
     assert len(looks) == len(METHODS)
 
 
-@pytest.mark.parametrize("family", CONFIGURABLE)
+@pytest.mark.parametrize("family", [*CONFIGURABLE, *PEERS])
 def test_every_method_with_settings_has_a_name_and_a_colour(family):
     assert family in NAMES
     assert [look["color"] for look in LOOKS.values()].count(LOOKS[family]["color"]) <= 2

@@ -494,7 +494,7 @@ def not_an_optimizer(params):
 
 
 REFUSED = {
-    "no step": (lambda: og.LocalSteps(0), ValueError, "k=0; use 1 or more"),
+    "no step": (lambda: og.LocalSteps(0), ValueError, "k=0; use a whole number, 1 or more"),
     "no outer": (lambda: og.LocalSteps(2, outer=None), TypeError, "outer=None; use a function"),
     "no optimizer": (
         lambda: og.LocalSteps(2, outer=not_an_optimizer),

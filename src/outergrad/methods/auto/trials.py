@@ -80,7 +80,7 @@ class Trials:
         usual_s = self._usual.seconds
         assert usual_s is not None
         took_s = min(seconds[1:])
-        self._spend(sum(min(s, _TWICE * took_s) - usual_s for s in seconds))
+        self._spend(sum(seconds) - len(seconds) * usual_s)
         if max(seconds[1:]) < min(self._usual.last):
             return Verdict(took_s, usual_s, Outcome.FASTER)
         if took_s < _SLOWER * usual_s and self._affords_turns(took_s - usual_s, usual_s):

@@ -21,9 +21,9 @@ from outergrad.session.reporting import Reporter
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.state import resumed
+from outergrad.step.agreement import Outcome
 from outergrad.step.cadence import Cadence, Share
 from outergrad.step.groups import end_unfinished
-from outergrad.step.lost import Findings
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.spec import StepSpec
 
@@ -140,12 +140,13 @@ class MeshSession(Session):
             self._step.clear()
         return counted
 
-    def _find_out(self, error: ExchangeError) -> Findings:
-        found, step = super()._find_out(error), self._step
+    def _find_out(self, error: ExchangeError) -> Outcome:
+        outcome, step = super()._find_out(error), self._step
         if isinstance(step, MeshStep) and step.share_voted:
             doubt = "this rank's share may have arrived everywhere"
-            return replace(found, certain=False, doubt=doubt)
-        return found
+            found = replace(outcome.findings, certain=False, doubt=doubt)
+            return replace(outcome, findings=found)
+        return outcome
 
     def _refuse_make_equal(self) -> None:
         raise RuntimeError(

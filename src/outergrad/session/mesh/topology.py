@@ -45,6 +45,8 @@ class MeshTopology(Topology):
 
     def __init__(self, mesh: Mesh, levels: Levels) -> None:
         super().__init__(levels.site)
+        for comm in (levels.site, levels.local):
+            comm.board = None  # who has applied a share does not know of the other shares
         self._mesh, self._levels = mesh, levels
         self._shards: Shards | None = None
         self._inside: Inspection | None = None

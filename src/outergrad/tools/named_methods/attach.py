@@ -1,7 +1,7 @@
 """The ways to make gradients global that can be compared."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -143,7 +143,7 @@ def _among(name: str) -> Method:
     return made.method
 
 
-class _Family:
+class Family:
     """Methods that differ in their settings.
 
     Args:
@@ -171,8 +171,8 @@ class _Family:
         return self._make(**settings)
 
 
-def _ours(kind: Callable[..., Method]) -> _Family:
-    return _Family(lambda **settings: Distributed(kind(**settings)), kind)
+def _ours(kind: Callable[..., Method]) -> Family:
+    return Family(lambda **settings: Distributed(kind(**settings)), kind)
 
 
 METHODS: dict[str, Attach] = {
@@ -193,17 +193,17 @@ METHODS: dict[str, Attach] = {
 No group means the default one. Every site of the group must call it at the same point.
 """
 
-CONFIGURABLE: dict[str, _Family] = {
-    "powersgd": _Family(_powersgd),
+CONFIGURABLE: dict[str, Family] = {
+    "powersgd": Family(_powersgd),
     "dense": _ours(og.Dense),
     "dad": _ours(og.DAD),
-    "edad": _Family(_edad, og.EDAD),
+    "edad": Family(_edad, og.EDAD),
     "rank-dad": _ours(og.RankDAD),
     "sparse": _ours(og.Sparse),
     "og-powersgd": _ours(og.PowerSGD),
     "first-rows": _ours(FirstRows),
-    "local-steps": _Family(_local_steps),
-    "auto": _Family(_auto, og.Auto),
+    "local-steps": Family(_local_steps),
+    "auto": Family(_auto, og.Auto),
 }
 """Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``.
 
@@ -212,7 +212,12 @@ What follows ``method=`` is another one, with its own: ``local-steps:k=50:method
 
 
 def attach_of(
-    name: str, option: str = "--method", local: Sequence[str] = (), *, joint: bool = False
+    name: str,
+    option: str = "--method",
+    local: Sequence[str] = (),
+    *,
+    joint: bool = False,
+    others: Mapping[str, Family] | None = None,
 ) -> Attach:
     """What makes a model ready by a method.
 
@@ -221,17 +226,19 @@ def attach_of(
         option: Where it was named, for the error.
         local: Patterns of parameters that each site keeps to itself.
         joint: Whether the mean delta of all sites flows back into these.
+        others: Families that can be named beside those of `CONFIGURABLE`.
 
     Raises:
         RecipeError: There is no such method or setting, or it cannot leave out parameters.
     """
+    families = {**CONFIGURABLE, **(others or {})}
     try:
-        attach = _attach_of(name)
-    except KeyError:
-        kind = name.partition(":")[0]
+        attach = _attach_of(name, families)
+    except KeyError as error:
+        (kind,) = error.args
         raise RecipeError(
-            f"{option} {name}: {_why_unknown(kind)}; it must be one of {', '.join(METHODS)}, or "
-            f"{' or '.join(CONFIGURABLE)} with settings, as rank-dad:rank=16"
+            f"{option} {name}: {_why_unknown(kind, families)}; it must be one of "
+            f"{', '.join(METHODS)}, or {' or '.join(families)} with settings, as rank-dad:rank=16"
         ) from None
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{option} {name}: {error}") from error
@@ -247,17 +254,17 @@ def attach_of(
         raise RecipeError(f"--local: {error}") from error
 
 
-def _why_unknown(kind: str) -> str:
+def _why_unknown(kind: str, families: Mapping[str, Family]) -> str:
     if kind in METHODS:
         return f"{kind} has no settings"
-    return f"there is no method {kind!r}{did_you_mean(kind, [*METHODS, *CONFIGURABLE])}"
+    return f"there is no method {kind!r}{did_you_mean(kind, [*METHODS, *families])}"
 
 
-def _attach_of(name: str) -> Attach:
+def _attach_of(name: str, families: Mapping[str, Family] | None = None) -> Attach:
     """What a name with settings means.
 
     Raises:
-        KeyError: Nothing.
+        KeyError: Nothing: there is no such kind, which it names.
         TypeError: A setting has another name.
         ValueError: A setting has another value.
     """
@@ -268,4 +275,4 @@ def _attach_of(name: str) -> Attach:
     named, _, inner = name.partition(":method=")
     kind, *settings = named.split(":")
     found = read_settings(settings) | ({"method": inner} if inner else {})
-    return CONFIGURABLE[kind](**found)
+    return (families or CONFIGURABLE)[kind](**found)

@@ -1,11 +1,46 @@
 """A site's copy of a model that is trained."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import outergrad as og
+
+
+class Peer(Protocol):
+    """A method of other authors, which exchanges by itself whenever an optimizer steps."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this site has sent in all exchanges so far."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer so far."""
+        ...
+
+    def flush(self) -> None:
+        """Shares what the last local steps changed; every site must call it."""
+        ...
+
+    def detach(self) -> None:
+        """Ends the exchanges."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this site goes on from, beside the model and the optimizer."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there.
+
+        Raises:
+            ValueError: It is that of another number of sites, or of another model.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,13 +50,15 @@ class Replica:
     Attributes:
         model: What to call and to train.
         session: Its session, where outergrad exchanges the gradients.
+        peer: What exchanges, where that is neither outergrad nor PyTorch.
         start_bytes: What the session had sent before the first step.
         period: Steps from one of the session's exchanges to the next.
-        planned_bytes: Gradient bytes per step where there is no session, if known beforehand.
+        planned_bytes: Gradient bytes per step where there is neither, if known beforehand.
     """
 
     model: nn.Module
     session: og.Session | None = None
+    peer: Peer | None = None
     start_bytes: int = 0
     period: int = 1
     planned_bytes: int | None = None
@@ -29,6 +66,8 @@ class Replica:
     @property
     def sent_bytes(self) -> int | None:
         """Gradient bytes that this site sends per step, on average; None if nobody counts them."""
+        if self.peer:
+            return round(self.peer.sent_bytes / max(self.peer.steps, 1))
         if not self.session:
             return self.planned_bytes
         stats = self.session.stats()
@@ -37,6 +76,8 @@ class Replica:
 
     def total_sent_bytes(self, steps: int) -> int | None:
         """Gradient bytes that this site has sent in so many steps; None if nobody counts them."""
+        if self.peer:
+            return self.peer.sent_bytes
         if self.session:
             return self.session.stats().total_sent_bytes - self.start_bytes
         return None if self.planned_bytes is None else steps * self.planned_bytes
@@ -45,11 +86,15 @@ class Replica:
         """Shares what the last local steps changed; every site must call it after its last step."""
         if self.session:
             self.session.flush()
+        if self.peer:
+            self.peer.flush()
 
     def close(self) -> None:
         """Leaves a plain model."""
         if self.session:
             self.session.detach()
+        if self.peer:
+            self.peer.detach()
         # A class attribute of PyTorch's, which forwards in several threads may leave behind.
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is self.model:
             DistributedDataParallel._active_ddp_module = None

@@ -1,0 +1,115 @@
+"""The store of a process group as a board: slots that are written once, each call with a limit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from outergrad.comm.last_words import AT_END, AT_EXIT
+from outergrad.core.errors import BoardGoneError
+from outergrad.core.transport import Board
+
+T = TypeVar("T")
+
+_LIMIT_S = 2.0
+_SLOT = "outergrad/board/{}"
+_PIECE_BYTES = 1 << 18
+"""Of a large content: what a slow link carries within the limit."""
+_MOST_PIECES = 1 << 20
+
+
+class StoreBoard(Board):
+    """Slots in a store, by a connection of its own where there can be one.
+
+    A store whose server was stopped does not keep to its own timeout, so each call has a thread.
+
+    Args:
+        store: of the group.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._given, self._own = store, None
+        self._gone = False
+
+    @property
+    def _store(self) -> Any:
+        """Its own connection: others may wait for long on the one that was given."""
+        if self._own is None:
+            try:
+                self._own = self._given.clone()
+            except (RuntimeError, AttributeError):
+                self._own = self._given
+        return self._own
+
+    def first(self, key: str, text: str) -> str:
+        """Writes a text into a slot, unless one stands there; returns what stands there then."""
+        slot = _SLOT.format(key)
+        return _text(self._limited(lambda: self._store.compare_set(slot, "", text)))
+
+    def put(self, key: str, content: bytes) -> None:
+        """Writes to a slot, piece by piece; their number comes last."""
+        slot, size = _SLOT.format(key), _PIECE_BYTES
+        pieces = [content[at : at + size] for at in range(0, len(content), size)]
+        for k, piece in enumerate(pieces):
+            self._limited(lambda k=k, piece=piece: self._store.set(f"{slot}/{k}", piece))
+        self._limited(lambda: self._store.set(slot, str(len(pieces))))
+
+    def get(self, key: str) -> bytes | None:
+        """What `put` has written; None if nothing has been, or it cannot be read."""
+        slot = _SLOT.format(key)
+        count = self._read(slot)
+        if count is None or not count.isdigit() or int(count) > _MOST_PIECES:
+            return None
+        pieces = [self._read(f"{slot}/{k}") for k in range(int(count))]
+        return None if None in pieces else b"".join(piece or b"" for piece in pieces)
+
+    def slot(self, key: str) -> str | None:
+        """What `first` has written; None if nothing has been."""
+        found = self._read(_SLOT.format(key))
+        return None if found is None else _text(found)
+
+    def farewell(self, site: int, session: int) -> str | None:
+        """What a site has left by its `Notes`, of its end or that of the session."""
+        for key in (AT_EXIT.format(site), AT_END.format(site, session)):
+            if (found := self._read(key)) is not None:
+                return _text(found)
+        return None
+
+    def _read(self, key: str) -> bytes | None:
+        def read() -> bytes | None:
+            store = self._store
+            return store.get(key) if store.check([key]) else None
+
+        return self._limited(read)
+
+    def _limited(self, call: Callable[[], T]) -> T:
+        """Does it, unless the store is gone.
+
+        Raises:
+            BoardGoneError: it is, or has not answered in time.
+        """
+        found: list[T] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                found.append(call())
+            except RuntimeError:
+                self._gone = True
+            finally:
+                done.set()
+
+        if not self._gone:
+            try:
+                threading.Thread(target=run, daemon=True).start()
+            except RuntimeError:  # Python is shutting down
+                self._gone = True
+        if self._gone or not done.wait(_LIMIT_S) or not found:
+            self._gone = True
+            raise BoardGoneError("the store of the process group does not answer")
+        return found[0]
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")

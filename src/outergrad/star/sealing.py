@@ -1,0 +1,146 @@
+"""What is gathered, encrypted from site to site: the hub relays what it cannot read.
+
+Each site draws a key pair for key agreement (X25519) and signs the public key by the key of its
+certificate, so that the others know whose it is. With each other site it then has a secret of the
+two; by that it tells them the key of what it sends to all (AES-GCM).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Mapping, Sequence
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from outergrad.core.errors import ExchangeError
+from outergrad.star.authority import check_site, read_certificate
+from outergrad.star.frames import ALL
+from outergrad.star.kit import Kit
+from outergrad.star.line import Place
+
+TAG_BYTES = 16
+"""That a sealed message is longer by."""
+_NONCE = struct.Struct("!BBHQ")
+_WAY = ec.ECDSA(hashes.SHA256())
+
+
+class Seal:
+    """One site's, for one run.
+
+    Args:
+        kit: of the site.
+        names: of all sites, in the order of ranks.
+        rank: of this site.
+        run: number of the run: keys of another one do not count.
+    """
+
+    def __init__(self, kit: Kit, names: Sequence[str], rank: int, run: int) -> None:
+        self._kit, self._names, self._rank = kit, tuple(names), rank
+        self._about = json.dumps(["outergrad star", run, *names]).encode()
+        self._private, self._key = X25519PrivateKey.generate(), AESGCM.generate_key(256)
+        self._own = AESGCM(self._key)
+        self._pairs: dict[int, AESGCM] = {}
+        self._senders: dict[int, AESGCM] = {}
+
+    def announcement(self) -> str:
+        """This site's public key, signed."""
+        public = self._private.public_key().public_bytes_raw()
+        signature = self._kit.identity.private_key.sign(self._signed(self._rank, public), _WAY)
+        told = {"key": _text(public), "signature": _text(signature)}
+        return json.dumps(told | {"certificate": self._kit.certificate})
+
+    def meet(self, announcements: Mapping[int, str]) -> str:
+        """Takes the keys of all other sites; returns what tells them how this one encrypts.
+
+        Raises:
+            ValueError: a key is not of the site under whose name it came.
+        """
+        for rank, announcement in announcements.items():
+            self._pairs[rank] = self._pair(rank, announcement)
+        wrapped = {
+            rank: _text(pair.encrypt(self._nonce_of_key(self._rank), self._key, self._about))
+            for rank, pair in self._pairs.items()
+        }
+        return json.dumps(wrapped)
+
+    def learn(self, keys: Mapping[int, str]) -> None:
+        """Takes how the others encrypt.
+
+        Raises:
+            ValueError: it was changed on its way.
+        """
+        for rank, told in keys.items():
+            try:
+                wrapped = base64.b64decode(json.loads(told)[str(self._rank)])
+                key = self._pairs[rank].decrypt(self._nonce_of_key(rank), wrapped, self._about)
+                self._senders[rank] = AESGCM(key)
+            except (InvalidTag, ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"the key of {self._names[rank]!r} cannot be read") from error
+
+    def sealed(self, place: Place, payload: bytes, recipient: int = ALL) -> bytes:
+        """A message, encrypted for all or for one."""
+        key = self._own if recipient == ALL else self._pairs[recipient]
+        return key.encrypt(_nonce(place, recipient), payload, self._of(self._rank))
+
+    def opened(self, place: Place, sender: int, payload: memoryview, *, of_all: bool) -> bytes:
+        """What another site has encrypted.
+
+        Args:
+            place: of the collective.
+            sender: rank of that site.
+            payload: as it came.
+            of_all: whether it was for all.
+
+        Raises:
+            ExchangeError: it did not, or not that.
+        """
+        key = self._senders[sender] if of_all else self._pairs[sender]
+        nonce = _nonce(place, ALL if of_all else self._rank)
+        try:
+            return key.decrypt(nonce, payload, self._of(sender))
+        except InvalidTag:
+            told = f"what came from site {sender} was not encrypted by it"
+            raise ExchangeError(told, (sender,)) from None
+
+    def _pair(self, rank: int, announcement: str) -> AESGCM:
+        name = self._names[rank]
+        try:
+            told = json.loads(announcement)
+            public, signature = (base64.b64decode(told[part]) for part in ("key", "signature"))
+            certificate = read_certificate(told["certificate"])
+            check_site(certificate, read_certificate(self._kit.authority), name)
+            signer = certificate.public_key()
+            assert isinstance(signer, ec.EllipticCurvePublicKey)
+            signer.verify(signature, self._signed(rank, public), _WAY)
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+        except (ValueError, TypeError, KeyError, AssertionError, InvalidSignature) as error:
+            raise ValueError(f"what came as the key of {name!r} is not its own") from error
+        ranks = struct.pack("!HH", *sorted((rank, self._rank)))
+        derived = HKDF(hashes.SHA256(), 32, salt=None, info=self._about + ranks)
+        return AESGCM(derived.derive(shared))
+
+    def _signed(self, rank: int, public: bytes) -> bytes:
+        return self._of(rank) + public
+
+    def _of(self, rank: int) -> bytes:
+        return self._about + struct.pack("!H", rank)
+
+    @staticmethod
+    def _nonce_of_key(rank: int) -> bytes:
+        return struct.pack("!BBHQ", 0xFF, 0xFF, rank, 0)
+
+
+def _nonce(place: Place, recipient: int) -> bytes:
+    """Of one message under one key: no two have the same."""
+    return _NONCE.pack(place.lane, place.kind, recipient, place.number)
+
+
+def _text(of: bytes) -> str:
+    return base64.b64encode(of).decode()

@@ -1,0 +1,273 @@
+"""How sites that lost others agree on what counts: on a board, in slots that are written once.
+
+Each site has a slot for its word: how many steps it has made. A site that waits for it in vain
+writes there that it was given up; whichever comes first stands. So all read the same words, and
+the greatest number in them is where all go: who has made that step puts what it brought on the
+board, for those that lack a message of it.
+
+This is a generator: it yields what it asks of the board and is sent the answers. So the model of
+the protocol (`outergrad_lab.checking`) runs the very same lines on a board of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from outergrad.comm.standing import Standing
+from outergrad.core.errors import BoardGoneError
+from outergrad.step.lost import FAREWELL_S, Findings, lost_of, told_by
+
+T = TypeVar("T")
+
+ANSWERS_S = 2.0
+"""How long to wait for the word of a site: one that lives has a thread that leaves it."""
+STEP_S = 30.0
+"""How long to wait for what a step brought, and for the others to have it."""
+STAYS_S = 2.0
+"""How long the site that holds the store waits until the others have read."""
+GIVEN_UP, THERE, NOWHERE = "given up", "there", "nowhere"
+TROUBLE = "trouble"
+"""The slot that says that some site has given up."""
+
+
+@dataclass(frozen=True)
+class First:
+    """Writes a text into a slot, unless one stands there: what does is the answer."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What stands in such a slot is the answer; None if nothing does."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Put:
+    """Writes any content."""
+
+    key: str
+    content: Any
+
+
+@dataclass(frozen=True)
+class Get:
+    """What was put there; None if nothing was."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """What a site left when it ended in order; None if it has not."""
+
+    site: int
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Nothing, a little later: when something may have changed, or a time has come."""
+
+    until: float
+
+
+Request = First | Slot | Put | Get | Farewell | Rest
+Asking = Generator[Request, Any, T]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a site knows in the end.
+
+    Attributes:
+        findings: of its error.
+        content: what the step brought that this site has still to take; None if there is none.
+    """
+
+    findings: Findings
+    content: Any = None
+
+
+def word_slot(site: int) -> str:
+    """Where a site writes its word, or others that they gave it up."""
+    return f"word {site}"
+
+
+class Agreement:
+    """Of one site with the others that are left.
+
+    Args:
+        rank: of this site.
+        sites: how many there are.
+        host: the site that the board ends with, if any.
+        patience_s: T.
+        word: this site's.
+        kept: what a step brought, by how many steps there are with it; None if it is not known.
+        clock: the time, in seconds.
+        on_left: called once the word is there: from then on the others may hear of the trouble.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sites: int,
+        host: int | None,
+        patience_s: float,
+        word: Standing,
+        kept: Callable[[int], Any],
+        clock: Callable[[], float],
+        on_left: Callable[[], None],
+    ) -> None:
+        self._rank, self._host, self._patience_s = rank, host, patience_s
+        self._word, self._kept, self._clock, self._on_left = word, kept, clock, on_left
+        self._others = [site for site in range(sites) if site != rank]
+
+    def reach(self) -> Asking[Outcome]:
+        """All of it."""
+        made, words, numbers, confirmed = self._word.made, dict[int, Standing](), {}, set[int]()
+        content = None
+        try:
+            words = yield from self._words()
+            numbers = {site: one.made for site, one in words.items()}
+            goal = max(numbers.values(), default=made)
+            if min(numbers.values(), default=made) < goal:
+                ahead = [one for one in words.values() if one.made == goal]
+                wait_s = 0.0 if all(one.ended for one in ahead) else self._step_s
+                is_there, found = yield from self._forwarded(goal, wait_s)
+                if is_there:
+                    numbers = dict.fromkeys(numbers, goal)
+                    content, made = (found, goal) if made < goal else (None, made)
+            yield First(f"made {self._rank}", str(made))
+            ended = {site for site, one in words.items() if one.ended and one.made == made}
+            asked = set(words) - {self._rank} - ended
+            confirmed = ended | (yield from self._confirmed(asked))
+            words = {**words, **(yield from self._reasons(words))}
+            yield from self._leave(asked)
+        except BoardGoneError:
+            self._on_left()
+            if not confirmed and content is None:
+                return Outcome(self._alone())
+        return Outcome(self._findings(words, numbers, made, confirmed), content)
+
+    # -- on the board -----------------------------------------------------------------------------
+
+    def _words(self) -> Asking[dict[int, Standing]]:
+        """Those of the sites that were not given up: the same on every site."""
+        yield First(word_slot(self._rank), self._word.text())
+        yield First(TROUBLE, str(self._rank))
+        self._on_left()
+        found, until = dict[int, Standing](), self._clock() + min(ANSWERS_S, self._patience_s)
+        for site in (self._rank, *self._others):
+            word = yield from self._word_of(site, until)
+            if word is not None:
+                found[site] = word
+        return found
+
+    def _word_of(self, site: int, until: float) -> Asking[Standing | None]:
+        """What a site has left; of who has left nothing in time, that it was given up."""
+        while True:
+            text = yield Slot(word_slot(site))
+            if text is None and site != self._rank:
+                text = yield Farewell(site)
+                farewell = None if text is None else Standing.of(text)
+                if farewell is not None and not farewell.goes_on:
+                    return farewell
+                text = None
+            if text is None and self._clock() >= until:
+                text = yield First(word_slot(site), GIVEN_UP)
+            if text is not None:
+                return None if text == GIVEN_UP else Standing.of(text)
+            yield Rest(until)
+
+    @property
+    def _step_s(self) -> float:
+        return min(STEP_S, self._patience_s)
+
+    def _forwarded(self, goal: int, wait_s: float) -> Asking[tuple[bool, Any]]:
+        """Whether the step before the goal is there for those that lack it, and what it brought."""
+        content = self._kept(goal) if self._word.made == goal else None
+        if content is not None:
+            yield Put(f"step {goal}", content)
+            way = yield First(f"way to {goal}", THERE)
+        else:
+            until = self._clock() + wait_s
+            while (way := (yield Slot(f"way to {goal}"))) is None and self._clock() < until:
+                yield Rest(until)
+            way = yield First(f"way to {goal}", NOWHERE)
+        found = (yield Get(f"step {goal}")) if way == THERE else None
+        return found is not None, found
+
+    def _confirmed(self, sites: set[int]) -> Asking[set[int]]:
+        """Those that have said that they are where all are."""
+        until, found = self._clock() + self._step_s, set[int]()
+        for site in sites:
+            while (text := (yield Slot(f"made {site}"))) is None and self._clock() < until:
+                yield Rest(until)
+            found |= set() if text is None else {site}
+        return found
+
+    def _reasons(self, words: Mapping[int, Standing]) -> Asking[dict[int, Standing]]:
+        """Why sites closed their connections that were about to end: they say so a little later."""
+        until, found = self._clock() + FAREWELL_S, dict[int, Standing]()
+        for site in set(self._word.gone) & words.keys():
+            word = words[site]
+            if word.silent or word.gone or word.timed_out or word.why or word.ended:
+                continue
+            while (text := (yield Farewell(site))) is None and self._clock() < until:
+                yield Rest(until)
+            farewell = None if text is None else Standing.of(text)
+            if farewell is not None and not farewell.goes_on:
+                found[site] = replace(word, ended=farewell.ended, why=farewell.why)
+        return found
+
+    def _leave(self, others: set[int]) -> Asking[None]:
+        """The board ends with the site that holds it: that one goes last."""
+        yield First(f"read by {self._rank}", "all")
+        until = self._clock() + STAYS_S
+        for site in others if self._rank == self._host else ():
+            while (yield Slot(f"read by {site}")) is None and self._clock() < until:
+                yield Rest(until)
+
+    # -- what follows -----------------------------------------------------------------------------
+
+    def _findings(
+        self,
+        words: Mapping[int, Standing],
+        numbers: Mapping[int, int],
+        made: int,
+        confirmed: set[int],
+    ) -> Findings:
+        others = {site: one for site, one in words.items() if site != self._rank}
+        unknown = set(self._others) - others.keys()
+        apart = {site for site, number in numbers.items() if number != made} - {self._rank}
+        is_behind = any(number > made for number in numbers.values())
+        level = [one for one in words.values() if one.made == made]
+        may_be_behind = bool(unknown) and all(one.sent for one in level)
+        return Findings(
+            lost=self._lost(words, unknown),
+            counted=made > self._word.made,
+            certain=not (is_behind or may_be_behind),
+            may_differ=tuple(sorted((set(self._others) - confirmed) | apart)),
+            awaited_by=tuple(s for s, one in others.items() if self._rank in one.silent),
+            told=told_by(others),
+        )
+
+    def _lost(self, words: Mapping[int, Standing], unknown: set[int]) -> tuple[int, ...]:
+        if words and self._rank not in words:  # the others gave this site up
+            return tuple(self._others)
+        return lost_of(self._rank, {**words, self._rank: self._word}, unknown)
+
+    def _alone(self) -> Findings:
+        """Nothing can be known of the others."""
+        suspects = tuple(sorted({*self._word.gone, *self._word.silent}))
+        return Findings(
+            lost=suspects if self._host in (None, self._rank) else (self._host,),
+            certain=not self._word.sent,
+            may_differ=tuple(self._others),
+            doubt="the store of the group is gone",
+        )

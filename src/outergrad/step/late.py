@@ -1,0 +1,217 @@
+"""The end of a step: with votes that all sites wait for, or that nobody does."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+
+from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
+from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure
+from outergrad.core.transport import Comm
+from outergrad.messages.vote import Verdict
+from outergrad.messages.wire import State
+from outergrad.step import param_grad
+from outergrad.step.brought import Brought
+from outergrad.step.buffer_message import BufferMessage
+from outergrad.step.buffers import SharedBuffers
+from outergrad.step.commit import Ballot, Decision
+from outergrad.step.joint import JointStep
+from outergrad.step.late_votes import LateVotes
+from outergrad.step.pact import Pact, is_in_trouble
+from outergrad.step.receiving import BUFFERS_PLACE, Receiver
+from outergrad.step.watcher import answer_key, asked_slot
+
+_POLL_S = 0.02
+Last = tuple[Bucket, Result] | None
+
+
+class LateStep:
+    """The part of a shared step in which it comes to count, or does not.
+
+    Attributes:
+        drift: what is wrong with what sites have applied, if that was found out.
+        is_taken: whether what it brought came from another site in the end.
+
+    Args:
+        comm: the transport.
+        pact: what this site promises the others; None where there is no board to agree on.
+        votes: of the session, on the step before.
+        joint: the deltas that are averaged, if there are some.
+    """
+
+    context: StepContext
+    _receiver: Receiver
+    _ballot: Ballot
+    _buckets: list[Bucket]
+    _sent: list[tuple[Bucket, Pending]]
+    _buffers: BufferMessage | None
+    _shared_buffers: SharedBuffers
+
+    def __init__(
+        self, comm: Comm, pact: Pact | None, votes: LateVotes, joint: JointStep | None
+    ) -> None:
+        self._comm, self._pact, self._votes = comm, pact, votes
+        self._averages = joint is not None and joint.averages
+        self.drift: DriftError | None = None
+        self._began = 0.0
+        self.is_taken = False
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether nobody can refuse the step once all its messages are there.
+
+        Then it is applied before there are votes: these are counted at the end of the next one.
+        It follows from the plan, which is the same on all sites.
+        """
+        kept = bool(self._buckets) and all(bucket.is_kept for bucket in self._buckets)
+        return self._pact is not None and kept and not self._averages
+
+    @property
+    def _needs_no_votes(self) -> bool:
+        return self._is_late and self.drift is None and self._receiver.may_count
+
+    def _begins_to_end(self) -> None:
+        """All of backward is over here."""
+        self._began = time.monotonic()
+
+    def _sent_all(self) -> None:
+        """All messages are under way, and the plan is known."""
+        self._receiver.ask_again = self._ask_again if self._is_late else None
+
+    def _sends_last(self) -> None:
+        """The last message goes: who has it, too, may apply the step."""
+        if self._pact is not None and self._is_late:
+            self._pact.sends()
+
+    def _count_before(self) -> None:
+        """The votes on the step before, which this site has applied without them."""
+        self._receiver.place = "the other sites' votes on the step before"
+        with self._receiver.waiting():
+            self.drift = self._votes.count(self.context.header.step)
+
+    def _applied_at_once(self, last: Last) -> Decision:
+        assert self._pact is not None
+        self._refuse_if_given_up()
+        if last is not None:
+            self._receiver.write(*last)
+        header = self.context.header
+        self._pact.makes(header.fingerprint, self, applied=True)  # type: ignore[arg-type]
+        with suppress(ExchangeError):  # the next step finds it
+            self._ballot.cast(self.context.state)
+        self._votes.add(self._ballot, self)
+        return Decision.all_good(header)
+
+    def _voted_on(self, last: Last) -> Decision:
+        """What is last is written while the votes travel."""
+        if self.drift is not None:
+            self._ballot.note_drift()
+        elif self._pact is not None and self.context.state == State.GOOD:
+            self._pact.sends()
+        try:
+            self._ballot.cast(self.context.state, self.context.bad)
+        finally:  # another site may have heard the vote, and count the step
+            if last is not None:
+                self._receiver.write(*last)
+        self._receiver.place = "the other sites' word that they have everything"
+        with self._receiver.waiting():
+            decision = self._ballot.count()
+        if self._pact is not None and decision.verdict != Verdict.SURPRISED:
+            own = self.context.header.fingerprint
+            self._pact.makes(own, None, applied=decision.good)
+        return decision
+
+    def _raise_drift(self, decision: Decision) -> None:
+        """What sites have applied differs, in the step before or, on other sites, in this one.
+
+        Raises:
+            DriftError: it does.
+        """
+        if self.drift is not None:
+            raise self.drift
+        if self._is_late and decision.verdict == Verdict.REFUSED:
+            self._votes.add(self._ballot, self)  # the others find it out in the next step
+            self.drift = decision.drift()
+            raise self.drift
+
+    def _refuse_if_given_up(self) -> None:
+        """A site that stood still looks whether the others went on without it.
+
+        Raises:
+            ExchangeError: they did.
+        """
+        board = self._comm.board
+        if board is None or time.monotonic() - self._began < self._comm.patience_s / 2:
+            return
+        with suppress(BoardGoneError):
+            if is_in_trouble(board):
+                raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
+
+    # -- a message that was damaged -------------------------------------------------------------
+
+    def _ask_again(self, site: int, place: int, nbytes: int) -> bytes:
+        """A message of another site, once more.
+
+        Raises:
+            ExchangeError: it does not come.
+        """
+        board, pact, until = self._comm.board, self._pact, time.monotonic() + self._comm.patience_s
+        assert board is not None
+        assert pact is not None
+        asked = {"by": self._comm.rank, "of": site, "made": pact.made, "place": place}
+        text, number = json.dumps({**asked, "at": time.time_ns()}), 0
+        try:
+            while board.first(asked_slot(number), text) != text:
+                number += 1
+            while time.monotonic() < until:
+                content = board.get(answer_key(number))
+                if content is not None and len(content) == nbytes:
+                    return content
+                time.sleep(_POLL_S)
+        except BoardGoneError as error:
+            raise ExchangeError(str(error), kind=Failure.LOCAL) from error
+        told = f"a message of site {site} was damaged, and it sent none again"
+        raise ExchangeError(told, (site,), kind=Failure.TIMEOUT)
+
+    def message_to(self, site: int, place: int) -> bytes | None:
+        """What this site sent in it; None if that cannot be had any more."""
+        if place == BUFFERS_PLACE:
+            gathered = None if self._buffers is None else self._buffers.gathered
+        else:
+            gathered = self._sent[place][1].gathered if 0 <= place < len(self._sent) else None
+        return None if gathered is None else gathered.own.cpu().numpy().tobytes()
+
+    # -- a step that others lack, or this site does ---------------------------------------------
+
+    def brought(self) -> Brought:
+        """What came of it, again."""
+        self.context.reading = None
+        means, additions = {}, {}
+        for bucket, pending in self._sent:
+            found = self._receiver.effects(bucket, pending.wait())
+            means.update(found[0])
+            additions.update(found[1])
+        buffers = {} if self._buffers is None else self._buffers.values()
+        named = {place.name: t for place, t in buffers.items() if t is not None}
+        return Brought(True, means, additions, named)
+
+    def take(self, brought: Brought) -> None:
+        """Takes what the step brought elsewhere; what this site has written of it is the same.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        self.is_taken = True
+        if not (brought.means or brought.additions):  # this site has all but the decision
+            return
+        params, written = self.context.params, self._receiver.written
+        means = {n: t for n, t in brought.means.items() if n not in written}
+        additions = {n: t for n, t in brought.additions.items() if n not in written}
+        for name, t in [*means.items(), *additions.items()]:
+            if name not in params or params[name].shape != t.shape:
+                raise ValueError(f"{name!r} is no parameter of this model, or of another shape")
+        param_grad.overwrite(params, means)
+        param_grad.add(params, additions)
+        self._shared_buffers.take(self._shared_buffers.named(brought.buffers))
+        self.context.used = written | means.keys() | additions.keys()
+        self.context.reading, self._buffers = None, None

@@ -1,0 +1,103 @@
+"""A thread that looks whether other sites need something of this one, also while it computes."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+from typing import Any
+from weakref import WeakSet, ref
+
+from outergrad.comm.standing import LastStep, Standing
+from outergrad.core.errors import BoardGoneError
+from outergrad.core.transport import Board, Comm
+from outergrad.step.pact import Pact, is_in_trouble
+
+POLL_S = 0.25
+_ENDS_S = 3.0
+"""More than a call of the board takes at most."""
+
+
+def asked_slot(number: int) -> str:
+    """Where a site asks another one for something; the next one takes the next number."""
+    return f"asked {number}"
+
+
+def answer_key(number: int) -> str:
+    """Where it finds the answer."""
+    return f"answer {number}"
+
+
+class Watcher:
+    """Of one transport, for all sessions on it; it ends with the transport.
+
+    Args:
+        comm: the transport, which has a board.
+        pact: what this site knows.
+        ends: how far each session is, which changes.
+    """
+
+    def __init__(self, comm: Comm, pact: Pact, ends: dict[int, LastStep]) -> None:
+        board = comm.board
+        assert board is not None
+        self._rank, self._board, self._pact, self._ends = comm.rank, board, pact, ends
+        self._stop, self._asked = threading.Event(), 0
+        self._comm: ref[Any] = ref(comm, lambda _: self._stop.set())
+        self._thread = threading.Thread(target=self._run, name="outergrad watcher", daemon=True)
+        _WATCHERS.add(self)
+        self._thread.start()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its transport is still there."""
+        return self._comm() is not None
+
+    def end(self) -> None:
+        """Waits until it has ended."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_ENDS_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S) and not self._pact.frozen:
+            try:
+                self._look(self._board)
+            except BoardGoneError:
+                return
+
+    def _look(self, board: Board) -> None:
+        if is_in_trouble(board):
+            self._give_up()
+        while (text := board.slot(asked_slot(self._asked))) is not None:
+            self._answer(board, self._asked, text)
+            self._asked += 1
+
+    def _give_up(self) -> None:
+        comm = self._comm()
+        if comm is not None:
+            step, session = 0, self._pact.session
+            if session in self._ends:
+                step = self._ends[session].steps
+            self._pact.agree(comm, Standing(step, session, ends=dict(self._ends)))
+
+    def _answer(self, board: Board, number: int, text: str) -> None:
+        try:
+            asked = json.loads(text)
+            by, of, made, place = (int(asked[key]) for key in ("by", "of", "made", "place"))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return
+        content = self._pact.message_to(by, made, place) if of == self._rank else None
+        if content is not None:
+            board.put(answer_key(number), content)
+
+
+_WATCHERS: WeakSet[Watcher] = WeakSet()
+
+
+def _end_all() -> None:
+    """A thread must not be inside PyTorch while the interpreter goes."""
+    for watcher in list(_WATCHERS):
+        watcher.end()
+
+
+atexit.register(_end_all)

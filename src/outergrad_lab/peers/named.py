@@ -1,0 +1,76 @@
+"""Methods as they are named at the command lines of the lab: outergrad's, PyTorch's and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from outergrad.tools.named_methods import attach as library
+from outergrad.tools.named_methods.attach import METHODS, Attach, Family
+from outergrad.tools.named_methods.replica import Peer, Replica
+from outergrad_lab.peers.acp_sgd import ACPSGD
+from outergrad_lab.peers.decoupled_momentum import DeMo
+from outergrad_lab.peers.orthonormal_updates import Dion
+from outergrad_lab.peers.sparse_loco import SparseLoCo
+from outergrad_lab.peers.sparta import SPARTA
+
+
+class PeerSettings(Protocol):
+    """The settings of a peer."""
+
+    def peer(self, model: nn.Module, group: dist.ProcessGroup | None) -> Peer:
+        """Attaches it to a model; every site of the group must."""
+        ...
+
+
+def _attach(settings: PeerSettings, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
+    return Replica(model=model, peer=settings.peer(model, group))
+
+
+def _family(kind: type[PeerSettings]) -> Family:
+    return Family(lambda **settings: partial(_attach, kind(**settings)), kind)
+
+
+PEERS: dict[str, Family] = {
+    "demo": _family(DeMo),
+    "sparseloco": _family(SparseLoCo),
+    "dion": _family(Dion),
+    "acp-sgd": _family(ACPSGD),
+    "sparta": _family(SPARTA),
+}
+"""Named with or without settings, as ``demo:entries=8:bucket=True``. DiLoCo is `local-steps`."""
+
+SITES_DIFFER = ("alone", "local-steps", "sparseloco", "sparta")
+"""Families whose sites have weights of their own."""
+
+METHOD_HELP = f"{', '.join([*METHODS, *PEERS])}, or with settings, as rank-dad:rank=16"
+
+
+def attach_of(
+    name: str, option: str = "--method", local: Sequence[str] = (), *, joint: bool = False
+) -> Attach:
+    """As `outergrad.tools.named_methods.attach.attach_of`, which knows no peers.
+
+    Raises:
+        RecipeError: There is no such method or setting, or it cannot leave out parameters.
+    """
+    return library.attach_of(name, option, local, joint=joint, others=PEERS)
+
+
+def is_peer(name: str) -> bool:
+    """Whether a method is one of `PEERS`."""
+    return family(name) in PEERS
+
+
+def sites_differ(name: str) -> bool:
+    """Whether its sites have weights of their own, at least between two exchanges."""
+    return family(name) in SITES_DIFFER
+
+
+def family(name: str) -> str:
+    """What stands before the settings."""
+    return name.partition(":")[0]

@@ -1,0 +1,170 @@
+"""Entries of chunks as bytes: places in as few bits as a chunk needs, values in 32, 8 or 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outergrad_lab.peers.chunks import Chunks, Entries
+
+LARGEST = 127
+"""Of an int8, so that there are as many below zero."""
+
+
+class Values(Protocol):
+    """How the values of one weight are written."""
+
+    def nbytes(self, count: int, dtype: torch.dtype) -> int:
+        """Of so many."""
+        ...
+
+    def write(self, values_N: Tensor) -> Tensor:
+        """As bytes, uint8."""
+        ...
+
+    def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """What was written, as near as it comes: (N,)."""
+        ...
+
+
+class Floats:
+    """As they are."""
+
+    def nbytes(self, count: int, dtype: torch.dtype) -> int:
+        """4 each in float32."""
+        return count * dtype.itemsize
+
+    def write(self, values_N: Tensor) -> Tensor:
+        """As bytes, uint8."""
+        return values_N.contiguous().view(torch.uint8)
+
+    def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """As they were."""
+        return content.clone().view(dtype)
+
+
+class Int8:
+    """Whole multiples of one 127th of the largest magnitude of the weight, which is float32."""
+
+    def nbytes(self, count: int, dtype: torch.dtype) -> int:
+        """1 each, and 4."""
+        return count + 4
+
+    def write(self, values_N: Tensor) -> Tensor:
+        """As bytes, uint8."""
+        step = (values_N.abs().amax() / LARGEST).float()
+        least = torch.finfo(torch.float32).tiny
+        whole = (values_N / step.clamp_min(least)).round().clamp(-LARGEST, LARGEST)
+        return torch.cat([step.view(1).view(torch.uint8), whole.to(torch.int8).view(torch.uint8)])
+
+    def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Within half a step of what was written."""
+        step = content[:4].clone().view(torch.float32)
+        return content[4:].view(torch.int8).to(dtype) * step.to(dtype)
+
+
+class TwoBits:
+    """The sign, and whether the magnitude is above the mean magnitude of the weight or not.
+
+    Values are read as the mean magnitude of their half, two float32 per weight.
+    """
+
+    def nbytes(self, count: int, dtype: torch.dtype) -> int:
+        """A quarter each, and 8."""
+        return -(-count // 4) + 8
+
+    def write(self, values_N: Tensor) -> Tensor:
+        """As bytes, uint8."""
+        size_N = values_N.abs()
+        large_N = size_N > size_N.mean()
+        levels = torch.stack([_mean(size_N[~large_N]), _mean(size_N[large_N])]).float()
+        codes_N = (values_N < 0).long() + 2 * large_N.long()
+        return torch.cat([levels.view(torch.uint8), packed_bits(codes_N, 2)])
+
+    def read(self, content: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Four different numbers."""
+        levels = content[:8].clone().view(torch.float32).to(dtype)
+        codes_N = unpacked_bits(content[8:], 2, count)
+        return levels[codes_N // 2] * (1 - 2 * (codes_N % 2)).to(dtype)
+
+
+VALUES: dict[int, Values] = {32: Floats(), 8: Int8(), 2: TwoBits()}
+"""By the bits of a value; 32 leaves it as it is, which is 64 in float64."""
+
+
+class Message:
+    """The entries of all weights in one message.
+
+    Args:
+        chunks: How each weight is cut.
+        bits: Of a value, a key of `VALUES`.
+        dtypes: Of the weights.
+    """
+
+    def __init__(self, chunks: Sequence[Chunks], bits: int, dtypes: Sequence[torch.dtype]) -> None:
+        self._weights = list(zip(chunks, dtypes, strict=True))
+        self._values = VALUES[bits]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the message."""
+        return sum(sum(self._sizes(*weight)) for weight in self._weights)
+
+    def written(self, entries: Sequence[Entries]) -> Tensor:
+        """As bytes, uint8."""
+        written = [
+            part
+            for (chunks, _), own in zip(self._weights, entries, strict=True)
+            for part in (
+                packed_bits(own.places_CK.reshape(-1), _place_bits(chunks)),
+                self._values.write(own.values_CK.reshape(-1)),
+            )
+        ]
+        return torch.cat(written)
+
+    def read(self, content: Tensor) -> list[Entries]:
+        """The entries of every weight, with values as near as their bits allow."""
+        sizes = [size for weight in self._weights for size in self._sizes(*weight)]
+        parts = iter(content.split(sizes))
+        return [self._entries(*weight, next(parts), next(parts)) for weight in self._weights]
+
+    def _entries(
+        self, chunks: Chunks, dtype: torch.dtype, places: Tensor, values: Tensor
+    ) -> Entries:
+        shape = chunks.number, chunks.kept
+        count = shape[0] * shape[1]
+        places_CK = unpacked_bits(places, _place_bits(chunks), count).view(shape)
+        return Entries(places_CK, self._values.read(values, count, dtype).view(shape))
+
+    def _sizes(self, chunks: Chunks, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of the places and of the values of one weight."""
+        count = chunks.number * chunks.kept
+        return -(-count * _place_bits(chunks) // 8), self._values.nbytes(count, dtype)
+
+
+def _place_bits(chunks: Chunks) -> int:
+    """12 for a chunk of 64 x 64."""
+    return max((chunks.numel - 1).bit_length(), 1)
+
+
+def packed_bits(codes_N: Tensor, bits: int) -> Tensor:
+    """Whole numbers from 0 to 2^bits - 1 one after another, as bytes, uint8."""
+    shifts = torch.arange(bits, device=codes_N.device)
+    flags = ((codes_N[:, None] >> shifts) & 1).reshape(-1)
+    flags = torch.nn.functional.pad(flags, (0, -len(flags) % 8)).view(-1, 8)
+    return (flags << torch.arange(8, device=flags.device)).sum(1).to(torch.uint8)
+
+
+def unpacked_bits(content: Tensor, bits: int, count: int) -> Tensor:
+    """What `packed_bits` wrote, int64, (count,)."""
+    flags = (content[:, None].long() >> torch.arange(8, device=content.device)) & 1
+    flags = flags.reshape(-1)[: count * bits].view(count, bits)
+    return (flags << torch.arange(bits, device=content.device)).sum(1)
+
+
+def _mean(sizes: Tensor) -> Tensor:
+    """0 of none."""
+    return sizes.sum() / max(len(sizes), 1)

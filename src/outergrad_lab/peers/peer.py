@@ -1,0 +1,135 @@
+"""What all peers have in common: they listen to the optimizer, and exchange when it steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outergrad.capture.optimizer_steps import ignore, listen
+from outergrad_lab.peers.collectives import Sites
+
+
+class OptimizerPeer:
+    """Exchanges before and after the steps of the optimizer that trains a model.
+
+    Every site begins with the weights of site 0, and must step the same number of times. Buffers
+    as running statistics stay each site's own.
+
+    Args:
+        model: What is trained.
+        group: The sites; the default group if None.
+
+    Attributes:
+        params: What is trained, by name, each parameter once.
+        sites: The sites.
+        memory: What this site remembers between exchanges: a kind, then the parameter's name.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.sites = Sites(group)
+        self.memory: dict[str, dict[str, Tensor]] = {}
+        self._steps = 0
+        self.sites.make_equal(self.params.values())
+        listen(self)
+
+    # -- what a peer is made of ------------------------------------------------------------------
+
+    def share_gradients(self, lr: float) -> None:
+        """Before the optimizer steps: makes gradients global.
+
+        Where it moves a weight itself, it sets its gradient to None, and the optimizer passes by.
+
+        Args:
+            lr: The learning rate of the optimizer.
+        """
+
+    def share_weights(self) -> None:
+        """After the optimizer has stepped."""
+
+    def flush(self) -> None:
+        """Shares what the last local steps changed; every site must call it."""
+
+    # -- what the training loop asks -------------------------------------------------------------
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this site has sent so far."""
+        return self.sites.sent_bytes
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer so far."""
+        return self._steps
+
+    def detach(self) -> None:
+        """Ends the exchanges."""
+        ignore(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, bytes and memory of this site."""
+        memory = {k: {n: x.clone() for n, x in own.items()} for k, own in self.memory.items()}
+        counted = {"steps": self._steps, "sent_bytes": self.sites.sent_bytes}
+        return {"sites": self.sites.number, **counted, "memory": memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there.
+
+        Raises:
+            ValueError: It was saved among another number of sites.
+        """
+        if state["sites"] != self.sites.number:
+            raise ValueError(
+                f"what each of {state['sites']} sites remembers does not fit "
+                f"{self.sites.number}: start as many, or begin anew"
+            )
+        for kind, own in self.memory.items():
+            for name, x in own.items():
+                x.copy_(state["memory"][kind][name])
+        self._steps, self.sites.sent_bytes = state["steps"], state["sent_bytes"]
+
+    # -- what optimizers call --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        if self._holds(optimizer):
+            self.share_gradients(optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        if self._holds(optimizer):
+            self._steps += 1
+            self.share_weights()
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        """Whether it trains the model.
+
+        Raises:
+            RuntimeError: It trains a part of it.
+        """
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [name for name, p in self.params.items() if id(p) not in held]
+        if left and len(left) < len(self.params):
+            raise RuntimeError(
+                f"{type(self).__name__} needs one optimizer for the whole model, and this one "
+                f"lacks {left[0]!r}: give it all parameters that are trained"
+            )
+        return not left
+
+    # -- help for peers --------------------------------------------------------------------------
+
+    def remember(self, kind: str) -> dict[str, Tensor]:
+        """A memory of zeros in the shape of every parameter."""
+        zeros = {name: torch.zeros_like(p).detach() for name, p in self.params.items()}
+        return self.memory.setdefault(kind, zeros)
+
+    def gradient(self, name: str) -> Tensor:
+        """That of a parameter; zeros where this site's backward had none."""
+        p = self.params[name]
+        return torch.zeros_like(p) if p.grad is None else p.grad

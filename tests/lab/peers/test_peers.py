@@ -1,0 +1,334 @@
+"""Peers do what their formulas say, send the bytes that they count, and go on where they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import formulas
+import pytest
+import torch
+from formulas import network, pull
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import outergrad as og
+from outergrad_lab.peers.acp_sgd import ACPSGD
+from outergrad_lab.peers.decoupled_momentum import DeMo
+from outergrad_lab.peers.orthonormal_updates import Dion
+from outergrad_lab.peers.sparse_loco import SparseLoCo
+from outergrad_lab.peers.sparta import SPARTA
+from ranks import run_on_lasting_groups
+
+NUMEL = {name: p.numel() for name, p in network().named_parameters()}
+MATRICES = ["1.weight", "3.weight"]
+"""Of the network, those that are no embedding, no head and no kernel."""
+adamw = partial(AdamW, lr=0.05)
+sgd = partial(SGD, lr=0.1)
+
+
+@dataclass
+class Site:
+    """A model, its peer and its optimizer."""
+
+    rank: int
+    model: nn.Module
+    peer: Any
+    optimizer: Optimizer
+
+    def steps(self, count: int) -> Site:
+        for _ in range(count):
+            for name, p in self.model.named_parameters():
+                p.grad = pull(self.rank, name, p.detach())
+            self.optimizer.step()
+        return self
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def site(settings: Any, optimizer: Callable[..., Optimizer], rank: int, group: Any) -> Site:
+    model = network()
+    peer = settings.peer(model, group)
+    return Site(rank, model, peer, optimizer(list(model.parameters())))
+
+
+def trained(settings: Any, optimizer: Callable[..., Optimizer], sites: int, steps: int):
+    """The weights of every site, its peer and what it counted."""
+
+    def body(rank, group):
+        own = site(settings, optimizer, rank, group).steps(steps)
+        own.peer.flush()
+        own.peer.detach()
+        return own
+
+    return run_on_lasting_groups(sites, body)
+
+
+def agree(found: list[Site], expected: list[formulas.Weights]) -> None:
+    for own, wanted in zip(found, expected, strict=True):
+        for name, w in own.weights.items():
+            torch.testing.assert_close(w, wanted[name].detach(), rtol=1e-9, atol=1e-11)
+
+
+def first_rights(settings: Any, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+    """The first Q, as one site draws it."""
+
+    def body(rank, group):
+        peer = settings.peer(network(), group)
+        peer.detach()
+        return {name: q.clone() for name, q in peer.memory["right"].items()}
+
+    (found,) = run_on_lasting_groups(1, body)
+    assert names is None or list(found) == names
+    return found
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DeMo(beta=0.9, side=4, entries=5),
+        DeMo(beta=0.9, side=4, entries=5, bucket=True),
+        DeMo(beta=0.9, side=4, entries=5, bucket=True, bits=8),
+    ],
+    ids=["published", "bucket", "8 bits"],
+)
+def test_demo(settings, sites):
+    found = trained(settings, partial(SGD, lr=0.01), sites, 5)
+    agree(found, formulas.demo(sites, 5, beta=0.9, lr=0.01, side=4, entries=5, bits=settings.bits))
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize("bits", [2, 8, 32])
+def test_sparse_loco(bits, sites):
+    how = {"every": 2, "lr": 0.8, "beta": 0.9, "side": 4, "entries": 3, "bits": bits}
+    agree(trained(SparseLoCo(**how), adamw, sites, 7), formulas.sparse_loco(sites, 7, **how))
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_dion(sites):
+    how = {"rank": 3, "mu": 0.9, "lr": 0.02, "weight_decay": 0.1}
+    first = first_rights(Dion(**how), MATRICES)
+    found = trained(Dion(**how), adamw, sites, 5)
+    agree(found, formulas.dion(sites, 5, first, adam_lr=0.05, **how))
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_acp_sgd(sites):
+    first = first_rights(ACPSGD(rank=2), [name for name in NUMEL if name.endswith("weight")])
+    agree(trained(ACPSGD(rank=2), sgd, sites, 5), formulas.acp_sgd(sites, 5, first, rank=2))
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_sparta(sites):
+    found = trained(SPARTA(share=0.2), adamw, sites, 5)
+    drawn = found[0].peer.drawn
+    agree(found, formulas.sparta(sites, 5, drawn))
+    shares = [torch.cat([m.flatten() for m in drawn(step)]).double().mean() for step in (1, 2)]
+    assert all(0.15 < share < 0.25 for share in shares)
+    assert not drawn(1)[1].equal(drawn(2)[1])
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_local_steps_are_diloco(sites):
+    def body(rank, group):
+        model = network()
+        session = og.distribute(model, og.LocalSteps(3), group=group)
+        own = Site(rank, model, session, adamw(list(model.parameters()))).steps(9)
+        session.detach()
+        return own
+
+    agree(run_on_lasting_groups(sites, body), formulas.diloco(sites, 9, every=3))
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+def kept(side: int, entries: int) -> dict[str, tuple[int, int]]:
+    """By parameter: entries that are kept in all chunks, and entries of a chunk."""
+    found = {}
+    for name, p in network().named_parameters():
+        matrix = formulas.as_matrix(p)
+        chunks = [matrix[at].size for at in formulas.blocks(matrix, side)]
+        found[name] = sum(min(entries, size) for size in chunks), chunks[0]
+    return found
+
+
+def packed(side: int, entries: int, bits: int) -> int:
+    """Bytes of a message, values of float64."""
+    total = 0
+    for count, size in kept(side, entries).values():
+        places = -(-count * (size - 1).bit_length() // 8)
+        total += places + {2: -(-count // 4) + 8, 8: count + 4, 32: 8 * count}[bits]
+    return total
+
+
+def summed(numbers: int, sites: int) -> int:
+    """Bytes that a site sends to all-reduce float64 numbers in a ring."""
+    return 2 * (sites - 1) * 8 * numbers // sites
+
+
+def low_rank(names: list[str], rank: int) -> tuple[int, int, int]:
+    """Numbers of all P and of all Q, and of what is no such matrix."""
+    shapes = {n: p.flatten(1).shape for n, p in network().named_parameters() if n in names}
+    rest = sum(count for name, count in NUMEL.items() if name not in names)
+    left, right = (rank * sum(side) for side in zip(*shapes.values(), strict=True))
+    return left, right, rest
+
+
+def dion_bytes(sites: int) -> int:
+    p, q, rest = low_rank(MATRICES, 3)
+    return 4 * (summed(p + rest, sites) + summed(q, sites))
+
+
+def acp_bytes(sites: int) -> int:
+    p, q, rest = low_rank([name for name in NUMEL if name.endswith("weight")], 2)
+    return 2 * (summed(p + rest, sites) + summed(q + rest, sites))
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    {
+        "demo": (
+            DeMo(side=4, entries=5),
+            lambda s: 4 * (s - 1) * 16 * sum(count for count, _ in kept(4, 5).values()),
+        ),
+        "bucket": (
+            DeMo(side=4, entries=5, bucket=True),
+            lambda s: 4 * (s - 1) * packed(4, 5, 32),
+        ),
+        "8 bits": (
+            DeMo(side=4, entries=5, bucket=True, bits=8),
+            lambda s: 4 * (s - 1) * packed(4, 5, 8),
+        ),
+        "sparseloco": (
+            SparseLoCo(every=3, side=4, entries=3),
+            lambda s: 2 * (s - 1) * packed(4, 3, 2),
+        ),
+        "dion": (Dion(rank=3), dion_bytes),
+        "acp-sgd": (ACPSGD(rank=2), acp_bytes),
+    }.values(),
+    ids=["demo", "bucket", "8 bits", "sparseloco", "dion", "acp-sgd"],
+)
+def test_bytes_are_those_of_the_messages(settings, expected, sites):
+    assert {own.peer.sent_bytes for own in trained(settings, adamw, sites, 4)} == {expected(sites)}
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_bytes_of_sparta_are_those_of_what_is_drawn(sites):
+    (own, *_) = trained(SPARTA(share=0.2), adamw, sites, 3)
+    drawn = [sum(int(mask.sum()) for mask in own.peer.drawn(step)) for step in (1, 2, 3)]
+    assert own.peer.sent_bytes == sum(summed(count, sites) for count in drawn)
+
+
+# -- going on ------------------------------------------------------------------------------------
+
+ALL = {
+    "demo": DeMo(side=4, entries=5),
+    "sparseloco": SparseLoCo(every=4, side=4, entries=3),
+    "dion": Dion(rank=3),
+    "acp-sgd": ACPSGD(rank=2),
+    "sparta": SPARTA(share=0.2),
+}
+
+
+@pytest.mark.parametrize("settings", ALL.values(), ids=ALL)
+def test_it_goes_on_to_the_bit(settings):
+    def body(rank, group):
+        whole = site(settings, adamw, rank, group).steps(3)
+        state, weights = whole.peer.state_dict(), whole.weights
+        optimizer = copy.deepcopy(whole.optimizer.state_dict())
+        again = site(settings, adamw, rank, group).steps(1)
+        again.model.load_state_dict(weights)
+        again.optimizer.load_state_dict(optimizer)
+        again.peer.load_state_dict(state)
+        assert again.peer.sent_bytes == whole.peer.sent_bytes
+        whole.steps(3)
+        again.steps(3)
+        for own in (whole, again):
+            own.peer.detach()
+        assert whole.peer.sent_bytes == again.peer.sent_bytes
+        return all(again.weights[name].equal(w) for name, w in whole.weights.items())
+
+    assert all(run_on_lasting_groups(2, body))
+
+
+def test_what_two_sites_remember_does_not_fit_three():
+    (state, _) = [own.peer.state_dict() for own in trained(ALL["demo"], sgd, 2, 1)]
+
+    def body(rank, group):
+        peer = ALL["demo"].peer(network(), group)
+        peer.detach()
+        with pytest.raises(ValueError, match="each of 2 sites remembers does not fit 3"):
+            peer.load_state_dict(state)
+
+    run_on_lasting_groups(3, body)
+
+
+# -- the loop ------------------------------------------------------------------------------------
+
+
+def test_every_site_begins_with_the_weights_of_site_0():
+    def body(rank, group):
+        model = network()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(rank)
+        ALL["demo"].peer(model, group).detach()
+        return model.state_dict()
+
+    for own in run_on_lasting_groups(3, body):
+        assert all(own[name].equal(w) for name, w in network().state_dict().items())
+
+
+def test_an_optimizer_of_a_part_is_refused_and_one_of_another_model_passed_by():
+    def body(rank, group):
+        model = network()
+        peer = ALL["sparta"].peer(model, group)
+        SGD(network().parameters(), lr=1.0).step()
+        assert peer.steps == 0
+        with pytest.raises(RuntimeError, match=r"lacks '4\.weight': give it all"):
+            SGD(list(model.parameters())[:-1], lr=1.0).step()
+        peer.detach()
+        SGD(list(model.parameters())[:-1], lr=1.0).step()
+
+    run_on_lasting_groups(1, body)
+
+
+def test_what_had_no_gradient_at_a_site_counts_as_zero():
+    def body(rank, group):
+        own = site(ACPSGD(rank=2), sgd, rank, group)
+        before = own.weights
+        for p in own.model.parameters():
+            p.grad = None if rank else torch.ones_like(p)
+        own.optimizer.step()
+        own.peer.detach()
+        return before["1.bias"] - own.weights["1.bias"]
+
+    for moved in run_on_lasting_groups(2, body):
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.1 / 2))
+
+
+REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
+    "beta": (DeMo, {"beta": 1.0}, "beta=1.0; use 0 or more and below 1"),
+    "no bucket": (DeMo, {"bits": 8}, "bits=8; use 32, or bucket=True"),
+    "bits": (SparseLoCo, {"bits": 3}, "bits=3; use 2, 8 or 32"),
+    "every": (SparseLoCo, {"every": 0}, "every=0; use 1 or more"),
+    "text": (SparseLoCo, {"entries": "all"}, "entries='all'; use a whole number"),
+    "rank": (Dion, {"rank": 0}, "rank=0; use 1 or more"),
+    "mu": (Dion, {"mu": 1.5}, "mu=1.5; use 0 or more"),
+    "share": (SPARTA, {"share": 0.0}, "share=0.0; use above 0"),
+    "fraction": (ACPSGD, {"rank": 2.5}, "rank=2.5; use a whole number"),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "said"), REFUSED.values(), ids=REFUSED)
+def test_settings_that_cannot_be(kind, settings, said):
+    with pytest.raises(ValueError, match=said):
+        kind(**settings)

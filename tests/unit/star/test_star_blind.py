@@ -1,0 +1,121 @@
+"""blind=True: the hub relays what it cannot read, and the results are the same to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_own_transport import METHODS, build, train
+
+import outergrad as og
+from cases import relative_error
+from outergrad.core.errors import ExchangeError
+from outergrad.star.authority import new_authority, new_site
+from outergrad.star.frames import Kind
+from outergrad.star.kit import read_kit
+from outergrad.star.line import Place
+from outergrad.star.run import Run
+from outergrad.star.sealing import Seal
+from stars import NAMES, folder, kit_of, on_star
+
+BLIND = {"blind": True}
+BY_COST = {"rank-dad sums"}
+"""Where it depends on what sums cost whether a layer travels dense."""
+
+
+@pytest.mark.parametrize("name", ["dense", "dad forced", "rank-dad two ways", "rank-dad sums"])
+def test_gradients_are_those_of_a_hub_that_reads(name):
+    def body(rank, one):
+        model = build()
+        session = og.distribute(model, METHODS[name], transport=one)
+        found = list(train(model, rank, range(2)))
+        session.detach()
+        return found
+
+    for mine, theirs in zip(on_star(3, body, BLIND), on_star(3, body), strict=True):
+        for step, gradients in enumerate(mine):
+            for pair in zip(gradients, theirs[step], strict=True):
+                assert torch.equal(*pair) or (name in BY_COST and relative_error(*pair) < 1e-12)
+
+
+def seen_by_the_hub(monkeypatch, settings):
+    """All bytes of a gather, a sum, an exchange and a broadcast that pass through it."""
+    seen = []
+    take = Run.take
+    monkeypatch.setattr(
+        Run, "take", lambda run, member, f: seen.append(bytes(f.payload)) or take(run, member, f)
+    )
+
+    def body(rank, one):
+        comm = one.open(torch.device("cpu"))
+        own = torch.frombuffer(bytearray(b"a secret"), dtype=torch.uint8)
+        parts = comm.all_gather(own, [8, 8]).wait() + comm.all_to_all([own, own], [8, 8]).wait()
+        assert all(torch.equal(part, own) for part in parts)
+        total = own.to(torch.int64)
+        assert torch.equal(comm.all_reduce(total).wait(), 2 * own.to(torch.int64))
+        comm.broadcast(own)
+        assert bytes(own.numpy()) == b"a secret"
+
+    on_star(2, body, settings)
+    assert len(seen) > 8
+    numbers = torch.frombuffer(bytearray(b"a secret"), dtype=torch.uint8).to(torch.int64)
+    return any(b"secret" in one or numbers.numpy().tobytes() in one for one in seen)
+
+
+def test_the_hub_reads_nothing(monkeypatch):
+    assert not seen_by_the_hub(monkeypatch, BLIND)
+
+
+def test_otherwise_it_could(monkeypatch):
+    assert seen_by_the_hub(monkeypatch, {})
+
+
+def test_sites_that_differ_in_it_all_say_so():
+    def body(rank, one):
+        one.blind = rank == 1
+        with pytest.raises(ValueError, match="blind=True on site-b alone") as caught:
+            one.open(torch.device("cpu"))
+        return str(caught.value)
+
+    first, second = on_star(2, body)
+    assert first == second
+
+
+def seals(run=1, names=NAMES[:2]):
+    return [Seal(read_kit(kit_of(name, folder())), names, k, run) for k, name in enumerate(names)]
+
+
+def met(one, other):
+    told = [one.announcement(), other.announcement()]
+    keys = one.meet({1: told[1]}), other.meet({0: told[0]})
+    one.learn({1: keys[1]})
+    other.learn({0: keys[0]})
+    return one, other
+
+
+PLACE = Place(Kind.GATHER, 0, 5)
+
+
+def test_a_message_of_another_place_or_changed_is_refused_by_name():
+    one, other = met(*seals())
+    sealed = one.sealed(PLACE, b"rows")
+    assert other.opened(PLACE, 0, memoryview(sealed), of_all=True) == b"rows"
+    changed = memoryview(bytes([sealed[0] ^ 1]) + sealed[1:])
+    for place, payload in ((replace(PLACE, number=6), memoryview(sealed)), (PLACE, changed)):
+        with pytest.raises(ExchangeError, match="not encrypted by it") as caught:
+            other.opened(place, 0, payload, of_all=True)
+        assert caught.value.sites == (0,)
+
+
+def test_a_key_of_another_run_site_or_authority_is_refused():
+    one, other = seals()
+    with pytest.raises(ValueError, match="the key of 'site-b' is not its own"):
+        one.meet({1: seals(run=2)[1].announcement()})
+    with pytest.raises(ValueError, match="the key of 'site-b' is not its own"):
+        one.meet({1: one.announcement()})
+    foreign = new_site(new_authority(), NAMES[1])
+    forged = replace(read_kit(kit_of(NAMES[1])), key=foreign.key, certificate=foreign.certificate)
+    with pytest.raises(ValueError, match="the key of 'site-b' is not its own"):
+        one.meet({1: Seal(forged, NAMES[:2], 1, 1).announcement()})
+    one.meet({1: other.announcement()})
