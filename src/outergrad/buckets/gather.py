@@ -15,7 +15,7 @@ from outergrad.core.payload import Arrived
 from outergrad.linalg.gradients import add_gradients
 from outergrad.messages.checksum import combined
 from outergrad.messages.layout import Layout, gradients_of
-from outergrad.messages.wire import Preamble, State, read_all
+from outergrad.messages.wire import Piece, Preamble, State, read_all
 from outergrad.record.stats import Booking
 from outergrad.replay.block_message import block_gradients
 
@@ -25,6 +25,9 @@ class FactorBucket(RowBucket):
 
     Small gradients may ride along: one message less, and one delay instead of a ring's 2 (S - 1).
     """
+
+    _laid_out: tuple[Sequence[Sequence[Piece]], list[BookedLayout]] | None = None
+    """The pieces of the last step, and the layouts of these."""
 
     @property
     def is_kept(self) -> bool:
@@ -51,8 +54,11 @@ class FactorBucket(RowBucket):
         return _FactorPending(Gathered(work, message), self, layouts, preamble, context)
 
     def layouts(self, context: StepContext) -> list[BookedLayout]:
-        """Of every site's message."""
-        return [self.layout(pieces) for pieces in self.pieces(context)]
+        """Of every site's message; prepared once for steps that are alike."""
+        pieces_SK = self.pieces(context)
+        if self._laid_out is None or self._laid_out[0] is not pieces_SK:
+            self._laid_out = pieces_SK, [self.layout(pieces_K) for pieces_K in pieces_SK]
+        return self._laid_out[1]
 
     def _pack_blocks(self, context: StepContext, layout: Layout, message: Tensor) -> None:
         """Fills in what all sites compute again, and books it."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Carried, Load, StepContext
 from outergrad.core.blocks import Block
+from outergrad.core.coding import Codecs
 from outergrad.core.compressor import Compressor
-from outergrad.core.payload import BYTES, Arrived, Payload
+from outergrad.core.payload import BYTES, Arrived, Form, Payload
 from outergrad.core.reasons import Why
 from outergrad.core.types import Factors, Part, Slot, Source
 from outergrad.linalg.gradients import as_gradient
@@ -23,6 +25,18 @@ from outergrad.record.stats import Booking
 
 _KEPT_LAYOUTS = 256
 """The steps of a training have few different ones, or nearly as many as steps."""
+
+
+class _Agreed(NamedTuple):
+    """What all sites know of a slot, or of a block, before there is a message.
+
+    Attributes:
+        rows_S: that every site sends of it.
+        kind: dtype, that of the bias, codecs and form of the payload.
+    """
+
+    rows_S: list[int]
+    kind: tuple[torch.dtype, torch.dtype | None, Codecs, Form]
 
 
 class RowBucket(Carried):
@@ -52,6 +66,7 @@ class RowBucket(Carried):
         self.sources: tuple[Source, ...] = (*self.slots, *self.blocks)
         self._layouts: dict[Hashable, BookedLayout] = {}
         self._headers: Sequence[Header] = ()
+        self._agreed: list[_Agreed] = []
         self._pieces: Sequence[Sequence[Piece]] = ()
 
     @property
@@ -63,29 +78,33 @@ class RowBucket(Carried):
     def preamble(self, context: StepContext, *, second: bool = False) -> Preamble:
         """What this site's message begins with; a second round has a number of its own."""
         header = context.header
-        flags = tuple(name in context.has_autograd_grad for name in self.names)
-        wanted_rows = tuple(self._compressor.wanted_rows(slot) for slot in self.slots)
+        flags = tuple(map(context.has_autograd_grad.__contains__, self.names))
+        wanted_rows = tuple(map(self._compressor.wanted_rows, self.slots))
         bucket = -1 - self._index if second else self._index
         own = (header.fingerprint, header.step, bucket, header.rank)
         return Preamble(*own, context.state, flags, wanted_rows)
 
     def pieces(self, context: StepContext) -> Sequence[Sequence[Piece]]:
-        """What every site (S) has of each source (K), from the agreed rows and dtypes."""
+        """What every site (S) has of each source (K); the same object while that is the same."""
         if self._headers is not context.headers:
-            self._headers, pieces_KS = context.headers, [self._of(s, context) for s in self.sources]
-            self._pieces = list(zip(*pieces_KS, strict=True)) or [()] * len(context.headers)
+            self._headers, before = context.headers, self._agreed
+            self._agreed = [self._agreed_of(source, context) for source in self.sources]
+            if self._agreed != before or len(self._pieces) != len(context.headers):
+                pairs = zip(self.sources, self._agreed, strict=True)
+                pieces_KS = [[Piece(s, n, *a.kind) for n in a.rows_S] for s, a in pairs]
+                self._pieces = list(zip(*pieces_KS, strict=True)) or [()] * len(context.headers)
         return self._pieces
 
     def lengths(self, context: StepContext) -> object:
         """What a layout follows from, for every site."""
         return self.names, tuple(self.extras), self.pieces(context)
 
-    def _of(self, slot: Source, context: StepContext) -> list[Piece]:
+    def _agreed_of(self, slot: Source, context: StepContext) -> _Agreed:
         """What every site has of a slot or a block."""
         compressor, headers = self._compressor, context.headers
         if isinstance(slot, Block):
             uses = [header.uses[context.index[slot]] for header in headers]
-            return [Piece(slot, use.rows, use.dtype, None, form=BYTES) for use in uses]
+            return _Agreed([use.rows for use in uses], (torch.uint8, None, (), BYTES))
         if self.tapped[slot]:
             k = context.index[slot]
             rows_S, dtype = [header.uses[k].rows for header in headers], _delta_dtype(k, headers)
@@ -94,8 +113,7 @@ class RowBucket(Carried):
             dtype = context.params[slot.weight].dtype
         bias, codecs = dtype if compressor.sends_bias(slot) else None, compressor.codecs(slot)
         sent_S = [compressor.sent_rows(slot, n, site) if n else 0 for site, n in enumerate(rows_S)]
-        own = (dtype, bias, codecs, compressor.form)
-        return [Piece(slot, rows, *own) for rows in sent_S]
+        return _Agreed(sent_S, (dtype, bias, codecs, compressor.form))
 
     def layout(
         self, pieces: Sequence[Piece], extras: Mapping[str, nn.Parameter] | None = None

@@ -119,8 +119,10 @@ class LiveUses:
         return bool(self._uses)
 
     def reached(self) -> list[LiveUse]:
-        """Those that the current backward will come to."""
-        return [use for use in self._uses if will_run(use.node())]
+        """Those that the current backward will come to; those that are gone are dropped."""
+        nodes = [(use, use.node()) for use in self._uses]
+        self._uses = [use for use, node in nodes if node is not None]
+        return [use for use, node in nodes if node is not None and will_run(node)]
 
     def told(self, node: Any) -> str:
         """What is known of one that was not expected, for an error message."""

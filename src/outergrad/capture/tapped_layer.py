@@ -63,12 +63,13 @@ class TappedLayer:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
         self._batch = batch
         self._watched = [tuple(params) for params in watched]
+        self._trained = [p for params in self._watched for p in params]
         self._sink = sink
         self._live = [LiveUses() for _ in slots]
         self._untapped = [0] * len(self.slots)
         self._awaited: list[int | None] = [None] * len(self.slots)
         self._decided = False
-        self._own = OwnParameters([module], [p for params in watched for p in params])
+        self._own = OwnParameters([module], self._trained)
         self._key, self._taps_in_graphs = key_of(self), sink.taps(self)
         traceable = getattr(rule, "traceable", False) and batch is None  # graphs keep no samples
         self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
@@ -92,8 +93,7 @@ class TappedLayer:
     def _active(self) -> bool:
         """Whether this forward goes through taps; a recomputation does what the forward did."""
         if current_task() == NO_TASK:
-            watched = [p for params in self._watched for p in params]
-            self._decided = self._sink.taps(self) and all(p.tappable() for p in watched)
+            self._decided = self._sink.taps(self) and all(p.tappable() for p in self._trained)
         return self._decided and self._own.are_there()
 
     def tap(
@@ -130,8 +130,7 @@ class TappedLayer:
         """The forward as it is traced; a graph is valid while what it reads here stays the same."""
         if torch._C._are_functorch_transforms_active():  # which the compiler can look at
             return self._swap.plain_forward(*args, **kwargs)
-        watched = [p.parameter for params in self._watched for p in params]
-        taps = self._taps_in_graphs and all(p.requires_grad for p in watched)
+        taps = self._taps_in_graphs and all(p.parameter.requires_grad for p in self._trained)
         if taps and self._own.are_there():
             return self.rule.forward(self.module, self._tap_in_graph, *args, **kwargs)
         torch.ops.outergrad.rows(args[0] if args else kwargs["input"], self._key)
@@ -225,6 +224,8 @@ class TappedLayer:
         if not any(watched.accumulates() for watched in self._watched[slot]):
             uses = []
         self._awaited[slot] = len(uses)
+        if len(uses) == 1:
+            return uses[0].rows, self._untapped[slot], uses[0].dtype
         dtype = reduce(torch.promote_types, (u.dtype for u in uses)) if uses else torch.float32
         return sum(use.rows for use in uses), self._untapped[slot], dtype
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -15,15 +15,20 @@ from outergrad.core.errors import ExchangeError, Failure
 _ENDS = ("closed by peer", "reset by peer", "pair closure", "roken pipe")
 
 
-@contextmanager
-def transport(sites: Sequence[int] = ()) -> Iterator[None]:
+class transport:  # noqa: N801  # a context manager, around every call
     """Gives the errors of a transport a type of their own."""
-    try:
-        yield
-    except RuntimeError as error:
-        kind = _kind(str(error))
-        told = str(error) if kind == Failure.TRANSPORT else kind.value
-        raise ExchangeError(told, sites, kind=kind) from error
+
+    def __init__(self, sites: Sequence[int] = ()) -> None:
+        self._sites = sites
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError):
+            kind = _kind(str(error))
+            told = str(error) if kind == Failure.TRANSPORT else kind.value
+            raise ExchangeError(told, self._sites, kind=kind) from error
 
 
 def _kind(error: str) -> Failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class SummedRoom:
     def __init__(self, like: Tensor, size: int) -> None:
         rows = -(-size * like.element_size() // (8 * _COLUMNS))
         self._words = torch.zeros(rows, _COLUMNS, dtype=torch.int64, device=like.device)
-        self._weights = torch.arange(1, 2 * _COLUMNS, 2, device=like.device)
+        self._weights = _odd(_COLUMNS, like.device)
         self.tensor = self._words.view(-1).view(like.dtype)[:size]
 
     def checksum(self) -> Tensor:
@@ -42,11 +43,17 @@ def checksum(t: Tensor) -> Tensor:
     flat = t.view(-1).view(torch.uint8)
     flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
     size = len(flat) // 8 * 8
-    words, tail = flat[:size].view(torch.int64), flat[size:].to(torch.int64)
-    whole = len(words) // _COLUMNS * _COLUMNS
-    sums = words[:whole].view(-1, _COLUMNS).sum(dim=0)
-    parts = torch.cat([sums, words[whole:], tail])
-    return (parts * torch.arange(1, 2 * len(parts), 2, device=t.device)).sum()
+    words, tail = flat[:size].view(torch.int64), flat[size:]
+    whole = size // 8 // _COLUMNS * _COLUMNS
+    parts = [words[:whole].view(-1, _COLUMNS).sum(dim=0), words[whole:]]
+    parts = torch.cat([*parts, tail.to(torch.int64)] if len(tail) else parts)
+    return (parts * _odd(len(parts), t.device)).sum()
+
+
+@cache
+def _odd(count: int, device: torch.device) -> Tensor:
+    """The first odd numbers; there are about as many as columns."""
+    return torch.arange(1, 2 * count, 2, device=device)
 
 
 def combined(checksums: Iterable[int]) -> int:

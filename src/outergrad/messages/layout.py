@@ -50,6 +50,8 @@ class Layout:
             for fields in self._fields
         ]
 
+        self._dtypes = {spot.dtype for fields in self._spots for spots in fields for spot in spots}
+
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
         """The place of the next tensor, behind those before it."""
         start = self.nbytes
@@ -72,8 +74,7 @@ class Layout:
 
     def views(self, message: Tensor) -> list[PieceView | None]:
         """Each payload, to be filled or read; None where there is nothing."""
-        dtypes = {spot.dtype for fields in self._spots for spots in fields for spot in spots}
-        typed = {dtype: message.view(dtype) for dtype in dtypes}
+        typed = {dtype: message.view(dtype) for dtype in self._dtypes}
         written = [
             [[spot.view(typed[spot.dtype]) for spot in spots] for spots in fields]
             for fields in self._spots

@@ -41,7 +41,9 @@ def say_farewell(comm: Comm, session: int) -> None:
 
 def _at_exit() -> None:
     """Leaves word of the end, before watchers end, and counts the votes on the last step."""
-    for comm, (_, end) in list(_farewells.items()):
+    for comm, (farewell, end) in list(_farewells.items()):
+        if not farewell.is_own:
+            continue
         sessions = list(on_transport(comm.key).attached)
         on_transport(comm.key).attached.clear()  # no session goes on
         end()
@@ -83,6 +85,11 @@ class Farewell:
         self._group, self._notes, self._session = group, notes, session
         self._process = os.getpid()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is of this process, not of one that this was forked from."""
+        return self._process == os.getpid()
+
     def end_session(self) -> None:
         """Tells how many steps it has made."""
         self._leave("session")
@@ -95,7 +102,7 @@ class Farewell:
 
     def _leave(self, ended: str, why: str = "") -> bool:
         """Whether there was something to say."""
-        if self._process != os.getpid() or self._group.lost is not None:
+        if not self.is_own or self._group.lost is not None:
             return False
         goes_on = ended == "session" and len(self._group.attached) > 0
         known = {"ends": self._group.ends, "made": self._group.pact.made, "goes_on": goes_on}

@@ -260,7 +260,10 @@ class Agreement:
     def _lost(self, words: Mapping[int, Standing], unknown: set[int]) -> tuple[int, ...]:
         if words and self._rank not in words:  # the others gave this site up
             return tuple(self._others)
-        return lost_of(self._rank, {**words, self._rank: self._word}, unknown)
+        known = {**words, self._rank: self._word}
+        in_order = {s: replace(one, ended="") for s, one in words.items() if one.ended == "session"}
+        # Who has ended in order is to blame only where nobody else is.
+        return lost_of(self._rank, known | in_order, unknown) or lost_of(self._rank, known, unknown)
 
     def _alone(self) -> Findings:
         """Nothing can be known of the others."""

@@ -63,10 +63,11 @@ class Captured:
         self._uses.append((block, use))
 
     def release(self) -> None:
-        """Lets go of the uses of blocks: the step is over."""
+        """Lets go of all that was captured: the step is over, though it may be kept."""
         for _, use in self._uses:
             use.release()
         self._uses.clear()
+        self._of_slot.clear()
 
     @property
     def slots(self) -> list[Slot]:

@@ -16,6 +16,7 @@ from outergrad.linalg.gradients import scaled
 from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
+from outergrad.record.gauge import Reading
 from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot
@@ -192,10 +193,12 @@ class Receiver:
         """Writes what one message brought."""
         params = self._context.params
         means, additions = self.effects(bucket, result)
-        self._measure(means)
+        if self._context.reading is not None:
+            self._measure(self._context.reading, means)
         param_grad.overwrite(params, means)
         not_yet = {n: additions.pop(n) for n in result.has_autograd_grad if n in additions}
-        self._measure(additions, formed=False, not_yet=not_yet)
+        if self._context.reading is not None:
+            self._measure(self._context.reading, additions, formed=False, not_yet=not_yet)
         self._has_autograd_grad.update(not_yet)
         param_grad.add(params, additions)
         self.written |= bucket.params
@@ -211,17 +214,20 @@ class Receiver:
 
     @torch.no_grad()
     def _measure(
-        self, means: Mapping[str, Tensor], *, formed: bool = True, not_yet: Collection[str] = ()
+        self,
+        reading: Reading,
+        means: Mapping[str, Tensor],
+        *,
+        formed: bool = True,
+        not_yet: Collection[str] = (),
     ) -> None:
         """Before `param.grad` is overwritten: what is formed is this site's own gradient."""
-        reading = self._context.reading
-        if reading is not None:
-            for name in not_yet:
-                reading.leave_out(name)
-            for name, mean in means.items():
-                own = self._context.params[name].grad if formed else None
-                own = None if own is None else scaled(own, self._context.scale)
-                reading.mean(name, own, mean)
+        for name in not_yet:
+            reading.leave_out(name)
+        for name, mean in means.items():
+            own = self._context.params[name].grad if formed else None
+            own = None if own is None else scaled(own, self._context.scale)
+            reading.mean(name, own, mean)
 
     def _share_autograd_grad(self) -> None:
         """All-reduces what autograd had for parameters whose factors were also sent."""

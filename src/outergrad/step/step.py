@@ -22,6 +22,7 @@ from outergrad.step.commit import Ballot, Decision
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.late import LateStep
+from outergrad.step.readiness import Readiness
 from outergrad.step.receiving import Receiver
 from outergrad.step.spec import StepSpec
 
@@ -50,7 +51,7 @@ class SharedStep(LateStep):
         self.captured = spec.captured()
         self._transforming = spec.transforming(self.captured)
         self._holds_back = self._transforming is not None and self._transforming.holds_back
-        self._waiting = set(spec.used)
+        self._readiness = Readiness(spec.used)
         self._buckets: list[Bucket] = []
         self._sent: list[tuple[Bucket, Pending]] = []
         self.context = spec.context(self.captured)
@@ -103,14 +104,14 @@ class SharedStep(LateStep):
         message waits for the end of backward: a site that raises can always still say so. All
         wait for it where a transform has to see all layers.
         """
-        self._waiting.discard(name)
+        self._readiness.note(name)
         if self._holds_back:
             return
-        if self.choice is None and not self._planner.packer.opening.isdisjoint(self._waiting):
+        if self.choice is None and not self._readiness.are_ready(self._planner.packer.opening):
             return
         self.agreed()
         while len(self._sent) < len(self._buckets) - 1:
-            if not self._buckets[len(self._sent)].params.isdisjoint(self._waiting):
+            if not self._readiness.are_ready(self._buckets[len(self._sent)].params):
                 return
             self._start()
 

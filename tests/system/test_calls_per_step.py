@@ -1,0 +1,65 @@
+"""How many calls of Python functions a step makes for each layer: what they cost adds up."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import outergrad as og
+from ranks import run_ranks
+
+MOST = {"dense": 45, "dad": 280, "rank-dad": 420}
+"""Calls for each layer of a weight and a bias, forward, backward and SGD included."""
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("dense", og.Dense()), ("dad", og.DAD()), ("rank-dad", og.RankDAD(rank=2, reduce="gather"))],
+)
+def test_a_layer_costs_few_calls(name, method):
+    few, many = calls(method, 4), calls(method, 12)
+    assert (many - few) / 8 <= MOST[name]
+
+
+def calls(method, layers: int) -> float:
+    """Of site 0 in a step that is like those before it."""
+
+    def body(rank, group):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)])
+        session = og.distribute(model, method, group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(2, 64)
+
+        def step():
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(4):
+            step()
+        found = counted(step)
+        session.detach()
+        return found
+
+    return run_ranks(2, body)[0]
+
+
+def counted(step) -> int:
+    """Calls of Python functions in this thread."""
+    found = 0
+
+    def count(_frame, event, _arg):
+        nonlocal found
+        found += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return found
