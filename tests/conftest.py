@@ -9,9 +9,14 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 from outergrad.methods.low_rank import settings as _settings
 from places import DATA
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_collection_finish():

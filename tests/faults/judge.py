@@ -406,7 +406,7 @@ def _end(seen: Seen) -> str:
 
 def summary(verdicts: Sequence[Verdict]) -> list[str]:
     """A table of what was done and how long it took until the others raised."""
-    lines = ["| fault | injected | all raised | went on | median s | longest s |"]
+    lines = ["| fault | injected | raised | went on | median s | longest s |"]
     lines.append("|---|---|---|---|---|---|")
     for kind in sorted({v.trial.fault.kind for v in verdicts} - {"none"}):
         own = [v for v in verdicts if v.trial.fault.kind == kind and v.injected]

@@ -53,7 +53,8 @@ def hub(sites: int | Sequence[str], **settings: Any) -> Iterator[HubServer]:
 
 def star(server: HubServer, rank: int, port: int | None = None, **settings: Any) -> og.Star:
     """A site's transport."""
-    return og.Star(f"127.0.0.1:{port or server.port}", kit=kit_of(NAMES[rank]), **settings)
+    settings = {"kit": kit_of(NAMES[rank]), **settings}
+    return og.Star(f"127.0.0.1:{port or server.port}", **settings)
 
 
 def on_star(

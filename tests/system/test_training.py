@@ -801,17 +801,16 @@ def test_buffers_do_not_pile_up():
 
     def body(rank, group):
         model = copy.deepcopy(nn.Sequential(LAYER_SQUARE, LAYER_SQUARE_TOO))
-        session = og.distribute(model, group=group)
+        session = og.distribute(model, og.DAD(), group=group)
         for step in range(30):
             model.zero_grad()
             model(torch.ones(1 + 7 * (step * 5 % 9), 40)).square().mean().backward()
         buckets = session._planner.packer._dense.values()
-        return sum(b._kept[0].nbytes for b in buckets if b._kept is not None), sum(
-            p.nbytes for p in model.parameters()
-        )
+        held = sum(one.room.tensor.nbytes for b in buckets for one in b._buffers)
+        return held, sum(p.nbytes for p in model.parameters())
 
     for held, size in run_on_lasting_groups(SITES, body):
-        assert held <= 1.1 * size
+        assert held <= 2 * 1.1 * size  # of two steps: the one before may be asked for
 
 
 def test_unfreezing_later_is_refused():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outergrad.buckets.bucket import StepContext
 from outergrad.capture.batch import Batch
 from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
 from outergrad.capture.parameters import WatchedParameter, accumulating
@@ -20,8 +19,8 @@ from outergrad.messages.header import Header, Join
 from outergrad.planning.plan import Planner
 from outergrad.record.stats import Stats
 from outergrad.replay.block_message import Blocks
-from outergrad.session.choosing import Choosing, choosing_of
-from outergrad.session.giving_up import GivingUp
+from outergrad.session.choosing import choosing_of
+from outergrad.session.following_up import FollowingUp
 from outergrad.session.inspect import Inspection
 from outergrad.session.next_forward import NextForward
 from outergrad.session.reporting import Reporter
@@ -48,7 +47,7 @@ def _batch(transform: GradientTransform | None) -> Batch | None:
     return Batch() if transform is not None and transform.needs_samples else None
 
 
-class Stepping(GivingUp):
+class Stepping(FollowingUp):
     """Makes a step for every backward, and goes by what the sites have decided in it.
 
     Args:
@@ -236,16 +235,6 @@ class Stepping(GivingUp):
         elif self._due_parts is not None and self._mishaps.skips_bad:
             self._mishaps.alone(self._stats.step)
 
-    def _take_note(self, step: Step) -> None:
-        """Of what all sites decided."""
-        if not isinstance(step, SharedStep) or step.decision is None:
-            return
-        drift = getattr(step, "drift", None)
-        if drift is not None:
-            self._mishaps.drifted(step.context.header.step, drift.sites, "")
-        else:
-            self._mishaps.decided(step.decision, step.subjects.names)
-
     def _close(self, step: Step) -> None:
         self._step, due_parts, self._due_parts = None, self._due_parts, None
         shared = isinstance(step, SharedStep)
@@ -265,34 +254,6 @@ class Stepping(GivingUp):
             total = self._stats.total_sent_bytes
             self._stats = Stats(self._stats.step + 1, total_sent_bytes=total)
             self._reporter.report_alone(self._stats)
-
-    def _follow_up(self, step: SharedStep) -> None:
-        """Goes by what a step has chosen, and reports it."""
-        if step.choice is None:
-            return
-        if self._next_forward.follow(step.units, step.choice):
-            self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
-        self._stats = step.stats(self._stats.step + 1)
-        if step.decision is not None:
-            self._note_end(counted=step.applied)
-        if step.applied:
-            self._reporter.report(step.context, self._stats)
-        if self._choosing is not None and step.decision is not None:
-            self._measure(self._choosing, step.context)
-        if self._transform is None:
-            self._next_forward.let_rest(self._compressors.counting)
-
-    def _measure(self, choosing: Choosing, context: StepContext) -> None:
-        """Tells a chooser how long the step took, unless the next one will say who is lost."""
-        if on_transport(self._comm.key).lost is not None:
-            return
-        try:
-            trial = choosing.ended(context.header.step, context.headers)
-        except ExchangeError as error:
-            self._lose_behind(error, "what the other sites say of their steps")
-        else:
-            if trial is not None:
-                self._reporter.trial(trial)
 
     # -- when something went wrong --------------------------------------------------------------
 

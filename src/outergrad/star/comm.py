@@ -15,7 +15,8 @@ from outergrad.core.transport import Comm, Enough
 from outergrad.messages.vote import WORDS
 from outergrad.star.arrivals import Arrival
 from outergrad.star.frames import ALL, UNKNOWN, VOTES, Kind
-from outergrad.star.line import Line, Place
+from outergrad.star.line import Line
+from outergrad.star.place import Place
 from outergrad.star.sealing import TAG_BYTES, Seal
 from outergrad.star.sums import DTYPES, added
 

@@ -9,9 +9,9 @@ import weakref
 
 import grpc
 
-from outergrad.star.frames import MalformedError
 from outergrad.star.kit import Kit
-from outergrad.star.line import Line, Stream
+from outergrad.star.line import Line
+from outergrad.star.place import Stream
 from outergrad.star.server import KEEPALIVE, METHOD, SERVICE
 
 _AGAIN_S, _LONGEST_PAUSE_S = 0.02, 0.5
@@ -51,7 +51,7 @@ class Dialler:
             if was_welcome:
                 heard_at, pause_s = time.monotonic(), _AGAIN_S
             why = f"the hub at {self._address}: {_details(error)}"
-            if isinstance(error, MalformedError) or _code(error) in _FINAL:
+            if _is_final(error):
                 self._line.fail(why)
                 return
             if time.monotonic() - max(heard_at, began if was_welcome else 0) > self._patience_s:
@@ -69,7 +69,7 @@ class Dialler:
                 self._call = call
                 for message in call:
                     self._line.take(stream, message)
-        except (grpc.RpcError, MalformedError) as raised:
+        except Exception as raised:  # whatever it is: nobody may wait for a thread that is gone
             error = raised
         finally:
             self._line.break_off(stream)
@@ -108,8 +108,10 @@ def finish_all() -> None:
         dialler.finish()
 
 
-def _code(error: Exception | None) -> grpc.StatusCode | None:
-    return error.code() if isinstance(error, grpc.Call) else None
+def _is_final(error: Exception | None) -> bool:
+    if isinstance(error, grpc.Call):
+        return error.code() in _FINAL
+    return error is not None
 
 
 def _details(error: Exception | None) -> str:

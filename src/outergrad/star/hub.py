@@ -125,6 +125,7 @@ class Hub:
             if member.stream is not None:
                 member.end(member.stream)
             member.begin(stream, hello.heard)
+            run.begin_if_all_are_there()
             if back:
                 self._tell("back", run=run.number, site=name)
             return run, member, stream

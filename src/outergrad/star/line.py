@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from outergrad.star.frames import ALL, DATA, UNKNOWN, Frame, Kind, packed, unpac
 from outergrad.star.hub import Hello, Welcome
 from outergrad.star.outgoing import Outgoing
 from outergrad.star.pipe import Pipe
+from outergrad.star.place import Place, Stream
 from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
 
 _BATCH_BYTES = 1 << 16
@@ -25,54 +25,27 @@ _WAIT_S = 1.0
 """Nobody waits for longer without looking."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Of a collective, the same on all sites.
-
-    Attributes:
-        kind: of its messages.
-        lane: each has an order of its own.
-        number: in its lane.
-        step: that this site is in, or UNKNOWN.
-        dtype: of a sum, as in `sums.DTYPES`.
-    """
-
-    kind: Kind
-    lane: int
-    number: int
-    step: int = UNKNOWN
-    dtype: int = 0
-
-
-class Stream:
-    """One stream of a line; when it ends, another takes its place."""
-
-    def __init__(self) -> None:
-        self.is_welcome = False
-        """Whether the hub has answered."""
-        self.is_over = False
-
-
 class Line:
     """One process's place in a run; knows of no network (`dial.py` does).
 
     Attributes:
         rank: of this site, once welcome.
         names: of all sites, in the order of ranks.
+        run: number of the run, once welcome.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self.rank, self.names = 0, ()
+        self.rank, self.names, self.run = 0, (), 0
         self.instance = secrets.token_hex(16)
         self._pipe, self._window = Pipe(), Window()
         self._out = Outgoing(self._pipe, self._window)
         self._numbers: Counter[int] = Counter()
         self._arrivals: defaultdict[tuple[int, int], Arrival] = defaultdict(Arrival)
-        self._run = 0
         self._owed, self._hurried = 0, False
         self._moved_at = 0.0
-        self._failure: ExchangeError | None = None
+        self.failure: ExchangeError | None = None
+        """Why nothing can come any more."""
         self.is_ready = False
         self.has_left = False
         self.gone: dict[int, str] = {}
@@ -85,7 +58,7 @@ class Line:
     def hello(self) -> bytes:
         """The first message on a stream."""
         with self.changed:
-            run = self._run if self.is_ready else 0
+            run = self.run if self.is_ready else 0
             return Hello(self.instance, run, self._pipe.heard).frame().packed()
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
@@ -136,7 +109,7 @@ class Line:
             self._hear(frame)
 
     def _welcome(self, stream: Stream, welcome: Welcome) -> None:
-        self.rank, self.names, self._run = welcome.rank, tuple(welcome.names), welcome.run
+        self.rank, self.names, self.run = welcome.rank, tuple(welcome.names), welcome.run
         self._pipe.resume(welcome.heard)
         stream.is_welcome = True
 
@@ -151,7 +124,7 @@ class Line:
             name, _, text = _text(frame).partition("\n")
             self.texts[frame.sender, name] = text
         elif frame.kind == Kind.FAULT:
-            self._failure = self._failure or ExchangeError(_text(frame))
+            self.failure = self.failure or ExchangeError(_text(frame))
 
     def break_off(self, stream: Stream) -> None:
         """A stream ended."""
@@ -163,7 +136,7 @@ class Line:
         """The hub cannot be reached any more, for good."""
         with self.changed:
             told = ExchangeError(why, kind=Failure.TRANSPORT)
-            self._failure = self._failure or told
+            self.failure = self.failure or told
             self.changed.notify_all()
 
     # -- what collectives do -----------------------------------------------------------------------
@@ -200,7 +173,7 @@ class Line:
                 kind=place.kind,
                 lane=place.lane,
                 dtype=place.dtype,
-                run=self._run,
+                run=self.run,
                 number=place.number,
                 step=place.step,
                 sender=self.rank,
@@ -246,42 +219,12 @@ class Line:
             raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self.has_left:
             raise ExchangeError("this site has left", kind=Failure.LOCAL)
 
     # -- what sites tell ---------------------------------------------------------------------------
-
-    def wait_until_ready(self, wait_s: float) -> None:
-        """Until all sites are there.
-
-        Raises:
-            RuntimeError: they have not come, or the hub cannot be reached.
-        """
-        with self.changed:
-            self.changed.wait_for(lambda: self.is_ready or self._failure is not None, wait_s)
-            if self._failure is not None:
-                raise RuntimeError(str(self._failure)) from self._failure
-            if not self.is_ready:
-                raise RuntimeError(
-                    f"not all of the sites {', '.join(self.names)} came within {wait_s:g} s"
-                    if self.names
-                    else f"the hub did not answer within {wait_s:g} s"
-                )
-
-    def exchange_texts(self, name: str, text: str, wait_s: float) -> dict[int, str]:
-        """Those that all other sites leave under the same name, by rank.
-
-        Raises:
-            RuntimeError: they do not.
-        """
-        self.leave_text(name, text)
-        others = [rank for rank in range(len(self.names)) if rank != self.rank]
-        if not self.wait_for(lambda: all((rank, name) in self.texts for rank in others), wait_s):
-            missing = [self.names[rank] for rank in others if (rank, name) not in self.texts]
-            raise RuntimeError(f"no word of {', '.join(missing)} within {wait_s:g} s")
-        return {rank: self.texts[rank, name] for rank in others}
 
     def leave_text(self, name: str, text: str) -> None:
         """Leaves a text for all others."""
@@ -294,7 +237,7 @@ class Line:
         with self.changed:
             if not self.has_left:
                 self.has_left = True
-                self._out.end(Frame(Kind.GONE, run=self._run, sender=self.rank))
+                self._out.end(Frame(Kind.GONE, run=self.run, sender=self.rank))
             self.changed.notify_all()
 
     def abandon(self) -> None:
@@ -303,19 +246,14 @@ class Line:
             self._out.clear()
 
     def _push(self, kind: Kind, payload: bytes = b"") -> None:
-        self._pipe.push(Frame(kind, payload, run=self._run, sender=self.rank))
+        self._pipe.push(Frame(kind, payload, run=self.run, sender=self.rank))
         self.changed.notify_all()
 
     def wait_for(self, done: Callable[[], bool], wait_s: float) -> bool:
         """Until something holds, or nothing can come any more; returns whether it does."""
         with self.changed:
-            self.changed.wait_for(lambda: done() or self._failure is not None, wait_s)
+            self.changed.wait_for(lambda: done() or self.failure is not None, wait_s)
             return done()
-
-    @property
-    def run(self) -> int:
-        """Number of the run."""
-        return self._run
 
     @property
     def is_flushed(self) -> bool:
@@ -325,7 +263,7 @@ class Line:
     @property
     def has_failed(self) -> bool:
         """Whether the hub cannot be reached."""
-        return self._failure is not None
+        return self.failure is not None
 
 
 def _text(frame: Frame) -> str:

@@ -34,10 +34,14 @@ class Run:
         self._votes: dict[int, dict[str, int]] = {}
 
     def join(self, member: Member) -> None:
-        """One more; where all are there, they hear of it."""
+        """One more."""
         self.members[member.rank] = member
         self._tell("joined", run=self.number, site=member.name)
-        if len(self.members) == len(self.names):
+
+    def begin_if_all_are_there(self) -> None:
+        """Where all lines stand, the sites hear of it: one that is away may be gone for good."""
+        stand = [one for one in self.members.values() if one.stream is not None]
+        if not self.is_ready and len(stand) == len(self.names):
             self.is_ready = True
             self._tell("began", run=self.number, sites=list(self.names))
             for one in self.members.values():

@@ -23,7 +23,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import check_site, read_certificate
 from outergrad.star.frames import ALL
 from outergrad.star.kit import Kit
-from outergrad.star.line import Place
+from outergrad.star.place import Place
 
 TAG_BYTES = 16
 """That a sealed message is longer by."""

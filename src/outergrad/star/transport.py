@@ -26,7 +26,7 @@ WAIT_S = 600.0
 class Star:
     """Sites around a hub (`outergrad hub serve`), to which each dials out, with mutual TLS.
 
-    All sessions of a process with the same `Star` share one line.
+    All sessions of a process with the same hub and kit share one line.
 
     Args:
         hub: host and port, as "hub.example.org:8443"; None for what the kit says.
@@ -59,7 +59,7 @@ class Star:
         """
         patience_s = TIMEOUT_S if timeout is None else timeout.total_seconds()
         if self._line is None:
-            self._line = _Line(self, patience_s)
+            self._line = _line_of(self, patience_s)
         return self._line.open(device, patience_s)
 
     def close(self) -> None:
@@ -71,35 +71,42 @@ class Star:
 class _Line:
     """The line of a process; ends with the last that holds it."""
 
-    def __init__(self, star: Star, patience_s: float) -> None:
+    def __init__(self, star: Star, kit_file: str | os.PathLike[str], patience_s: float) -> None:
         _check_extra()
         from outergrad.star.dial import Dialler
         from outergrad.star.kit import read_kit
         from outergrad.star.line import Line
 
-        kit = read_kit(star.kit or os.environ.get(KIT_VARIABLE) or _missing_kit())
+        kit = read_kit(kit_file)
         self._line, self._kit, self._star_wait_s = Line(), kit, star.wait_s
         self._blind, self._met, self._seal = star.blind, False, None
         self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
         end = weakref.finalize(self, self.dialler.end)
         end.atexit = False  # the dialler has its own way then
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it cannot be used any more."""
+        return self._line.has_failed or self._line.has_left
+
     def open(self, device: torch.device, patience_s: float) -> StarComm:
         from outergrad.star.comm import StarComm
+        from outergrad.star.meeting import wait_until_ready
 
-        self._line.wait_until_ready(self._star_wait_s)
+        wait_until_ready(self._line, self._star_wait_s)
         if not self._met:
             self._seal, self._met = self._agree(patience_s), True
         return StarComm(self._line, self, device, patience_s, self._seal)
 
     def _agree(self, patience_s: float) -> Seal | None:
         """Whether to encrypt, and by which keys."""
+        from outergrad.star.meeting import exchange_texts
         from outergrad.star.sealing import Seal
 
         line = self._line
         seal = Seal(self._kit, line.names, line.rank, line.run) if self._blind else None
         own = "" if seal is None else seal.announcement()
-        told = line.exchange_texts("keys", own, patience_s)
+        told = exchange_texts(line, "keys", own, patience_s)
         if len({bool(one) for one in (own, *told.values())}) > 1:
             blind = [line.names[rank] for rank, one in {line.rank: own, **told}.items() if one]
             raise ValueError(
@@ -107,11 +114,23 @@ class _Line:
                 f"every site"
             )
         if seal is not None:
-            seal.learn(line.exchange_texts("sender keys", seal.meet(told), patience_s))
+            seal.learn(exchange_texts(line, "sender keys", seal.meet(told), patience_s))
         return seal
 
 
 KIT_VARIABLE = "OUTERGRAD_KIT"
+_lines: weakref.WeakValueDictionary[tuple[str, str, bool], _Line] = weakref.WeakValueDictionary()
+"""Of this process: a site has one, and the hub takes a second one for a process begun anew."""
+
+
+def _line_of(star: Star, patience_s: float) -> _Line:
+    """The one that there is, unless it has come to its end."""
+    kit = star.kit or os.environ.get(KIT_VARIABLE) or _missing_kit()
+    key = star.hub or "", os.path.realpath(kit), star.blind
+    line = _lines.get(key)
+    if line is None or line.is_over:
+        line = _lines[key] = _Line(star, kit, patience_s)
+    return line
 
 
 def leave_all_stars() -> None:

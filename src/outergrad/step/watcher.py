@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import threading
 from typing import Any
 from weakref import WeakSet, ref
@@ -42,7 +43,8 @@ class Watcher:
         assert board is not None
         self._rank, self._board, self._pact, self._ends = comm.rank, board, pact, ends
         self._stop, self._asked = threading.Event(), 0
-        self._comm: ref[Any] = ref(comm, lambda _: self._stop.set())
+        self._process = os.getpid()
+        self._comm: ref[Any] = ref(comm, lambda _: self._halt())
         self._thread = threading.Thread(target=self._run, name="outergrad watcher", daemon=True)
         _WATCHERS.add(self)
         self._thread.start()
@@ -54,9 +56,15 @@ class Watcher:
 
     def end(self) -> None:
         """Waits until it has ended."""
-        self._stop.set()
-        if self._thread is not threading.current_thread():
+        if self._halt() and self._thread is not threading.current_thread():
             self._thread.join(_ENDS_S)
+
+    def _halt(self) -> bool:
+        """Asks it to end, if it is of this process: in a forked one its locks may be taken."""
+        is_own = self._process == os.getpid()
+        if is_own:
+            self._stop.set()
+        return is_own
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S) and not self._pact.frozen:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from outergrad.methods.common import Settings, require
-from outergrad_lab.peers.chunks import Chunks, Entries
-from outergrad_lab.peers.packing import VALUES, Message
+from outergrad_lab.peers.chunks import Entries
+from outergrad_lab.peers.packing import VALUES, Message, mean_of
 from outergrad_lab.peers.peer import OptimizerPeer
 
 
@@ -76,10 +75,9 @@ class DeMoPeer(OptimizerPeer):
         super().__init__(model, group)
         self._settings = settings
         self._momentum = self.remember("momentum")
-        side, entries = settings.side, settings.entries
-        self._chunks = {n: Chunks(p.shape, side, entries) for n, p in self.params.items()}
-        dtypes = [p.dtype for p in self.params.values()]
-        self._message = Message(list(self._chunks.values()), settings.bits, dtypes)
+        how = settings.side, settings.entries, settings.bits
+        self._message = Message(self.params.values(), *how)
+        self._chunks = dict(zip(self.params, self._message.chunks, strict=True))
 
     def share_gradients(self, lr: float) -> None:
         """Moves the weights; the optimizer finds no gradient left."""
@@ -102,21 +100,17 @@ class DeMoPeer(OptimizerPeer):
         self._momentum[name].sub_(chunks.joined(chunks.from_cosines(chunks.filled(q))))
 
     def _as_published(self, fast: dict[str, Entries]) -> dict[str, Tensor]:
+        """The mean of the sites' q of every parameter, as chunks (C, O', I')."""
         means = {}
         for name, q in fast.items():
             self._take_out(name, q)
             sent = zip(self.sites.gather(q.places_CK), self.sites.gather(q.values_CK), strict=True)
-            means[name] = self._mean(name, [Entries(*one) for one in sent])
+            means[name] = mean_of(self._chunks[name], [Entries(*one) for one in sent])
         return means
 
     def _in_one_bucket(self, fast: dict[str, Entries]) -> dict[str, Tensor]:
+        """The same; what rounding takes from the values stays in the momentum."""
         own = self._message.written(list(fast.values()))
         for name, q in zip(fast, self._message.read(own), strict=True):
             self._take_out(name, q)
-        by_site = [self._message.read(content) for content in self.sites.gather(own)]
-        by_name = zip(fast, zip(*by_site, strict=True), strict=True)
-        return {name: self._mean(name, found) for name, found in by_name}
-
-    def _mean(self, name: str, sites: list[Entries] | tuple[Entries, ...]) -> Tensor:
-        """The mean of the sites' q as chunks, (C, O', I'); what a site did not send is 0."""
-        return torch.stack([self._chunks[name].filled(q) for q in sites]).mean(0)
+        return dict(zip(fast, self._message.mean(self.sites.gather(own)), strict=True))

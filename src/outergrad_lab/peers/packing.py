@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -99,13 +99,18 @@ class Message:
     """The entries of all weights in one message.
 
     Args:
-        chunks: How each weight is cut.
+        weights: Tensors of their shapes and dtypes.
+        side: The longest that a side of a chunk may be.
+        entries: How many entries of a chunk are kept.
         bits: Of a value, a key of `VALUES`.
-        dtypes: Of the weights.
+
+    Attributes:
+        chunks: How each weight is cut.
     """
 
-    def __init__(self, chunks: Sequence[Chunks], bits: int, dtypes: Sequence[torch.dtype]) -> None:
-        self._weights = list(zip(chunks, dtypes, strict=True))
+    def __init__(self, weights: Iterable[Tensor], side: int, entries: int, bits: int) -> None:
+        self._weights = [(Chunks(w.shape, side, entries), w.dtype) for w in weights]
+        self.chunks = [chunks for chunks, _ in self._weights]
         self._values = VALUES[bits]
 
     @property
@@ -131,6 +136,12 @@ class Message:
         parts = iter(content.split(sizes))
         return [self._entries(*weight, next(parts), next(parts)) for weight in self._weights]
 
+    def mean(self, contents: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of the sites' entries as chunks of every weight; what is not sent is 0."""
+        by_weight = zip(*map(self.read, contents), strict=True)
+        found = zip(self.chunks, by_weight, strict=True)
+        return [mean_of(chunks, sites) for chunks, sites in found]
+
     def _entries(
         self, chunks: Chunks, dtype: torch.dtype, places: Tensor, values: Tensor
     ) -> Entries:
@@ -143,6 +154,11 @@ class Message:
         """Bytes of the places and of the values of one weight."""
         count = chunks.number * chunks.kept
         return -(-count * _place_bits(chunks) // 8), self._values.nbytes(count, dtype)
+
+
+def mean_of(chunks: Chunks, sites: Sequence[Entries]) -> Tensor:
+    """The mean of the sites' entries of one weight as chunks, (C, O', I')."""
+    return torch.stack([chunks.filled(entries) for entries in sites]).mean(0)
 
 
 def _place_bits(chunks: Chunks) -> int:

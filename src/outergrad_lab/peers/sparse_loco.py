@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +78,9 @@ class SparseLoCoPeer(OptimizerPeer):
         super().__init__(model, group)
         self._settings = settings
         self._error, self._shared = self.remember("error"), self.remember("shared")
-        side, entries = settings.side, settings.entries
-        self._chunks = {n: Chunks(p.shape, side, entries) for n, p in self.params.items()}
-        dtypes = [p.dtype for p in self.params.values()]
-        self._message = Message(list(self._chunks.values()), settings.bits, dtypes)
+        how = settings.side, settings.entries, settings.bits
+        self._message = Message(self.params.values(), *how)
+        self._chunks = dict(zip(self.params, self._message.chunks, strict=True))
 
     def share_gradients(self, lr: float) -> None:
         """Gradients stay; before the first step the weights of now are those to go from."""
@@ -103,15 +103,14 @@ class SparseLoCoPeer(OptimizerPeer):
         for name, p in self.params.items():
             change = self._shared[name] - p
             self._error[name].mul_(self._settings.beta).add_(change, alpha=self._settings.lr)
-        content = self._message.written(
-            [chunks.largest(chunks.cut(self._error[name])) for name, chunks in self._chunks.items()]
-        )
-        for name, q in zip(self.params, self._message.read(content), strict=True):
-            chunks = self._chunks[name]
+        own = self._message.written([c.largest(c.cut(self._error[n])) for n, c in self._each()])
+        for (name, chunks), q in zip(self._each(), self._message.read(own), strict=True):
             self._error[name].sub_(chunks.joined(chunks.filled(q)))
-        by_site = [self._message.read(found) for found in self.sites.gather(content)]
-        for name, sites in zip(self.params, zip(*by_site, strict=True), strict=True):
-            chunks = self._chunks[name]
-            mean = torch.stack([chunks.filled(q) for q in sites]).mean(0)
+        means = self._message.mean(self.sites.gather(own))
+        for (name, chunks), mean in zip(self._each(), means, strict=True):
             self._shared[name].sub_(chunks.joined(mean))
             self.params[name].copy_(self._shared[name])
+
+    def _each(self) -> ItemsView[str, Chunks]:
+        """Every parameter, and how it is cut."""
+        return self._chunks.items()

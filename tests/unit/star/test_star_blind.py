@@ -14,7 +14,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.star.authority import new_authority, new_site
 from outergrad.star.frames import Kind
 from outergrad.star.kit import read_kit
-from outergrad.star.line import Place
+from outergrad.star.place import Place
 from outergrad.star.run import Run
 from outergrad.star.sealing import Seal
 from stars import NAMES, folder, kit_of, on_star

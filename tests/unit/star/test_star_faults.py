@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def gather(comm):
     return [part.tolist() for part in comm.all_gather(torch.ones(2), [2] * 2).wait()]
 
 
+@pytest.mark.alone
 def test_a_site_is_back_in_a_moment(shaky):
     stars, proxy = shaky
     comms = opened(stars)
@@ -128,6 +130,7 @@ def lost(comm):
     return caught.value, time.monotonic() - began
 
 
+@pytest.mark.alone
 def test_a_line_that_is_silent_is_seen_within_five_seconds():
     with hub(2) as server:
         proxy = Proxy(server.port)
@@ -154,6 +157,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.alone
 def test_a_site_that_is_cut_off_is_lost_within_a_second():
     with hub(2) as server:
         proxy = Proxy(server.port)
@@ -173,6 +177,7 @@ def test_a_site_that_is_cut_off_is_lost_within_a_second():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_killed_site_is_seen_within_a_second():
     with hub(2) as server:
         address = f"127.0.0.1:{server.port}"
@@ -218,16 +223,21 @@ def test_a_restarted_hub_knows_no_run_of_before():
         proxy.close()
 
 
-def test_a_process_that_starts_again_takes_the_place_of_the_one_before():
+def copied(name, folder):
+    """A kit elsewhere, as if of another process: this one would share its line."""
+    return shutil.copy(kit_of(name), folder / name)
+
+
+def test_a_process_that_starts_again_takes_the_place_of_the_one_before(tmp_path):
     with hub(2) as server:
         first = [star(server, rank) for rank in range(2)]
         comms = opened(first)
-        again = star(server, 1)
+        again = star(server, 1, kit=copied(NAMES[1], tmp_path))
         coming = threading.Thread(target=lambda: opened([again]))
         coming.start()
         error, _ = lost(comms[0])
         assert (error.kind, error.sites) == (Failure.CLOSED, (1,))
-        anew = star(server, 0)
+        anew = star(server, 0, kit=copied(NAMES[0], tmp_path))
         opened([anew])
         coming.join()
         for one in (*first, again, anew):

@@ -35,3 +35,23 @@ def test_gradients_are_those_of_torch_distributed(name):
         if name in SAME_BITS:
             assert all(map(torch.equal, mine[-1], theirs[-1]))
     assert all(map(torch.equal, *(site[-1] for site in around)))
+
+
+def test_two_sessions_of_one_process_share_the_line():
+    """Also where each has a `Star` of its own, as in two calls of og.distribute."""
+
+    def body(rank, one):
+        models = [build(), build()]
+        others = [one, og.Star(one.hub, kit=one.kit)]
+        sessions = [
+            og.distribute(model, og.DAD(), transport=transport)
+            for model, transport in zip(models, others, strict=True)
+        ]
+        assert sessions[0]._comm.key is sessions[1]._comm.key
+        found = [next(train(model, rank)) for model in models]
+        for session in sessions:
+            session.detach()
+        return found
+
+    for first, second in on_star(2, body):
+        assert all(map(torch.equal, first, second))

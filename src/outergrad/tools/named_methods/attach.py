@@ -237,8 +237,8 @@ def attach_of(
     except KeyError as error:
         (kind,) = error.args
         raise RecipeError(
-            f"{option} {name}: {_why_unknown(kind, families)}; it must be one of "
-            f"{', '.join(METHODS)}, or {' or '.join(families)} with settings, as rank-dad:rank=16"
+            f"{option} must be one of {', '.join(METHODS)}, or {' or '.join(families)} with "
+            f"settings, as rank-dad:rank=16, not {name!r}{_hint(kind, families)}"
         ) from None
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{option} {name}: {error}") from error
@@ -254,10 +254,10 @@ def attach_of(
         raise RecipeError(f"--local: {error}") from error
 
 
-def _why_unknown(kind: str, families: Mapping[str, Family]) -> str:
+def _hint(kind: str, families: Mapping[str, Family]) -> str:
     if kind in METHODS:
-        return f"{kind} has no settings"
-    return f"there is no method {kind!r}{did_you_mean(kind, [*METHODS, *families])}"
+        return f": {kind} has no settings"
+    return did_you_mean(kind, [*METHODS, *families])
 
 
 def _attach_of(name: str, families: Mapping[str, Family] | None = None) -> Attach:

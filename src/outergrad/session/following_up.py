@@ -1,0 +1,67 @@
+"""What a session does when a step is over: it goes by what was chosen and decided, and reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outergrad.buckets.bucket import StepContext
+from outergrad.core.errors import ExchangeError
+from outergrad.core.model import Compressors
+from outergrad.core.reasons import Reason
+from outergrad.core.transform import GradientTransform
+from outergrad.core.types import Unit
+from outergrad.session.choosing import Choosing
+from outergrad.session.giving_up import GivingUp
+from outergrad.session.next_forward import NextForward
+from outergrad.session.reporting import Reporter
+from outergrad.step.groups import on_transport
+from outergrad.step.step import SharedStep
+
+
+class FollowingUp(GivingUp):
+    """The part of a session that comes behind a step."""
+
+    _compressors: Compressors
+    _next_forward: NextForward
+    _chosen: dict[Unit, Reason]
+    _reporter: Reporter
+    _choosing: Choosing | None
+    _transform: GradientTransform | None
+
+    def _take_note(self, step: Any) -> None:
+        """Of what all sites decided."""
+        if not isinstance(step, SharedStep) or step.decision is None:
+            return
+        drift = getattr(step, "drift", None)
+        if drift is not None:
+            self._mishaps.drifted(step.context.header.step, drift.sites, "")
+        else:
+            self._mishaps.decided(step.decision, step.subjects.names)
+
+    def _follow_up(self, step: SharedStep) -> None:
+        """Goes by what a step has chosen, and reports it."""
+        if step.choice is None:
+            return
+        if self._next_forward.follow(step.units, step.choice):
+            self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
+        self._stats = step.stats(self._stats.step + 1)
+        if step.decision is not None:
+            self._note_end(counted=step.applied)
+        if step.applied:
+            self._reporter.report(step.context, self._stats)
+        if self._choosing is not None and step.decision is not None:
+            self._measure(self._choosing, step.context)
+        if self._transform is None:
+            self._next_forward.let_rest(self._compressors.counting)
+
+    def _measure(self, choosing: Choosing, context: StepContext) -> None:
+        """Tells a chooser how long the step took, unless the next one will say who is lost."""
+        if on_transport(self._comm.key).lost is not None:
+            return
+        try:
+            trial = choosing.ended(context.header.step, context.headers)
+        except ExchangeError as error:
+            self._lose_behind(error, "what the other sites say of their steps")
+        else:
+            if trial is not None:
+                self._reporter.trial(trial)
