@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.torch import TorchComm, _tag
+from outergrad.comm.posted import tag_of
+from outergrad.comm.torch import TorchComm
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
 
@@ -72,7 +73,7 @@ class FaultyComm(TorchComm):
     def _die(self, vote: Tensor) -> None:
         """Its vote reaches some sites, then its connections close without a word."""
         for other in self.dies_after_vote_to or ():
-            dist.isend(vote, group=self.group, group_dst=other, tag=_tag(self._turn, 2)).wait()
+            dist.isend(vote, group=self.group, group_dst=other, tag=tag_of(self._turn, 2)).wait()
         on_transport(self.key).end_watching()
         with suppress(RuntimeError):
             self.close()

@@ -26,7 +26,8 @@ from trials import METHODS, Trial, batch, build
 
 import outergrad as og
 import outergrad.comm.torch
-from outergrad.comm.torch import TorchComm, _tag
+from outergrad.comm.posted import tag_of
+from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
@@ -198,7 +199,7 @@ class HarnessComm(TorchComm):
         part.view(-1).view(torch.uint8)[int(place)] ^= 1 << int(8 * place) % 8
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> Any:
-        if call is dist.isend and tag == _tag(self._turn, VOTE_LANE):
+        if call is dist.isend and tag == tag_of(self._turn, VOTE_LANE):
             self._vote(call, t, tag)
         return super()._started(call, t, other, tag)
 

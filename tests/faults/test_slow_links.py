@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.pace import LEAST_BYTES, Pace
+from outergrad.comm.posted import tag_of
 from outergrad.comm.torch import TorchComm
 from outergrad.comm.work import TorchWork
 from outergrad.core.errors import ExchangeError
@@ -131,7 +132,7 @@ def test_messages_in_parts_are_the_same_messages(sites, rate):
 
 def waited_for(comm, nbytes):
     parts = [torch.empty(nbytes, dtype=torch.uint8)] * 2
-    TorchWork(comm._receives(parts, 0x6F67), lambda: None, comm.pace).wait()
+    TorchWork(comm._receives(parts, tag_of(0, 0)), lambda: None, comm.pace).wait()
 
 
 def test_every_part_has_the_timeout_for_itself():

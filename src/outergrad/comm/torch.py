@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -16,18 +15,12 @@ from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
+from outergrad.comm.posted import UNUSED_TAG, PostedReceives, Receives, room_for, tag_of
 from outergrad.comm.work import Ready, TorchWork, transport
 from outergrad.core.cost import CostModel
-from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm, Enough, Transport
 
-_TAG = 0x6F67
-"""Keeps messages apart from point-to-point messages of the user's on the same group."""
-_TURN_TAG, _LANES = 1 << 30, 8
-"""Tags of turns begin there; each has one for every lane."""
-_Receives = list[tuple[dist.Work, Sequence[int]]]
-_Receiving = tuple[list[Tensor], _Receives]
-"""What will be received, and the transfers that wait for it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
 _USUAL_HOST = 0
@@ -96,8 +89,7 @@ class TorchComm(Comm):
         self.device = device
         self._kept: Tensor | None = None
         self._turn = 0
-        self._expected: dict[int, deque[_Receiving]] = {}
-        """By tag."""
+        self._posted = PostedReceives()
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
@@ -142,13 +134,12 @@ class TorchComm(Comm):
     def take_turn(self, turn: int) -> None:
         """Messages of every turn have tags of their own: gloo cannot cancel a receive.
 
-        What was expected in turns that are over or left out is forgotten; for gloo such a receive
-        goes on to wait, a few hundred bytes of memory at both sites.
+        Receives of turns that are over or left out are forgotten here. In gloo they go on to wait,
+        for a few hundred bytes of memory at both sites.
         """
         self._turn = turn
         if turn:
-            alive = range(_tag(turn, 0), _tag(turn + 2, 0))
-            self._expected = {tag: own for tag, own in self._expected.items() if tag in alive}
+            self._posted.forget_all_but(turn)
 
     def expect(
         self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
@@ -156,7 +147,8 @@ class TorchComm(Comm):
         """Posts the receives of the next exchange of a turn and lane for which none are posted yet.
 
         gloo sends nothing before it knows of the receive: where that is posted a delay before the
-        other site sends, the message takes one delay, otherwise two.
+        other site sends, the message takes one delay, otherwise two. A receive has no deadline
+        before its exchange waits for it.
 
         Args:
             sizes: of what each site will send.
@@ -165,9 +157,9 @@ class TorchComm(Comm):
             lane: as for `all_gather`.
         """
         if self.world_size > 1 and self._wire.type == "cpu":
-            tag = _tag(turn, lane)
-            parts = [_room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
-            self._expected.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
+            tag = tag_of(turn, lane)
+            parts = [room_for(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
+            self._posted.add(tag, parts, self._receives(parts, tag))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -195,16 +187,13 @@ class TorchComm(Comm):
         own = outgoing[self.rank]
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
         self.sent_bytes += sent_bytes
-        ready, tag = self.pace.sends(sent_bytes), _tag(self._turn, lane)
-        if self._expected.get(tag):
-            parts, receives = self._expected[tag].popleft()
-            if [len(part) for part in parts] != list(sizes):
-                told = "what was expected is not what comes; please report it"
-                raise ExchangeError(told, kind=Failure.LOCAL)
-            sends = self._sends(outgoing, tag)
-        else:
-            parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
+        ready, tag = self.pace.sends(sent_bytes), tag_of(self._turn, lane)
+        posted = self._posted.take(tag, sizes)
+        if posted is None:
+            parts = [room_for(own, size, rank) for rank, size in enumerate(sizes)]
             receives, sends = self._exchange(outgoing, parts, tag)
+        else:
+            (parts, receives), sends = posted, self._sends(outgoing, tag)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> list[Tensor]:
@@ -215,7 +204,7 @@ class TorchComm(Comm):
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
-    ) -> tuple[_Receives, list[dist.Work]]:
+    ) -> tuple[Receives, list[dist.Work]]:
         """Starts to send every other site its tensor and to receive the other parts."""
         if parts[0].device.type == "cuda":
             ops = [
@@ -229,7 +218,7 @@ class TorchComm(Comm):
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
         return self._receives(parts, tag), self._sends(outgoing, tag)
 
-    def _receives(self, parts: Sequence[Tensor], tag: int) -> _Receives:
+    def _receives(self, parts: Sequence[Tensor], tag: int) -> Receives:
         wanted = [(o, part) for o in reversed(self._others) for part in self.pace.parts(parts[o])]
         return [(self._started(dist.irecv, part, o, tag), (o,)) for o, part in wanted]
 
@@ -272,7 +261,7 @@ class TorchComm(Comm):
             return
         for other in self._others:
             with suppress(ExchangeError), transport():
-                work = self._started(dist.irecv, torch.empty(1), other, _TAG - 1)
+                work = self._started(dist.irecv, torch.empty(1), other, UNUSED_TAG)
                 work.wait(AN_INSTANT)
 
     def broadcast(self, t: Tensor) -> None:
@@ -293,24 +282,6 @@ class TorchComm(Comm):
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
-
-
-def _tag(turn: int, lane: int) -> int:
-    """Of messages; unlike any other turn's and lane's."""
-    assert 0 <= lane < _LANES
-    return _TURN_TAG + _LANES * turn + lane if turn else _TAG + lane
-
-
-def _room(like: Tensor, size: int, rank: int) -> Tensor:
-    """For what a site announced; memory is taken as it fills.
-
-    Raises:
-        ExchangeError: there is none for so much.
-    """
-    try:
-        return like.new_empty(size)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
 
 
 def _has_backend(group: dist.ProcessGroup, device: str) -> bool:

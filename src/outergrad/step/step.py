@@ -231,6 +231,13 @@ class SharedStep(LateStep):
         self._raise_drift(self.decision)
 
     def _pass(self) -> Decision:
+        """Goes through the step once; what is sent after it, also by others, is of no turn."""
+        try:
+            return self._gone_through()
+        finally:
+            self._comm.take_turn(0)
+
+    def _gone_through(self) -> Decision:
         """Starts what is left, takes in all messages and votes.
 
         A site whose messages all were good votes so even if other sites say that they failed:
@@ -246,9 +253,9 @@ class SharedStep(LateStep):
         self._receiver.receive_buffers(self._buffers, self._ballot)
         self._ballot.note_sum(self._joint.digest)
         self._count_before()
-        decision = self._applied_at_once(last) if self._needs_no_votes else self._voted_on(last)
-        self._comm.take_turn(0)
-        return decision
+        if self._needs_no_votes:
+            return self._applied_at_once(last)
+        return self._voted_on(last)
 
     def _start_all(self) -> None:
         """Starts what is left; if that raises here, the others must hear of it."""
