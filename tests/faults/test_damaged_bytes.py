@@ -23,15 +23,6 @@ Hit = Callable[[Tensor], None]
 """Changes the words of a message that begins with a preamble."""
 
 
-@pytest.fixture
-def faulty(monkeypatch):
-    class Comm(FaultyComm):
-        pass
-
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
-    return Comm
-
-
 class Recorded:
     every = 1000
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from faulty import Died, FaultyComm, own_comm
+from faulty import Died, own_comm
 from torch import nn
 from torch.optim import Adam
 
@@ -41,17 +41,6 @@ EXACT = [name for name in TABLE if name not in ("rank-dad, rank 2", "sparse, a t
 @pytest.fixture(params=TABLE)
 def method(request):
     return TABLE[request.param]
-
-
-@pytest.fixture
-def faulty(monkeypatch):
-    """`distribute` uses a faulty transport."""
-
-    class Comm(FaultyComm):
-        pass
-
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
-    return Comm
 
 
 def backward(model: nn.Module, rank: int, step: int = 0, factor: float = 1.0) -> None:

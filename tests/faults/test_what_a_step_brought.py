@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from faulty import FaultyComm, own_comm
+from faulty import own_comm
 from torch import nn
 from torch.optim import Adam
 
@@ -37,15 +37,6 @@ TABLE = {
 
 NEED_MORE = ("two ways", "blocks, which wait for votes", "sketches, which wait for votes")
 """What site 1 sends next, or says, the others cannot do without."""
-
-
-@pytest.fixture
-def faulty(monkeypatch):
-    class Comm(FaultyComm):
-        pass
-
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
-    return Comm
 
 
 def backward(model, rank, step):

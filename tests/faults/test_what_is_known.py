@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from faulty import Died, FaultyComm, own_comm
+from faulty import Died, own_comm
 from torch.optim import SGD
 
 import outergrad as og
@@ -177,14 +177,6 @@ def test_of_two_sites_that_differ_the_one_behind_or_both_know(seed, monkeypatch)
 
 
 # -- the same with sites ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def faulty(monkeypatch):
-    class Comm(FaultyComm):
-        pass
-
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
 
 
 METHODS = {"dad": og.DAD(), "local steps": og.LocalSteps(1, method=og.Dense())}

@@ -9,7 +9,6 @@ from weakref import ref
 
 import numpy as np
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from outergrad.capture.engine import will_run
 
@@ -27,13 +26,13 @@ class NodeRef:
     the node holds lasts as long as the node, and by it the node is found again.
     """
 
-    __slots__ = ("_node", "_token")
+    __slots__ = ("_kind", "_node", "_token")
 
     def __init__(self, node: Any) -> None:
         held = getattr(node, _TOKEN, None)  # a compiled graph is one node with several taps
         token = np.empty(0) if held is None else held[0]
         setattr(node, _TOKEN, [token])
-        self._node, self._token = ref(node), ref(token)
+        self._node, self._token, self._kind = ref(node), ref(token), ref(type(node))
 
     def __call__(self) -> Any:
         """The node; None if it is gone.
@@ -53,10 +52,10 @@ class NodeRef:
     def _found(self) -> Any:
         """The node again; a collection that still runs may hide it for a moment."""
         for _ in range(_TRIES):
-            token = self._token()
-            if token is None:
+            token, kind = self._token(), self._kind()
+            if token is None or kind is None:
                 return None
-            node = _holder(token)
+            node = _holder(token, kind)
             if node is not None:
                 self._node = ref(node)
                 return node
@@ -67,18 +66,14 @@ class NodeRef:
         )
 
 
-def _holder(token: np.ndarray) -> Any:
-    """The node with a token, or None; takes a tenth of a second, and is rare.
+def _holder(token: np.ndarray, kind: type) -> Any:
+    """The node with a token, or None; looks through all objects once, which is rare.
 
-    It goes by what refers to the token, to the list that it is in, and to that one's attributes.
+    Each node refers to its class.
     """
-    found: list[Any] = [token]
-    for _ in range(3):
-        found = gc.get_referrers(*found)
-        nodes = (o for o in found if issubclass(type(o), BackwardCFunction))
-        for node in nodes:
-            if vars(node).get(_TOKEN, [None])[0] is token:
-                return node
+    for node in gc.get_referrers(kind):
+        if type(node) is kind and vars(node).get(_TOKEN, [None])[0] is token:
+            return node
     return None
 
 

@@ -32,9 +32,8 @@ class FollowingUp(GivingUp):
         """Of what all sites decided."""
         if not isinstance(step, SharedStep) or step.decision is None:
             return
-        drift = getattr(step, "drift", None)
-        if drift is not None:
-            self._mishaps.drifted(step.context.header.step, drift.sites, "")
+        if step.drift is not None:
+            self._mishaps.drifted(step.context.header.step, step.drift.sites, "")
         else:
             self._mishaps.decided(step.decision, step.subjects.names)
 

@@ -47,13 +47,13 @@ class LateStep:
     _sent: list[tuple[Bucket, Pending]]
     _buffers: BufferMessage | None
     _shared_buffers: SharedBuffers
+    drift: DriftError | None = None
 
     def __init__(
         self, comm: Comm, pact: Pact | None, votes: LateVotes, joint: JointStep | None
     ) -> None:
         self._comm, self._pact, self._votes = comm, pact, votes
         self._averages = joint is not None and joint.averages
-        self.drift: DriftError | None = None
         self._began = 0.0
         self.is_taken = False
 
