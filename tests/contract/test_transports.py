@@ -15,7 +15,7 @@ import torch
 from examples.queue_transport import Hub, QueueTransport
 
 from outergrad.comm.mirror import MirrorComm
-from outergrad.comm.torch import TorchDistributed
+from outergrad.comm.process_group import TorchDistributed
 from outergrad.comm.trace import Tracer
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm

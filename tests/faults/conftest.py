@@ -13,5 +13,5 @@ def faulty(monkeypatch):
     class Comm(FaultyComm):
         pass
 
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.comm.process_group.TorchComm", Comm)
     return Comm

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.posted import tag_of
-from outergrad.comm.torch import TorchComm
+from outergrad.comm.torch import TorchComm, tag_of
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
 

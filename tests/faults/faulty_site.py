@@ -25,9 +25,8 @@ from torch.optim import Adam
 from trials import METHODS, Trial, batch, build
 
 import outergrad as og
-import outergrad.comm.torch
-from outergrad.comm.posted import tag_of
-from outergrad.comm.torch import TorchComm
+import outergrad.comm.process_group
+from outergrad.comm.torch import TorchComm, tag_of
 from outergrad.core.errors import ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
@@ -232,7 +231,7 @@ def run(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     fault = trial.fault
     HarnessComm.injector = injector = Injector(trial, rank, address, tell)
-    outergrad.comm.torch.TorchComm = HarnessComm
+    outergrad.comm.process_group.TorchComm = HarnessComm
     store = _store(trial, rank, folder, address, listening)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.sites)
     odd = fault.kind == "settings" and injector.mine

@@ -40,12 +40,15 @@ class Bucket(Protocol):
         return False
 
     def lengths(self, context: StepContext) -> object:
-        """Where this is equal, so are all lengths that it expects; the same on all sites."""
+        """What the lengths of its messages follow from, the same on all sites.
+
+        None where sums are received, which nobody expects.
+        """
 
     def expect(self, context: StepContext, turn: int) -> None:
-        """Gets ready for what the others will send in a turn; on all buckets, in their order.
+        """Posts the receives of its messages in a turn; called on all buckets, in their order.
 
-        Nothing, where sums are received, from nobody in particular.
+        Does nothing where sums are received, from nobody in particular.
         """
 
     def start(self, context: StepContext) -> Pending:

@@ -23,7 +23,8 @@ from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.wire import Piece, State, read_all
 
 _SECOND_LANE = 5
-"""A step that has come to nothing has no second round: what waits for it must meet no other."""
+"""Of second rounds alone: where a step comes to nothing they do not take place, and no later
+message of the step may meet the receives that wait for them."""
 
 
 class TwoWayBucket(RowBucket):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,52 +16,25 @@ from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
-from outergrad.comm.posted import UNUSED_TAG, PostedReceives, Receives, room_for, tag_of
 from outergrad.comm.work import Ready, TorchWork, transport
 from outergrad.core.cost import CostModel
-from outergrad.core.errors import ExchangeError
-from outergrad.core.transport import Comm, Enough, Transport
+from outergrad.core.errors import ExchangeError, Failure
+from outergrad.core.transport import Comm, Enough
 
+_TAG = 0x6F67
+"""Keeps messages apart from point-to-point messages of the user's on the same group."""
+_FIRST_TURN_TAG, _LANES = 1 << 30, 8
+"""Tags of turns begin there; each turn has one for every lane."""
+_Receives = list[tuple[dist.Work, Sequence[int]]]
+"""Transfers, each with the sites that it depends on."""
+_Receiving = tuple[list[Tensor], _Receives]
+"""What every site sends, and the transfers that bring it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
 _USUAL_HOST = 0
 """Of the store: torchrun and `env://` have the first site hold it."""
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
-
-
-class TorchDistributed(Transport):
-    """The process groups of torch.distributed: the transport that is used unless another is given.
-
-    `timeout` is for a message; None for that of the group.
-    """
-
-    settings = frozenset({"group", "timeout"})
-
-    def open(
-        self,
-        device: torch.device,
-        *,
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-    ) -> TorchComm:
-        """Collectives over a process group, the default one if None.
-
-        Raises:
-            RuntimeError: there is none.
-        """
-        return TorchComm(_default() if group is None else group, device, timeout)
-
-
-def _default() -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group('gloo') first, in a "
-            "program started by torchrun, or pass group="
-        )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
 
 
 class TorchComm(Comm):
@@ -89,7 +63,8 @@ class TorchComm(Comm):
         self.device = device
         self._kept: Tensor | None = None
         self._turn = 0
-        self._posted = PostedReceives()
+        self._posted: dict[int, deque[_Receiving]] = {}
+        """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
@@ -139,7 +114,8 @@ class TorchComm(Comm):
         """
         self._turn = turn
         if turn:
-            self._posted.forget_all_but(turn)
+            tags = range(tag_of(turn, 0), tag_of(turn + 2, 0))
+            self._posted = {tag: own for tag, own in self._posted.items() if tag in tags}
 
     def expect(
         self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
@@ -158,8 +134,8 @@ class TorchComm(Comm):
         """
         if self.world_size > 1 and self._wire.type == "cpu":
             tag = tag_of(turn, lane)
-            parts = [room_for(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
-            self._posted.add(tag, parts, self._receives(parts, tag))
+            parts = [_room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
+            self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -188,12 +164,15 @@ class TorchComm(Comm):
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
         self.sent_bytes += sent_bytes
         ready, tag = self.pace.sends(sent_bytes), tag_of(self._turn, lane)
-        posted = self._posted.take(tag, sizes)
-        if posted is None:
-            parts = [room_for(own, size, rank) for rank, size in enumerate(sizes)]
-            receives, sends = self._exchange(outgoing, parts, tag)
+        if self._posted.get(tag):
+            parts, receives = self._posted[tag].popleft()
+            if [len(part) for part in parts] != list(sizes):
+                told = "what was expected is not what comes; please report it"
+                raise ExchangeError(told, kind=Failure.LOCAL)
+            sends = self._sends(outgoing, tag)
         else:
-            (parts, receives), sends = posted, self._sends(outgoing, tag)
+            parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
+            receives, sends = self._exchange(outgoing, parts, tag)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> list[Tensor]:
@@ -204,7 +183,7 @@ class TorchComm(Comm):
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
-    ) -> tuple[Receives, list[dist.Work]]:
+    ) -> tuple[_Receives, list[dist.Work]]:
         """Starts to send every other site its tensor and to receive the other parts."""
         if parts[0].device.type == "cuda":
             ops = [
@@ -218,7 +197,7 @@ class TorchComm(Comm):
         # a time; so do gloo's own all_to_all and, less, its all_gather (docs/design.md).
         return self._receives(parts, tag), self._sends(outgoing, tag)
 
-    def _receives(self, parts: Sequence[Tensor], tag: int) -> Receives:
+    def _receives(self, parts: Sequence[Tensor], tag: int) -> _Receives:
         wanted = [(o, part) for o in reversed(self._others) for part in self.pace.parts(parts[o])]
         return [(self._started(dist.irecv, part, o, tag), (o,)) for o, part in wanted]
 
@@ -261,7 +240,7 @@ class TorchComm(Comm):
             return
         for other in self._others:
             with suppress(ExchangeError), transport():
-                work = self._started(dist.irecv, torch.empty(1), other, UNUSED_TAG)
+                work = self._started(dist.irecv, torch.empty(1), other, _TAG - 1)
                 work.wait(AN_INSTANT)
 
     def broadcast(self, t: Tensor) -> None:
@@ -282,6 +261,24 @@ class TorchComm(Comm):
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
+
+
+def tag_of(turn: int, lane: int) -> int:
+    """The tag of messages; no other turn or lane has the same."""
+    assert 0 <= lane < _LANES
+    return _FIRST_TURN_TAG + _LANES * turn + lane if turn else _TAG + lane
+
+
+def _room(like: Tensor, size: int, rank: int) -> Tensor:
+    """Room for the tensor that a site announced; memory is taken as it fills.
+
+    Raises:
+        ExchangeError: there is none for so much.
+    """
+    try:
+        return like.new_empty(size)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
 
 
 def _has_backend(group: dist.ProcessGroup, device: str) -> bool:

@@ -121,24 +121,30 @@ class Comm(Protocol):
         ...
 
     def take_turn(self, turn: int) -> None:
-        """From now on messages are those of a turn, 0 for of none, in the same place on all sites.
+        """Messages belong to this turn from now on; called in the same place on every site.
 
-        Messages of one turn are never taken for those of another. It may do nothing.
+        A turn is the sequence number of a step on the transport. A transport that receives ahead
+        must not take a message of one turn for one of another. Any other transport does nothing.
+
+        Args:
+            turn: above all that were taken before, of which some may be left out; 0 for messages
+                that belong to none.
         """
 
     def expect(
         self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
     ) -> None:
-        """Gets ready for the next `all_gather` or `all_to_all` of a turn that nobody expects yet.
+        """Posts the receives of an `all_gather` or `all_to_all` before that is started.
 
-        A transport that sends nothing before the other side waits for it has it wait in time. It
-        may do nothing.
+        It is the next one of this turn and lane that is not expected yet. A transport that sends
+        nothing before the other side receives saves a delay so; any other does nothing. Until the
+        collective is waited for, nothing times out, and no other site need be there.
 
         Args:
-            sizes: as there.
-            turn: this one or the next, which may be left out: then none of it comes.
-            dtype: of what will come.
-            lane: as there.
+            sizes: as for the collective.
+            turn: this one or the next. If the next one is left out, its messages never come.
+            dtype: of the tensors.
+            lane: as for the collective.
         """
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:

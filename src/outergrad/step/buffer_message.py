@@ -68,7 +68,7 @@ class BufferMessage:
         self.sizes = [self._nbytes(header) for header in self._headers] if places else []
 
     def expect(self, turn: int) -> None:
-        """Gets ready for those of the other sites in a turn."""
+        """Posts the receives of those of the other sites in a turn."""
         if self.sizes:
             self._context.comm.expect(self.sizes, turn)
 

@@ -166,7 +166,7 @@ class Ballot:
         """Why this site could not compute something again."""
 
     def expect(self, turn: int) -> None:
-        """Gets ready for the others' votes in a turn."""
+        """Posts the receives of the others' votes in a turn."""
         self._comm.expect([WORDS] * self._comm.world_size, turn, torch.int64, lane=_LANE)
 
     def note_sum(self, digest: Tensor | int) -> None:

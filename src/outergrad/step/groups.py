@@ -38,7 +38,7 @@ class Sessions:
         attached: those that have not been detached. Only a session that is alone may leave headers
             out: they are what tells sessions apart whose order differs between sites.
         running: those in a shared step, in the order in which these began.
-        turns: of the steps of sessions that are alone.
+        turns: of the steps that a session makes while it is alone.
         lost: why the transport must not be used any more, if a site was lost.
         ends: how the last step of each of the latest sessions ended: sites that give up tell it
             each other.

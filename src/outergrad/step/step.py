@@ -141,7 +141,7 @@ class SharedStep(LateStep):
             self._take_turn(self._buffers)
 
     def _take_turn(self, buffers: BufferMessage) -> None:
-        """Gets ready for the messages of this step, and of the next if it is like this one."""
+        """Posts the receives of this step, and of the next as if its messages had these lengths."""
         of_buckets = [bucket.lengths(self.context) for bucket in self._buckets]
         lengths = self.context.header.fingerprint, of_buckets, buffers.sizes
         turn, expected = on_transport(self._comm.key).turns.begin(lengths)
@@ -231,7 +231,7 @@ class SharedStep(LateStep):
         self._raise_drift(self.decision)
 
     def _pass(self) -> Decision:
-        """Goes through the step once; what is sent after it, also by others, is of no turn."""
+        """Goes through the step once; messages between steps belong to no turn."""
         try:
             return self._gone_through()
         finally:

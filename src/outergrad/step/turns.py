@@ -1,9 +1,10 @@
-"""Which turn a step has on its transport: receives of the next one are posted in time.
+"""Turns: sequence numbers of steps, by which receives are posted a step ahead.
 
-A transport may send nothing before it has heard that the other side receives, and what waits for a
-message cannot be taken back. So the messages of each step are kept apart by a number, its turn,
-which all sites count alike; while a step is under way, receives for the next turn are posted, as if
-that were a step of the same messages. If it is not, all sites leave out that turn.
+A transport may send nothing before it has heard that the other side receives. So while a step is
+under way, the receives of the next one are posted, as if its messages had the same lengths. A
+receive cannot be cancelled: therefore the messages of each step are told apart by its turn. All
+sites count turns alike, from what they have agreed on. A step whose messages have other lengths
+leaves out the turn that was expected.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_TURNS = 1 << 27
-"""Behind them steps go without: no turn comes twice."""
+"""Later steps have none, since no turn may come twice; their receives are not posted ahead."""
 
 _PER_STEP = 64
-"""How many turns that were left out make it wait one more equal step."""
+"""After how many turns that were left out one more equal step must come before it looks ahead."""
 
 
 class Turns:
-    """Counts the turns of one transport.
+    """Counts the turns of the steps on one transport.
 
-    What is posted for a turn that is left out stays with the transport. So the more there are of
-    these, the more equal steps it takes to look ahead: of T steps at most about 8 √T leave one.
+    Receives that were posted for a turn that is left out stay with the transport for ever. So the
+    more there are of these, the more equal steps must come before it looks ahead again: of T steps
+    at most about 8 sqrt(T) leave a turn out.
     """
 
     def __init__(self) -> None:
@@ -31,13 +33,14 @@ class Turns:
         self._is_ahead = False
 
     def begin(self, lengths: object) -> tuple[int, Sequence[int]]:
-        """A step begins whose messages no other session's can come between.
+        """A step begins whose messages do not mix with those of other sessions.
 
         Args:
-            lengths: equal where those of all its messages are; the same on all sites.
+            lengths: what the lengths of all its messages follow from, the same on all sites.
 
         Returns:
-            Its turn, and those of which the receives are to be posted now, in this order.
+            The turn of the step, 0 if none are left, and the turns whose receives are to be posted
+            now, in this order.
         """
         if self._turn + 2 >= MOST_TURNS:
             return 0, ()
