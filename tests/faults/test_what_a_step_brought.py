@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
+from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from outergrad.comm.board import StoreBoard
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.step.brought import Brought
 from outergrad.step.groups import on_transport
+from outergrad.step.pact import Pact
+from outergrad.step.watcher import POLL_S, Watcher
 from ranks import run_ranks
 
 LAST = 3
@@ -165,3 +170,69 @@ def test_a_watcher_ends_with_the_last_session():
         assert not watcher._thread.is_alive()
 
     run_ranks(2, body)
+
+
+def test_a_watcher_stays_as_long_as_any_session():
+    """Also where the first one, whose transport it began with, is gone."""
+
+    def body(rank, group):
+        sessions = [og.distribute(mlp(6, 8, 5), group=group) for _ in range(2)]
+        watcher, comm = on_transport(group).watcher, ref(sessions[0]._comm)
+        sessions.pop(0).detach()
+        until = time.monotonic() + 10.0
+        while comm() is not None and time.monotonic() < until:
+            gc.collect()  # does nothing while another thread's is under way
+            time.sleep(0.01)
+        assert comm() is None
+        watcher._thread.join(3 * POLL_S)
+        assert watcher._thread.is_alive()
+        assert on_transport(group).watcher is watcher
+        sessions[0].detach()
+        assert not watcher._thread.is_alive()
+
+    run_ranks(2, body)
+
+
+class Looked:
+    """A transport of which only the board is used."""
+
+    rank = 0
+
+    def __init__(self, store):
+        self.board = StoreBoard(store)
+
+
+def test_a_watcher_looks_without_beginning_threads(monkeypatch):
+    looks, comm = threading.Semaphore(0), Looked(dist.HashStore())
+
+    def look(key):
+        looks.release()
+
+    monkeypatch.setattr(StoreBoard, "_read", lambda board, key: board._limited(partial(look, key)))
+    watcher = Watcher(comm, Pact(), {})
+    starters = []
+    begin = threading.Thread.start
+
+    def begin_told(thread):
+        starters.append(threading.current_thread())
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin_told)
+    for _ in range(4):
+        assert looks.acquire(timeout=10.0)
+    assert watcher._thread not in starters
+    watcher.end()
+    assert not watcher._thread.is_alive()
+
+
+def test_a_watcher_ends_when_no_transport_is_left():
+    first, second = (Looked(dist.HashStore()) for _ in range(2))
+    watcher = Watcher(first, Pact(), {})
+    assert watcher.takes(second)
+    del first
+    watcher._thread.join(3 * POLL_S)
+    assert watcher._thread.is_alive()
+    del second
+    watcher._thread.join(10.0)
+    assert not watcher._thread.is_alive()
+    assert not watcher.takes(Looked(dist.HashStore()))

@@ -90,4 +90,6 @@ def _in_threads(
     for thread in threads:
         thread.join(timeout=100)
         assert not thread.is_alive(), f"{thread.name} hangs"
+    for group in alive.values():
+        on_transport(group).end_watching()  # no rank is left that could ask
     return results

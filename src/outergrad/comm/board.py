@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from copy import copy
 from typing import Any, TypeVar
 
 from outergrad.comm.last_words import AT_END, AT_EXIT
@@ -29,18 +30,19 @@ class StoreBoard(Board):
     """
 
     def __init__(self, store: Any) -> None:
-        self._given, self._own = store, None
+        self._connection = _Connection(store)
+        self._limit_s: float | None = _LIMIT_S
         self._gone = False
 
     @property
     def _store(self) -> Any:
-        """Its own connection: others may wait for long on the one that was given."""
-        if self._own is None:
-            try:
-                self._own = self._given.clone()
-            except (RuntimeError, AttributeError):
-                self._own = self._given
-        return self._own
+        return self._connection.store
+
+    def without_limit(self) -> StoreBoard:
+        """The same slots, by the same connection, for a thread that may wait."""
+        board = copy(self)
+        board._limit_s = None
+        return board
 
     def first(self, key: str, text: str) -> str:
         """Writes a text into a slot, unless one stands there; returns what stands there then."""
@@ -100,15 +102,34 @@ class StoreBoard(Board):
             finally:
                 done.set()
 
-        if not self._gone:
+        if not self._gone and self._limit_s is None:
+            run()
+        elif not self._gone:
             try:
                 threading.Thread(target=run, daemon=True).start()
             except RuntimeError:  # Python is shutting down
                 self._gone = True
-        if self._gone or not done.wait(_LIMIT_S) or not found:
+        if self._gone or not done.wait(self._limit_s) or not found:
             self._gone = True
             raise BoardGoneError("the store of the process group does not answer")
         return found[0]
+
+
+class _Connection:
+    """To a store, of its own where there can be one: others may wait for long on the given one."""
+
+    def __init__(self, store: Any) -> None:
+        self._given, self._own = store, None
+
+    @property
+    def store(self) -> Any:
+        """Connects when it is first used."""
+        if self._own is None:
+            try:
+                self._own = self._given.clone()
+            except (RuntimeError, AttributeError):
+                self._own = self._given
+        return self._own
 
 
 def _text(content: bytes) -> str:

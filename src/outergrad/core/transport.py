@@ -55,6 +55,10 @@ class Board(Protocol):
     long: what is not answered in time raises a `BoardGoneError`, then and ever after.
     """
 
+    def without_limit(self) -> Board:
+        """The same slots for a thread that may wait for as long as an answer takes."""
+        return self
+
     def first(self, key: str, text: str) -> str:
         """Writes a text into a slot, unless one stands there; returns what stands there then."""
         ...

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.loopback import on_loopback
 from outergrad.launch.processes import error_text
+from outergrad.step.groups import Sessions, on_transport
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -91,8 +92,16 @@ class _Simulation(Generic[T]):
         self._results: dict[int, T] = {}
         # One whose last holder is DDP's reducer would wait for itself: all live until all ended.
         self._groups: dict[int, dist.ProcessGroup] = {}
+        self._sessions: list[Sessions] = []
 
     def run(self) -> list[T]:
+        try:
+            return self._run()
+        finally:
+            for sessions in self._sessions:
+                sessions.end_watching()
+
+    def _run(self) -> list[T]:
         threads = [
             threading.Thread(target=self._site, args=(site,), name=f"site {site}", daemon=True)
             for site in range(self._sites)
@@ -114,6 +123,7 @@ class _Simulation(Generic[T]):
         torch.set_num_threads(self._threads)
         try:
             self._groups[site] = gloo_group(self._store, site, self._sites, self._timeout)
+            self._sessions.append(on_transport(self._groups[site]))
             self._results[site] = self._work(self._groups[site], self._stop)
         except Exception as error:
             if not isinstance(error, StoppedError):

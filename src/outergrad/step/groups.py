@@ -57,7 +57,7 @@ class Sessions:
 
     def watch(self, comm: Comm) -> None:
         """Begins to answer the others, unless it is done."""
-        if self.watcher is None or not self.watcher.is_at_work:
+        if self.watcher is None or not self.watcher.takes(comm):
             self.watcher = Watcher(comm, self.pact, self.ends)
 
     def end_watching(self) -> None:

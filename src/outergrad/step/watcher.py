@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 from outergrad.comm.standing import LastStep, Standing
 from outergrad.core.errors import BoardGoneError
@@ -16,7 +16,7 @@ from outergrad.step.pact import Pact, is_in_trouble
 
 POLL_S = 0.25
 _ENDS_S = 3.0
-"""More than a call of the board takes at most."""
+"""Whoever ends it waits no longer: the store may hang."""
 
 
 def asked_slot(number: int) -> str:
@@ -30,10 +30,10 @@ def answer_key(number: int) -> str:
 
 
 class Watcher:
-    """Of one transport, for all sessions on it; it ends with the transport.
+    """Of one transport, for all sessions on it; it ends when none of them is left.
 
     Args:
-        comm: the transport, which has a board.
+        comm: of the first session; it has a board.
         pact: what this site knows.
         ends: how far each session is, which changes.
     """
@@ -44,15 +44,20 @@ class Watcher:
         self._rank, self._board, self._pact, self._ends = comm.rank, board, pact, ends
         self._stop, self._asked = threading.Event(), 0
         self._process = os.getpid()
-        self._comm: ref[Any] = ref(comm, lambda _: self._halt())
+        self._comms: WeakSet[Any] = WeakSet([comm])
+        self._lock, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="outergrad watcher", daemon=True)
         _WATCHERS.add(self)
         self._thread.start()
 
-    @property
-    def is_at_work(self) -> bool:
-        """Whether its transport is still there."""
-        return self._comm() is not None
+    def takes(self, comm: Comm) -> bool:
+        """Whether it answers for one more session: not if it has come to its end."""
+        if self._process != os.getpid():
+            return False
+        with self._lock:
+            if not self._over:
+                self._comms.add(comm)
+            return not self._over
 
     def end(self) -> None:
         """Waits until it has ended."""
@@ -67,21 +72,29 @@ class Watcher:
         return is_own
 
     def _run(self) -> None:
-        while not self._stop.wait(POLL_S) and not self._pact.frozen:
-            try:
-                self._look(self._board)
-            except BoardGoneError:
-                return
+        try:
+            slots = self._board.without_limit()
+            while not self._stop.wait(POLL_S) and not self._pact.frozen and self._is_needed():
+                self._look(slots)
+        except BoardGoneError:
+            pass
+        finally:
+            self._over = True
 
-    def _look(self, board: Board) -> None:
-        if is_in_trouble(board):
+    def _is_needed(self) -> bool:
+        with self._lock:
+            self._over = not self._comms
+            return not self._over
+
+    def _look(self, slots: Board) -> None:
+        if is_in_trouble(slots):
             self._give_up()
-        while (text := board.slot(asked_slot(self._asked))) is not None:
-            self._answer(board, self._asked, text)
+        while (text := slots.slot(asked_slot(self._asked))) is not None:
+            self._answer(self._board, self._asked, text)
             self._asked += 1
 
     def _give_up(self) -> None:
-        comm = self._comm()
+        comm = next(iter(self._comms), None)
         if comm is not None:
             step, session = 0, self._pact.session
             if session in self._ends:
