@@ -3,8 +3,8 @@ r"""What it costs that all sites vote: steps without votes, with late ones and w
     python benchmarks/vote.py --workloads mlp,gru,cnn --methods dad,rank-dad-4,dense
 
 Two local sites, blocks of `--block` steps. The table shows the median time of a step without votes
-and the median over the rounds of the time that votes add, in ms and in parts of the step: those
-that are counted at the end of the next step, and those that every site waits for. There is no link
+and the median over the rounds of the time that votes add, in ms and in parts of the step: one
+for sixteen steps, as the library does it, and those that every site waits for. There is no link
 in between; one adds the time that a small message takes to the other side, where sites wait.
 """
 
@@ -22,7 +22,8 @@ from compiled import Side
 from outergrad.launch.start import run_sites
 from outergrad.messages.wire import State
 from outergrad.step import step as _step
-from outergrad.step.commit import Ballot, Decision
+from outergrad.step.commit import Ballot
+from outergrad.step.decision import Decision
 from outergrad.step.late import LateStep
 
 

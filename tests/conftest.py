@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from outergrad.methods.low_rank import settings as _settings
 from places import DATA
+from seeding import seed
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,7 +32,7 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def no_leaks():
     """Fails a test that leaves a thread of a rank or a default process group behind."""
-    torch.manual_seed(0)
+    seed(0)
     yield
     left = [t.name for t in threading.enumerate() if t.name.startswith("rank ")]
     assert not left, f"threads left: {left}"

@@ -7,7 +7,14 @@ from faulty import FaultyComm
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty(faulty_transport, monkeypatch):
+    """The same, and sites vote on every step: what is faulty is a vote, or is found by one."""
+    monkeypatch.setattr("outergrad.step.late_votes._EVERY", 1)
+    return faulty_transport
+
+
+@pytest.fixture
+def faulty_transport(monkeypatch):
     """`distribute` uses this class of a faulty transport, which no other test has."""
 
     class Comm(FaultyComm):

@@ -293,8 +293,12 @@ def _train(
     tell("ready")
     Site(trial, rank, models, sessions, injector, tell).train()
     injector.begin(trial.steps)
-    for session in sessions if trial.detaches else []:
-        session.detach()
+    saves = trial.fault.kind == "corrupt" and not on_transport(dist.group.WORLD).lost
+    for session in sessions:  # whose last steps nobody has voted on
+        if trial.detaches:
+            session.detach()
+        elif saves:
+            session.state_dict()
 
 
 def come_again(

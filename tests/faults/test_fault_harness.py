@@ -12,7 +12,7 @@ import pytest
 from covering import LONG
 
 HARNESS = Path(__file__).with_name("harness.py")
-INJECTIONS = 1000 if LONG else 60
+INJECTIONS = 1000 if LONG else 40
 LIMIT_S = 5.0 * INJECTIONS
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
+from seeding import seed
 
 METHODS: dict[str, Any] = {
     "dense": og.Dense(),
@@ -58,7 +59,7 @@ def pooled(case: Case, sites: int) -> dict[str, Tensor | None]:
     """Mean over sites of the local gradients, in float64, without any of our code."""
     model = copy.deepcopy(case.model).double()
     for batch in case.batches[:sites]:
-        torch.manual_seed(7)
+        seed(7)
         (run(model, case, to_double(batch)) / sites).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 

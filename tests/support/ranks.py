@@ -91,5 +91,6 @@ def _in_threads(
         thread.join(timeout=100)
         assert not thread.is_alive(), f"{thread.name} hangs"
     for group in alive.values():
-        on_transport(group).end_watching()  # no rank is left that could ask
+        if isinstance(group, dist.ProcessGroup):  # and not a mesh of several
+            on_transport(group).end_watching()  # no rank is left that could ask
     return results

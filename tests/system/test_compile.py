@@ -7,6 +7,7 @@ import shutil
 import threading
 from datetime import timedelta
 from functools import partial, wraps
+from itertools import product
 
 import pytest
 import torch
@@ -381,10 +382,10 @@ def test_an_optimizer_in_backward():
             assert relative_error(p, q) < 5e-6
 
 
-def change_models(method, folder):
-    """What is raised, by the order in which a model was compiled and distributed."""
+def change_models(methods, folder):
+    """What is raised, by the method and the order in which a model was compiled and distributed."""
     said = {}
-    for name, order in ORDERS.items():
+    for method, (name, order) in product(methods, ORDERS.items()):
         case = plain()
         (x,) = case.batches[dist.get_rank()]
         compiled, session = order(case.model, method, None, backend=BACKEND)
@@ -394,17 +395,17 @@ def change_models(method, folder):
             run(compiled, case, (x,)).backward()
             torch.optim.SGD(case.model.parameters(), 0.1).step()
         except RuntimeError as error:
-            said[name] = str(error)
+            said[repr(method), name] = str(error)
         session.detach()
     return said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)], ids=repr)
-def test_models_that_were_changed_are_refused(method, tmp_path):
+def test_models_that_were_changed_are_refused(tmp_path):
     """A forward tells the other sites of it, so they are processes."""
-    for said in run_two(partial(change_models, method), tmp_path):
-        assert list(said) == list(ORDERS)
+    methods = [og.Dense(), og.DAD(always=True)]
+    for said in run_two(partial(change_models, methods), tmp_path):
+        assert list(said) == list(product(map(repr, methods), ORDERS))
         assert all("'0.weight' was replaced" in reason for reason in said.values())
 
 
@@ -430,7 +431,7 @@ def test_compiled_loops_take_no_notice():
     assert all(map(torch.equal, first, second))
 
 
-def train_locally(folder, *, compiled):
+def train_locally(compiled):
     torch.manual_seed(0)
     case, rank = plain(), dist.get_rank()
     session = og.distribute(case.model, og.LocalSteps(2))
@@ -445,16 +446,16 @@ def train_locally(folder, *, compiled):
     return compressors, [p.detach() for p in case.model.parameters()]
 
 
+def train_both_ways(folder):
+    return train_locally(compiled=False), train_locally(compiled=True)
+
+
 @pytest.mark.slow
 def test_compiled_steps_of_optimizers_are_counted(tmp_path):
     """They communicate, so the ranks are processes."""
-    (tmp_path / "plain").mkdir()
-    expected = run_two(partial(train_locally, compiled=False), tmp_path / "plain")
-    for found, own in zip(
-        run_two(partial(train_locally, compiled=True), tmp_path), expected, strict=True
-    ):
-        assert found[0] == own[0] > 0
-        torch.testing.assert_close(found[1], own[1])
+    for (steps, plain_ones), found in run_two(train_both_ways, tmp_path):
+        assert found[0] == steps > 0
+        torch.testing.assert_close(found[1], plain_ones)
 
 
 @pytest.mark.slow

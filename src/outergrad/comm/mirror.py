@@ -12,7 +12,7 @@ from torch import Tensor
 from outergrad.comm.cost import Collective, RingCost
 from outergrad.comm.trace import Tracer
 from outergrad.core.cost import CostModel, Traffic
-from outergrad.core.transport import Comm, Enough
+from outergrad.core.transport import Board, Comm, Enough
 from outergrad.messages.wire import as_from
 
 
@@ -32,6 +32,33 @@ class Mirror:
     """What sessions on one mirror have in common."""
 
 
+class MirrorBoard(Board):
+    """Of sites that write what this one writes, each under a key that ends with its number."""
+
+    def __init__(self) -> None:
+        self._put: dict[str, bytes] = {}
+
+    def first(self, key: str, text: str) -> str:
+        """The text: nobody else writes one."""
+        return text
+
+    def slot(self, key: str) -> str | None:
+        """None: nobody is lost, and nobody asks."""
+        return None
+
+    def put(self, key: str, content: bytes) -> None:
+        """Keeps it."""
+        self._put[key.rpartition(" ")[0]] = content
+
+    def get(self, key: str) -> bytes | None:
+        """What this site has put."""
+        return self._put.get(key.rpartition(" ")[0])
+
+    def farewell(self, site: int, session: int) -> str | None:
+        """None: nobody leaves."""
+        return None
+
+
 class MirrorComm(Comm):
     """The collectives of site 0 among sites with the same rows and the same gradients.
 
@@ -49,6 +76,8 @@ class MirrorComm(Comm):
         self.sent_bytes = self.received_bytes = 0
         self.device, self.key, self.patience_s = torch.device("cpu"), Mirror(), math.inf
         self.cost, self._tracer = cost or RingCost(sites), tracer
+        if sites > 1 and isinstance(self.cost, RingCost):  # process groups have a store
+            self.board = MirrorBoard()
 
     def all_reduce(self, t: Tensor) -> Mirrored:
         """As many times t as there are sites, in place."""

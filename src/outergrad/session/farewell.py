@@ -16,13 +16,12 @@ from weakref import WeakKeyDictionary, finalize
 
 from outergrad.comm.standing import Standing
 from outergrad.core.transport import Comm, Notes
+from outergrad.session.giving_up import SETTLES_S
 from outergrad.step.groups import Sessions, on_transport
 
 _farewells: WeakKeyDictionary[Any, tuple[Farewell, finalize[..., Any]]] = WeakKeyDictionary()
 """Of the transport of each session of this process, and what is done when nobody has it any more,
 or Python ends; weak, so that process groups end when the user's do."""
-_SETTLES_S = 0.5
-"""How long the end of Python may wait for the votes of others, whose group may be gone."""
 _before: list[Any] = []
 """The `sys.excepthook` that was there, while ours is."""
 
@@ -50,7 +49,7 @@ def _at_exit() -> None:
         settle = threading.Thread(target=_settle, args=(sessions,), daemon=True)
         with suppress(RuntimeError):  # no thread can be started any more
             settle.start()
-            settle.join(_SETTLES_S)
+            settle.join(SETTLES_S)
 
 
 def _settle(sessions: list[Any]) -> None:

@@ -15,13 +15,17 @@ from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
 from outergrad.step import param_grad
 from outergrad.step.agreement import Outcome
+from outergrad.step.asking import all_made
 from outergrad.step.brought import Brought
-from outergrad.step.commit import Decision
+from outergrad.step.decision import Decision
 from outergrad.step.groups import end_unfinished, give_up, note_lost, on_transport, refuse_lost
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.lost import Findings, standing_of
 from outergrad.step.mishaps import Mishaps
 from outergrad.step.step import SharedStep
+
+SETTLES_S = 0.5
+"""How long the end of Python may wait for the word of others, whose group may be gone."""
 
 
 class GivingUp:
@@ -106,27 +110,40 @@ class GivingUp:
         return outcome
 
     def _settle(self) -> None:
-        """Counts votes that nobody has waited for: all have been sent, so that one site can.
+        """Waits until all sites have made the last step; one site can do so alone.
 
         Raises:
             SiteLostError: another site is lost.
             DriftError: sites have applied different things in the last step.
         """
         drift = None
-        if not self._votes.are_counted:
+        if not self._votes.is_settled:
             with self._giving_up():
-                drift = self._count_at_end()
+                drift = self._count_at_end(2 * self._comm.patience_s)
         if drift is not None:
             raise drift
 
-    def _count_at_end(self) -> DriftError | None:
+    def _count_at_end(self, limit_s: float) -> DriftError | None:
         try:
-            return self._votes.count()
+            return self._votes.count() if self._votes.are_cast else self._compare_at_end(limit_s)
         except ExchangeError as error:
             if error.kind != Failure.CLOSED or not all(map(self._is_done, self._others)):
                 raise
             self._votes.forget()
             return None
+
+    def _compare_at_end(self, limit_s: float) -> DriftError | None:
+        """Hears from the others that they have made the last step, on which nobody has voted.
+
+        One that is late may itself wait for a site that is lost, and gives up before this one does.
+        Where the board is gone, its host is: the next step will say so.
+        """
+        pact = on_transport(self._comm.key).pact
+        try:
+            digests = all_made(self._comm, pact, self._number, self._is_done, limit_s)
+        except BoardGoneError:
+            digests = {self._comm.rank: None}
+        return self._votes.compare(digests)
 
     @property
     def _others(self) -> list[int]:
@@ -145,10 +162,10 @@ class GivingUp:
     def settle_at_exit(self) -> None:
         """The same when Python ends, where others may have gone: it gives nobody up."""
         group = on_transport(self._comm.key)
-        if group.lost is not None or group.pact.frozen:
+        if self._votes.is_settled or group.lost is not None or group.pact.frozen:
             return
         with suppress(ExchangeError):
-            drift = self._votes.count()
+            drift = self._count_at_end(SETTLES_S)
             if drift is not None:
                 warnings.warn(str(drift), RuntimeWarning, stacklevel=2)
 

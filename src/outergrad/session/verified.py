@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -64,6 +65,9 @@ class Verified(Watching):
         if not self._several:
             return False
         self._require_group()
+        with suppress(DriftError):
+            self._settle()
+        self._votes.restart()
         given = {self._seen.holder(one): one for one in optimizers}
         known = {**self._seen.present, **{n: one for n, one in given.items() if n is not None}}
         with lost_sites_told(self._comm, "session.make_equal on all sites", self._stats.step):

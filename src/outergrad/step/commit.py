@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from outergrad.core.errors import (
-    DriftError,
-    ExchangeError,
-    Failure,
-    RefusedError,
-    StepDiscardedError,
-)
+from outergrad.core.errors import ExchangeError, Failure, RefusedError
 from outergrad.core.transport import Comm, Work
 from outergrad.messages.checksum import combined
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, WORDS, Subjects, Verdict, Vote
 from outergrad.messages.wire import State
-from outergrad.replay.block_message import Blocks
+from outergrad.step.decision import Decision
 
 _LANE = 2
 """Apart from the messages: a site that is in another step than the others waits, which is an error
@@ -38,111 +32,6 @@ _SAID_BY = {
     State.BAD: Verdict.BAD,
     State.FAILED: Verdict.FAILED,
 }
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What came of a vote; the same on every site.
-
-    Attributes:
-        verdict: the worst one; REFUSED, too, if what the sites received contradicts itself.
-        vote: of the first site that said so.
-        apart: sites that received something else than most; all of them if no two of three agree.
-        contradicted: whether a site's messages said that it failed, and its vote did not.
-    """
-
-    verdict: Verdict
-    vote: Vote
-    apart: tuple[int, ...] = ()
-    contradicted: bool = False
-
-    @staticmethod
-    def all_good(header: Header) -> Decision:
-        """That a step counts."""
-        return Decision(Verdict.GOOD, Vote(header.fingerprint, header.step, header.rank))
-
-    @property
-    def good(self) -> bool:
-        """Whether the step counts."""
-        return self.verdict == Verdict.GOOD
-
-    @property
-    def sites(self) -> tuple[int, ...]:
-        """Where what was decided arose, as far as the votes tell."""
-        if self.apart or self.contradicted:
-            return self.apart
-        return (self.vote.rank if self.vote.site == NOTHING else self.vote.site,)
-
-    def error(self, subjects: Subjects, blocks: Blocks) -> RuntimeError:
-        """Why it does not; a StepDiscardedError where training can go on with the next step.
-
-        Args:
-            subjects: what votes can be about.
-            blocks: of the model.
-        """
-        unrepeated = self._unrepeated(subjects, blocks)
-        if unrepeated is not None:
-            return RuntimeError(f"step {self.vote.step} was not applied on any site. {unrepeated}")
-        if self.verdict == Verdict.CHANGED:
-            about = "" if self.vote.param == NOTHING else repr(subjects.names[self.vote.param])
-            return _changed(self.vote.rank, self.vote.step, about)
-        return StepDiscardedError(
-            f"{self._why(subjects)}: it was not applied on any site; call optimizer.zero_grad() "
-            f"and go on with the next"
-        )
-
-    def drift(self, now: int | None = None) -> DriftError:
-        """That sites have applied different things in a step that nobody waited for.
-
-        Args:
-            now: the step in which it was found out, which counts nowhere; None between steps.
-        """
-        step, sites = self.vote.step, self.sites
-        void = "" if now is None else f" Step {now} was not applied on any site."
-        return DriftError(
-            f"{self._why(Subjects(()))}, which sites have applied: their replicas may differ since."
-            f"{void} Call session.make_equal(optimizer) on every site, or start again from the "
-            f"last checkpoint",
-            sites,
-            step + 1,
-            "",
-        )
-
-    def _unrepeated(self, subjects: Subjects, blocks: Blocks) -> str | None:
-        """What to say of a block of which a replay was not like its forward, if it is that."""
-        vote = self.vote
-        if self.verdict != Verdict.UNREPEATED or vote.param == NOTHING:
-            return None
-        told = f"site {vote.rank} computed again what site {vote.site} sent of it and"
-        return blocks.unrepeated(subjects.names[vote.param], told)
-
-    def _why(self, subjects: Subjects) -> str:
-        vote = self.vote
-        if self.verdict == Verdict.FAILED:
-            return f"the backward of site {vote.rank} raised in step {vote.step}"
-        if self.contradicted:
-            return f"a site said that it failed in step {vote.step}, and voted for it"
-        if len(self.apart) > 1:
-            sites = ", ".join(map(str, self.apart))
-            return f"the sites {sites} received different messages or sums in step {vote.step}"
-        if self.apart:
-            what = "received other messages or sums than the others in step"
-            return f"site {vote.rank} {what} {vote.step}"
-        if vote.site == NOTHING:
-            return f"site {vote.rank} did not apply step {vote.step}"
-        return (
-            f"site {vote.rank} refused a message of site {vote.site}{subjects.words(vote.param)} "
-            f"in step {vote.step}: it is not what should have been sent"
-        )
-
-
-def _changed(site: int, step: int, param: str) -> StepDiscardedError:
-    what = f"{param} of the model of site {site}" if param else f"the model of site {site}"
-    return StepDiscardedError(
-        f"{what} was changed after og.distribute(): step {step} was not applied on any site; call "
-        f"session.detach(), change the model alike, and call og.distribute(model, ...) again on "
-        f"every site"
-    )
 
 
 class Ballot:
@@ -158,6 +47,7 @@ class Ballot:
         self._comm, self._subjects = comm, subjects
         self._vote = Vote(header.fingerprint, header.step, header.rank)
         self._sums: list[Tensor | int] = []
+        self._first: int | None = None
         self._heard = State.GOOD
         self._work: Work | None = None
         self._is_cast = False
@@ -172,6 +62,26 @@ class Ballot:
     def note_sum(self, digest: Tensor | int) -> None:
         """A digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
+
+    def cover(self, first: int, digest: int) -> None:
+        """The vote is about steps before, too, that nobody has voted on.
+
+        Args:
+            first: of these.
+            digest: of what came in them.
+        """
+        self._first = first
+        self._sums.append(digest)
+
+    @property
+    def step(self) -> int:
+        """What it is about; the last one, where these are several."""
+        return self._vote.step
+
+    @property
+    def digest(self) -> int:
+        """Of all that this site received, which all sites did."""
+        return combined(map(int, self._sums))
 
     def hear(self, state: State) -> None:
         """The worst state that messages of this step told of."""
@@ -210,7 +120,7 @@ class Ballot:
             index = NOTHING if param is None else self._index(param)
             self._vote = replace(self._vote, verdict=verdict, param=index, site=NOTHING)
         good = verdict == Verdict.GOOD
-        self._vote = replace(self._vote, digest=combined(map(int, self._sums)) if good else 0)
+        self._vote = replace(self._vote, digest=self.digest if good else 0)
         words, began = self._comm.control(self._vote.words()), time.monotonic()
         self._is_cast = True  # if this raises, some site may have it
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
@@ -223,6 +133,24 @@ class Ballot:
     def is_good(self) -> bool:
         """Whether this site has said, to some other or all, that the step may count."""
         return self._is_cast and self._vote.verdict == Verdict.GOOD
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether this site has begun to send its vote."""
+        return self._is_cast
+
+    def compared(self, digests: Mapping[int, int | None]) -> Decision:
+        """What a vote would bring, if all sites are known to have made the step.
+
+        Args:
+            digests: of what came to each site; None where that is not known.
+        """
+        own = digests[self._comm.rank]
+        apart = _apart([own if d is None else d for _, d in sorted(digests.items())])
+        if not apart:
+            return Decision(Verdict.GOOD, self._vote)
+        first = replace(self._vote, rank=apart[0])
+        return Decision(Verdict.REFUSED, first, apart, first=self._first)
 
     def count(self) -> Decision:
         """Waits for all votes, the first time.
@@ -241,18 +169,20 @@ class Ballot:
         pairs = enumerate(parts)
         votes = [Vote.parse(part.tolist(), self._vote, rank, *counts) for rank, part in pairs]
         worst = max(votes, key=lambda vote: vote.verdict)  # the first of these
-        apart, contradicted = _apart(votes), self._heard != State.GOOD
+        apart = _apart([vote.digest for vote in votes])
+        contradicted = self._heard != State.GOOD
         if worst.verdict == Verdict.GOOD and (apart or contradicted):
             first = votes[apart[0] if apart else 0]
-            return Decision(Verdict.REFUSED, first, apart, contradicted and not apart)
+            contradicted = contradicted and not apart
+            return Decision(Verdict.REFUSED, first, apart, contradicted, self._first)
         return Decision(worst.verdict, worst)
 
     def _index(self, name: str) -> int:
         return self._subjects.names.index(name)
 
 
-def _apart(votes: Sequence[Vote]) -> tuple[int, ...]:
+def _apart(digests: Sequence[int | None]) -> tuple[int, ...]:
     """The sites whose digest is not that of more than half; all, if there is none such."""
-    usual, count = Counter(vote.digest for vote in votes).most_common(1)[0]
-    most = 2 * count > len(votes)
-    return tuple(vote.rank for vote in votes if not (most and vote.digest == usual))
+    usual, count = Counter(digests).most_common(1)[0]
+    most = 2 * count > len(digests)
+    return tuple(site for site, d in enumerate(digests) if not (most and d == usual))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import suppress
 
@@ -12,15 +11,16 @@ from outergrad.core.transport import Comm
 from outergrad.messages.vote import Verdict
 from outergrad.messages.wire import State
 from outergrad.step import param_grad
+from outergrad.step.asking import Question, answer_key, ask
 from outergrad.step.brought import Brought
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.buffers import SharedBuffers
-from outergrad.step.commit import Ballot, Decision
+from outergrad.step.commit import Ballot
+from outergrad.step.decision import Decision
 from outergrad.step.joint import JointStep
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.pact import Pact, is_in_trouble
 from outergrad.step.receiving import BUFFERS_PLACE, Receiver
-from outergrad.step.watcher import answer_key, asked_slot
 
 _POLL_S = 0.02
 Last = tuple[Bucket, Result] | None
@@ -95,11 +95,15 @@ class LateStep:
         self._refuse_if_given_up()
         if last is not None:
             self._receiver.write(*last)
-        header = self.context.header
-        self._pact.makes(header.fingerprint, self, applied=True)  # type: ignore[arg-type]
-        with suppress(ExchangeError):  # the next step finds it
-            self._ballot.cast(self.context.state)
-        self._votes.add(self._ballot, self)
+        header, votes = self.context.header, self._votes
+        if votes.first is not None:
+            self._ballot.cover(votes.first, votes.digest)
+        digest = self._ballot.digest
+        self._pact.makes(header.fingerprint, self, applied=True, digest=digest)  # type: ignore[arg-type]
+        if votes.are_due:
+            with suppress(ExchangeError):  # the next step finds it
+                self._ballot.cast(self.context.state)
+        votes.keep(self._ballot, self)
         return Decision.all_good(header)
 
     def _voted_on(self, last: Last) -> Decision:
@@ -130,7 +134,7 @@ class LateStep:
         if self.drift is not None:
             raise self.drift
         if self._is_late and decision.verdict == Verdict.REFUSED:
-            self._votes.add(self._ballot, self)  # the others find it out in the next step
+            self._votes.keep(self._ballot, self)  # the others find it out in the next step
             self.drift = decision.drift()
             raise self.drift
 
@@ -158,11 +162,9 @@ class LateStep:
         board, pact, until = self._comm.board, self._pact, time.monotonic() + self._comm.patience_s
         assert board is not None
         assert pact is not None
-        asked = {"by": self._comm.rank, "of": site, "made": pact.made, "place": place}
-        text, number = json.dumps({**asked, "at": time.time_ns()}), 0
+        question = Question(self._comm.rank, site, pact.made, place)
         try:
-            while board.first(asked_slot(number), text) != text:
-                number += 1
+            number = ask(board, question, pact.asked)
             while time.monotonic() < until:
                 content = board.get(answer_key(number))
                 if content is not None and len(content) == nbytes:

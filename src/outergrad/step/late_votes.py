@@ -1,34 +1,62 @@
-"""Votes that nobody waits for: they are counted at the end of the next step, or when asked for."""
+"""Votes that nobody waits for: one for many steps, counted at the end of the next step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from outergrad.core.errors import DriftError
 from outergrad.step.commit import Ballot
 
+_EVERY = 16
+"""Steps. A vote in each would cost small models a tenth of a step: it wakes threads of gloo's."""
+
 
 class LateVotes:
-    """The votes on the last step of a session, which this site has applied without them.
+    """The steps of a session that this site has applied without waiting for votes.
 
-    Until all of them are counted, the step is kept: a site that lacks it may ask what it brought.
+    That the others have made a step, too, they say by sending the messages of the next one. The
+    votes say that all have received the same in it, and in those before it.
+
+    The last step is kept until then: a site that lacks it may ask what it brought.
+
+    Attributes:
+        first: of the steps since the last vote; None where there is none.
+        digest: of what came in them.
     """
 
     def __init__(self) -> None:
         self._ballot: Ballot | None = None
         self._step: Any = None
+        self._left, self.digest = 0, 0
+        self.first: int | None = None
 
     @property
-    def are_counted(self) -> bool:
-        """Whether nothing is left to be counted."""
-        return self._ballot is None
+    def is_settled(self) -> bool:
+        """Whether all sites are known to have made the last step."""
+        return self._step is None
 
-    def add(self, ballot: Ballot, step: object) -> None:
-        """Votes were cast, on a step that is kept."""
+    @property
+    def are_cast(self) -> bool:
+        """Whether sites have voted on the last step, which is not settled."""
+        return self._ballot is not None and self._ballot.is_cast
+
+    @property
+    def are_due(self) -> bool:
+        """Whether sites vote on the step that is under way, if nobody can refuse it."""
+        return self._left == 0
+
+    def keep(self, ballot: Ballot, step: object) -> None:
+        """A step was applied, with votes or without."""
         self._ballot, self._step = ballot, step
+        if ballot.is_cast:
+            self._left, self.first, self.digest = _EVERY - 1, None, 0
+        else:
+            first = ballot.step if self.first is None else self.first
+            self._left, self.first, self.digest = self._left - 1, first, ballot.digest
 
     def count(self, now: int | None = None) -> DriftError | None:
-        """Waits for the votes, if there are some.
+        """Waits for the votes, if there are some; all sites have made the last step.
 
         Args:
             now: the step in which this is done.
@@ -39,17 +67,25 @@ class LateVotes:
         Raises:
             ExchangeError: another site is lost.
         """
-        ballot, self._ballot = self._ballot, None
-        if ballot is None:
-            return None
-        try:
-            decision = ballot.count()
-        except BaseException:
-            self._ballot = ballot
-            raise
-        self._step = None
-        return None if decision.good else decision.drift(now)
+        decision = self._ballot.count() if self._ballot is not None and self.are_cast else None
+        self.forget()
+        return None if decision is None or decision.good else decision.drift(now)
+
+    def compare(self, digests: Mapping[int, int | None]) -> DriftError | None:
+        """All sites have made the last step, on which they have not voted.
+
+        Args:
+            digests: of what came to each, where that is known.
+        """
+        decision = None if self._ballot is None else self._ballot.compared(digests)
+        self.forget()
+        return None if decision is None or decision.good else decision.drift()
 
     def forget(self) -> None:
-        """Nobody will ask any more."""
+        """Nobody will ask for the last step any more."""
         self._ballot = self._step = None
+
+    def restart(self) -> None:
+        """All sites are equal again, whatever came before."""
+        self.forget()
+        self._left, self.first, self.digest = 0, None, 0

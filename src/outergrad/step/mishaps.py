@@ -12,7 +12,7 @@ from outergrad.events import Mishap
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.step import param_grad
-from outergrad.step.commit import Decision
+from outergrad.step.decision import Decision
 
 _DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED, Verdict.CHANGED)
 _WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}

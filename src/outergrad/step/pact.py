@@ -73,10 +73,13 @@ class Pact:
         made: how many steps have come to their end, those of all sessions.
         frozen: whether this site makes no more.
         session: the one whose step came to its end last.
+        asked: questions of other sites that were read.
+        digests: by session, of what came in its last steps; only of those that nobody voted on.
     """
 
     def __init__(self) -> None:
-        self.made, self.frozen, self.session = 0, False, 0
+        self.made, self.frozen, self.session, self.asked = 0, False, 0, 0
+        self.digests: dict[int, int] = {}
         self._sent = False
         self._last: _Step | None = None
         self._current: ref[Any] | None = None
@@ -99,13 +102,16 @@ class Pact:
             self._refuse_frozen()
             self._sent = True
 
-    def makes(self, session: int, step: Kept | None, *, applied: bool) -> None:
+    def makes(
+        self, session: int, step: Kept | None, *, applied: bool, digest: int | None = None
+    ) -> None:
         """A step comes to its end here.
 
         Args:
             session: whose.
             step: what is kept; None where all that could lack it have all but the decision.
             applied: whether it counts.
+            digest: of what came in it, where nobody voted on it.
 
         Raises:
             ExchangeError: it must not, without the others.
@@ -114,12 +120,19 @@ class Pact:
             self._refuse_frozen()
             self.made, self._sent, self.session = self.made + 1, False, session
             self._last = _Step(applied, None if step is None else ref(step))
+            if digest is not None:
+                self.digests[session] = digest
 
     def _refuse_frozen(self) -> None:
         if self.frozen:
             raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
 
     # -- what the watcher answers ---------------------------------------------------------------
+
+    def digests_of(self, made: int) -> dict[int, int]:
+        """By session, of what came in its last steps, if all have made so many; else nothing."""
+        with self._lock:
+            return dict(self.digests) if self.made == made else {}
 
     def message_to(self, site: int, made: int, place: int) -> bytes | None:
         """What this site sent in the step after so many, if it is known."""

@@ -18,7 +18,8 @@ from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
-from outergrad.step.commit import Ballot, Decision
+from outergrad.step.commit import Ballot
+from outergrad.step.decision import Decision
 from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.late import LateStep
@@ -150,7 +151,8 @@ class SharedStep(LateStep):
             for bucket in self._buckets:
                 bucket.expect(self.context, expected_turn)
             buffers.expect(expected_turn)
-            self._ballot.expect(expected_turn)
+        if self._votes.are_due or not self._is_late:  # votes follow what comes in this turn
+            self._ballot.expect(turn)
 
     def _start(self) -> None:
         """Starts the next message."""

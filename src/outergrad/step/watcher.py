@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import threading
 from typing import Any
@@ -12,21 +11,12 @@ from weakref import WeakSet
 from outergrad.comm.standing import LastStep, Standing
 from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board, Comm
+from outergrad.step.asking import MADE, Question, answer_key, asked_slot, tell_made
 from outergrad.step.pact import Pact, is_in_trouble
 
 POLL_S = 0.25
 _ENDS_S = 3.0
 """Whoever ends it waits no longer: the store may hang."""
-
-
-def asked_slot(number: int) -> str:
-    """Where a site asks another one for something; the next one takes the next number."""
-    return f"asked {number}"
-
-
-def answer_key(number: int) -> str:
-    """Where it finds the answer."""
-    return f"answer {number}"
 
 
 class Watcher:
@@ -42,7 +32,7 @@ class Watcher:
         board = comm.board
         assert board is not None
         self._rank, self._board, self._pact, self._ends = comm.rank, board, pact, ends
-        self._stop, self._asked = threading.Event(), 0
+        self._stop, self._waiting = threading.Event(), set[int]()
         self._process = os.getpid()
         self._comms: WeakSet[Any] = WeakSet([comm])
         self._lock, self._over = threading.Lock(), False
@@ -89,9 +79,12 @@ class Watcher:
     def _look(self, slots: Board) -> None:
         if is_in_trouble(slots):
             self._give_up()
-        while (text := slots.slot(asked_slot(self._asked))) is not None:
-            self._answer(self._board, self._asked, text)
-            self._asked += 1
+        while (text := slots.slot(asked_slot(self._pact.asked))) is not None:
+            self._answer(self._pact.asked, Question.of_text(text))
+            self._pact.asked += 1
+        for made in [n for n in self._waiting if n <= self._pact.made]:
+            tell_made(self._board, self._rank, made, self._pact.digests_of(made))
+            self._waiting.remove(made)
 
     def _give_up(self) -> None:
         comm = next(iter(self._comms), None)
@@ -101,15 +94,15 @@ class Watcher:
                 step = self._ends[session].steps
             self._pact.agree(comm, Standing(step, session, ends=dict(self._ends)))
 
-    def _answer(self, board: Board, number: int, text: str) -> None:
-        try:
-            asked = json.loads(text)
-            by, of, made, place = (int(asked[key]) for key in ("by", "of", "made", "place"))
-        except (ValueError, TypeError, LookupError, RecursionError):
+    def _answer(self, number: int, asked: Question | None) -> None:
+        if asked is None or asked.by == self._rank:
             return
-        content = self._pact.message_to(by, made, place) if of == self._rank else None
-        if content is not None:
-            board.put(answer_key(number), content)
+        if asked.place == MADE:
+            self._waiting.add(asked.made)
+        elif asked.of == self._rank:
+            content = self._pact.message_to(asked.by, asked.made, asked.place)
+            if content is not None:
+                self._board.put(answer_key(number), content)
 
 
 _WATCHERS: WeakSet[Watcher] = WeakSet()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from outergrad.comm.standing import Standing
 from outergrad.core.errors import ExchangeError, Failure
@@ -21,6 +22,7 @@ from outergrad_lab.checking.site import MESSAGES, LeftError, Site, SiteLost
 from outergrad_lab.checking.trial import Trial
 from outergrad_lab.checking.world import FOREVER, Process, Waiting
 
+_POLL_S = 0.02
 _AGAIN, _ANSWERS, _VOTES = 1, 2, 3
 """Lanes: for what arrived damaged, for the same once more, and for what sites have applied."""
 
@@ -110,8 +112,7 @@ class ForwardingSite(Site):
         """Ends when all have said that they have applied all steps."""
         steps = self.ending.applied
         try:
-            for other in self.others:
-                yield from self._hear_of_end(other, steps)
+            yield from self._hear_of_ends(steps)
         except ExchangeError as error:
             yield from self._end_by(error)
         if self._frozen:
@@ -128,6 +129,11 @@ class ForwardingSite(Site):
         until, keys = self.world.now + CALL_S, [farewell_key(other) for other in self.others]
         while self.world.now < until and not all(key in self.store.values for key in keys):
             yield until
+
+    def _hear_of_ends(self, steps: int) -> Waiting[None]:
+        """All others have made the last step."""
+        for other in self.others:
+            yield from self._hear_of_end(other, steps)
 
     def _hear_of_end(self, other: int, steps: int) -> Waiting[None]:
         """The vote on the last step of another site, which may be done and gone before."""
@@ -233,9 +239,9 @@ class ForwardingSite(Site):
 
 
 class ImplyingSite(ForwardingSite):
-    """Says nothing of a step: its first message of the next one implies that it has applied it.
+    """Says nothing of a step: its messages of the next one imply that it has applied it.
 
-    No message more than the gradients need; but at the end all wait for each other.
+    No message more than the gradients need; at the end all look into the store for each other.
     """
 
     def _tell(self, step: int) -> Waiting[None]:
@@ -246,7 +252,36 @@ class ImplyingSite(ForwardingSite):
         if not self._frozen:
             self._kept = None
 
-    def settle(self) -> Waiting[None]:
-        """Says it of the last step, and hears it of the others."""
-        yield from super()._tell(self.ending.applied - 1)
-        yield from super().settle()
+    def _hear_of_ends(self, steps: int) -> Waiting[None]:
+        """Says in the store how many steps it has made, and reads it of the others there.
+
+        A site that is missing may itself wait for one that is lost: it will give up before.
+        """
+        until, missing = self.world.now + 2 * self.patience_s, set(self.others)
+        try:
+            tell = lambda: self.store.set(_made_key(self.rank), str(steps))  # noqa: E731
+            yield from self.store.call(self.process, tell, CALL_S)
+            while missing:
+                is_over = self.world.now > until  # before it looks: it may be stopped between
+                look = partial(self._have_made, missing, steps)
+                missing -= yield from self.store.call(self.process, look, CALL_S)
+                if self._frozen or (missing and TROUBLE in self.store.values):
+                    raise ExchangeError("the others gave up", kind=Failure.CLOSED)
+                if missing and is_over:
+                    raise ExchangeError("silent", sorted(missing), kind=Failure.TIMEOUT)
+                if missing:
+                    yield self.world.now + _POLL_S
+        except StoreGoneError:  # its host has ended: the next step would say so
+            return
+
+    def _have_made(self, sites: set[int], steps: int) -> set[int]:
+        """Those that have made as many steps, by their own word or that of their end."""
+        told = {site: self.store.values.get(_made_key(site)) for site in sites}
+        ends = {site: self.store.values.get(farewell_key(site)) for site in sites}
+        words = {site: None if text is None else Standing.of(text) for site, text in ends.items()}
+        done = {site for site, word in words.items() if word is not None and word.made == steps}
+        return done | {site for site, made in told.items() if made == str(steps)}
+
+
+def _made_key(site: int) -> str:
+    return f"made {site}"

@@ -11,4 +11,5 @@ PROTOCOLS: dict[str, Protocol] = {
     "retain-and-forward": ForwardingSite,
     "implied": ImplyingSite,
 }
-"""`retain-and-forward` is what the library does; on transports without a board, `votes`."""
+"""The library does what is `implied`, and `retain-and-forward` where sites vote on a step; on
+transports without a board, `votes`."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -77,10 +78,19 @@ def test_an_interrupt_is_told_and_leaves_nothing_half_done(tmp_path) -> None:
     path, folder = tmp_path / "mine.yaml", tmp_path / "out" / "mine"
     command = [sys.executable, "-m", "outergrad", "reproduce", path, "--out", folder.parent]
     path.write_text(YAML.replace("STEPS", "1000000").replace("pooled, ", ""))
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    time.sleep(10)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    # A test run in the background ignores interrupts, and so would what it starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    options = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed}
+    with subprocess.Popen(command, **options) as process:
+        try:
+            while not (folder / "results.lock").exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            time.sleep(2)  # in a training, or on the way to it
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()  # or it would train beside all other tests
     assert process.returncode == 130
     assert said.strip().splitlines()[-1] == "outergrad: interrupted"
     assert not (folder / "results.jsonl").exists()

@@ -55,14 +55,14 @@ def test_a_training_in_pieces_is_the_same(method, tmp_path, capsys):
     assert trained(job, tmp_path / "whole")
     whole = [json.loads(line) for line in (tmp_path / "whole").read_text().splitlines()]
     steps = whole[-1]["step"]
-    assert in_pieces(job, tmp_path, every=7) == steps // 7 + (steps % 7 > 0)
+    assert in_pieces(job, tmp_path, every=10) == steps // 10 + (steps % 10 > 0)
     found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     for expected, line in zip(whole, found, strict=True):
         for name in expected.keys() - {"seconds", "sent_bytes"}:
             assert line[name] == expected[name], name
     for expected, line in zip(whole[1:], found[1:], strict=True):
         assert line["sent_bytes"] == pytest.approx(expected["sent_bytes"], rel=0.1)
-    assert "going on after step 7" in capsys.readouterr().err
+    assert "going on after step 10" in capsys.readouterr().err
 
 
 def test_a_finished_training_tells_its_result_again(tmp_path, capsys):

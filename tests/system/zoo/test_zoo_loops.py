@@ -26,16 +26,14 @@ from zoo_runs import (
 from zoo_table import ZOO
 
 import outergrad as og
+from covering import covering
 from ranks import run_on_lasting_groups
 
 TRAINED = {"sam": "vit", "lbfgs": "llama", "lbfgs, line search": "gcn"}
 
 PAIRS = [
-    pytest.param(
-        loop, method, marks=() if method in QUICK else pytest.mark.slow, id=f"{loop}-{method}"
-    )
-    for loop in LOOPS
-    for method in EXACT
+    *covering(LOOPS.keys(), sorted(QUICK)),
+    *covering(LOOPS.keys(), sorted(EXACT.keys() - QUICK), quick=0, every=2),
 ]
 
 

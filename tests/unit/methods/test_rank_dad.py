@@ -24,6 +24,7 @@ from low_rank import (
 from outergrad.core.types import Route, Unit
 from outergrad.linalg.compress import Solver
 from ranks import run_on_lasting_groups
+from seeding import seed
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
 
@@ -90,7 +91,7 @@ def test_every_kind_of_layer_is_no_worse_than_without(name):
         for method in (og.Dense(), *LOSSY):
             replica = copy.deepcopy(case.model)
             og.distribute(replica, method, group=group)
-            torch.manual_seed(7)
+            seed(7)
             y = replica(*case.batches[0])
             case.loss(y[0] if isinstance(y, tuple) else y).backward()
             gradients[method] = {n: p.grad for n, p in replica.named_parameters()}

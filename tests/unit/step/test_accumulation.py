@@ -472,7 +472,7 @@ def assert_close(gradients, expected, limit):
 
 
 @pytest.mark.parametrize(
-    ("script", "label"), covering([*STACKED, *FORMED, *MIXED], EXACT.keys(), quick=6, every=2)
+    ("script", "label"), covering([*STACKED, *FORMED, *MIXED], EXACT.keys(), quick=6, every=3)
 )
 def test_the_gradient_is_the_pooled_one(label, script):
     expected = pooled(script, rows=2)
@@ -481,14 +481,18 @@ def test_the_gradient_is_the_pooled_one(label, script):
             assert_close(gradients, expected, 5e-6)
 
 
-@pytest.mark.parametrize(("script", "label"), covering(OF_LOW_RANK, LOW_RANK.keys(), quick=3))
+@pytest.mark.parametrize(
+    ("script", "label"), covering(OF_LOW_RANK, LOW_RANK.keys(), quick=3, every=3)
+)
 def test_the_gradient_is_the_pooled_one_where_the_rank_suffices(label, script):
     expected = pooled(script, rows=1)
     for site in run_script(script, LOW_RANK[label], rows=1, rounds=1):
         assert_close(site[0][0], expected, 2e-3)
 
 
-@pytest.mark.parametrize(("script", "label"), covering(OF_LOW_RANK, LOWER_RANK.keys(), quick=3))
+@pytest.mark.parametrize(
+    ("script", "label"), covering(OF_LOW_RANK, LOWER_RANK.keys(), quick=3, every=3)
+)
 def test_a_lower_rank_loses_some_of_the_gradient_and_counts_nothing_twice(label, script):
     expected = pooled(script, rows=3)
     for site in run_script(script, LOWER_RANK[label], rows=3, rounds=1):
@@ -500,7 +504,7 @@ def test_a_lower_rank_loses_some_of_the_gradient_and_counts_nothing_twice(label,
 
 @pytest.mark.parametrize(
     ("script", "label"),
-    covering([*STACKED, *FORMED], ["dad", "dad raw", "rank-dad, full rank"], quick=3),
+    covering([*STACKED, *FORMED], ["dad", "dad raw", "rank-dad, full rank"], quick=3, every=3),
 )
 def test_what_is_left_alone_travels_as_factors_and_nothing_else(label, script):
     for site in run_script(script, EXACT[label], rows=2, rounds=1):
@@ -509,7 +513,7 @@ def test_what_is_left_alone_travels_as_factors_and_nothing_else(label, script):
         assert (how == "factors") == (script in STACKED)
 
 
-@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=6, every=3))
+@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=6, every=6))
 def test_every_layer_accumulates(name, label):
     """Two passes in no_sync and a shared one, for every rule, against passes without ours."""
     if name in SHARED_STREAM:

@@ -138,7 +138,7 @@ def test_the_gradient_is_the_mean_over_passes_and_sites(name, sites, k):
     run_on_lasting_groups(sites, body)
 
 
-@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=8, every=4))
+@pytest.mark.parametrize(("name", "label"), covering(CASES.keys(), EXACT.keys(), quick=8, every=8))
 def test_every_layer_waits(name, label):
     if name in SHARED_STREAM:
         pytest.skip("threads share one random stream")
@@ -481,7 +481,7 @@ SCRIPTS = [
 """Two synchronised passes each."""
 
 
-@pytest.mark.parametrize(("script", "name"), covering(SCRIPTS, EXACT.keys(), quick=4, every=2))
+@pytest.mark.parametrize(("script", "name"), covering(SCRIPTS, EXACT.keys(), quick=4, every=4))
 def test_whatever_else_is_done_the_gradient_is_the_pooled_one(name, script):
     expected = pooled(2, script, 2)
 

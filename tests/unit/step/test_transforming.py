@@ -17,6 +17,7 @@ from cases import METHODS, SHARED_STREAM, Boom, Branches, build, mlp, pooled, re
 from covering import covering
 from outergrad.transforms import formed
 from ranks import run_on_lasting_groups
+from seeding import seed
 
 SITES = 2
 CASES = build()
@@ -64,7 +65,7 @@ def test_half_of_every_model(name, label):
             return None
         for _ in range(3):
             model.zero_grad()
-            torch.manual_seed(7)
+            seed(7)
             run(model, case, case.batches[rank]).backward()
             found.append({n: p.grad for n, p in model.named_parameters()})
         session.detach()

@@ -18,7 +18,7 @@ from outergrad.session.mesh.rank_reports import Ending, Fate
 from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
-from outergrad.step.commit import Decision
+from outergrad.step.decision import Decision
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
 

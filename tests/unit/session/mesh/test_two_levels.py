@@ -20,6 +20,7 @@ from meshes import ThreadMesh, run_mesh, try_mesh
 from outergrad.methods.dad import DADCompressor
 from outergrad.session.mesh.pooled import Pooled
 from ranks import run_on_lasting_groups
+from seeding import seed
 
 CASES = build()
 SOME = [
@@ -69,7 +70,7 @@ def train(case: Case, method: Any, mesh: ThreadMesh) -> dict[str, torch.Tensor |
     session = og.distribute(model, method, mesh=mesh)
     for _ in range(STEPS):
         model.zero_grad()
-        torch.manual_seed(7)
+        seed(7)
         run(model, case, case.batches[mesh.number]).backward()
     session.detach()
     return gradients(model)

@@ -1,0 +1,122 @@
+"""What came of the votes on a step, in the words that users are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outergrad.core.errors import DriftError, StepDiscardedError
+from outergrad.messages.header import Header
+from outergrad.messages.vote import NOTHING, Subjects, Verdict, Vote
+from outergrad.replay.block_message import Blocks
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What came of a vote; the same on every site.
+
+    Attributes:
+        verdict: the worst one; REFUSED, too, if what the sites received contradicts itself.
+        vote: of the first site that said so.
+        apart: sites that received something else than most; all of them if no two of three agree.
+        contradicted: whether a site's messages said that it failed, and its vote did not.
+        first: of the steps that the vote is about, where these are several.
+    """
+
+    verdict: Verdict
+    vote: Vote
+    apart: tuple[int, ...] = ()
+    contradicted: bool = False
+    first: int | None = None
+
+    @staticmethod
+    def all_good(header: Header) -> Decision:
+        """That a step counts."""
+        return Decision(Verdict.GOOD, Vote(header.fingerprint, header.step, header.rank))
+
+    @property
+    def good(self) -> bool:
+        """Whether the step counts."""
+        return self.verdict == Verdict.GOOD
+
+    @property
+    def sites(self) -> tuple[int, ...]:
+        """Where what was decided arose, as far as the votes tell."""
+        if self.apart or self.contradicted:
+            return self.apart
+        return (self.vote.rank if self.vote.site == NOTHING else self.vote.site,)
+
+    def error(self, subjects: Subjects, blocks: Blocks) -> RuntimeError:
+        """Why it does not; a StepDiscardedError where training can go on with the next step.
+
+        Args:
+            subjects: what votes can be about.
+            blocks: of the model.
+        """
+        unrepeated = self._unrepeated(subjects, blocks)
+        if unrepeated is not None:
+            return RuntimeError(f"step {self.vote.step} was not applied on any site. {unrepeated}")
+        if self.verdict == Verdict.CHANGED:
+            about = "" if self.vote.param == NOTHING else repr(subjects.names[self.vote.param])
+            return _changed(self.vote.rank, self.vote.step, about)
+        return StepDiscardedError(
+            f"{self._why(subjects)}: it was not applied on any site; call optimizer.zero_grad() "
+            f"and go on with the next"
+        )
+
+    def drift(self, now: int | None = None) -> DriftError:
+        """That sites have applied different things in a step that nobody waited for.
+
+        Args:
+            now: the step in which it was found out, which counts nowhere; None between steps.
+        """
+        step, sites = self.vote.step, self.sites
+        void = "" if now is None else f" Step {now} was not applied on any site."
+        return DriftError(
+            f"{self._why(Subjects(()))}, which sites have applied: their replicas may differ since."
+            f"{void} Call session.make_equal(optimizer) on every site, or start again from the "
+            f"last checkpoint",
+            sites,
+            step + 1,
+            "",
+        )
+
+    def _unrepeated(self, subjects: Subjects, blocks: Blocks) -> str | None:
+        """What to say of a block of which a replay was not like its forward, if it is that."""
+        vote = self.vote
+        if self.verdict != Verdict.UNREPEATED or vote.param == NOTHING:
+            return None
+        told = f"site {vote.rank} computed again what site {vote.site} sent of it and"
+        return blocks.unrepeated(subjects.names[vote.param], told)
+
+    @property
+    def _steps(self) -> str:
+        last = self.vote.step
+        return f"step {last}" if self.first is None else f"one of the steps {self.first} to {last}"
+
+    def _why(self, subjects: Subjects) -> str:
+        vote = self.vote
+        if self.verdict == Verdict.FAILED:
+            return f"the backward of site {vote.rank} raised in step {vote.step}"
+        if self.contradicted:
+            return f"a site said that it failed in step {vote.step}, and voted for it"
+        if len(self.apart) > 1:
+            sites = ", ".join(map(str, self.apart))
+            return f"the sites {sites} received different messages or sums in {self._steps}"
+        if self.apart:
+            what = "received other messages or sums than the others in"
+            return f"site {vote.rank} {what} {self._steps}"
+        if vote.site == NOTHING:
+            return f"site {vote.rank} did not apply step {vote.step}"
+        return (
+            f"site {vote.rank} refused a message of site {vote.site}{subjects.words(vote.param)} "
+            f"in step {vote.step}: it is not what should have been sent"
+        )
+
+
+def _changed(site: int, step: int, param: str) -> StepDiscardedError:
+    what = f"{param} of the model of site {site}" if param else f"the model of site {site}"
+    return StepDiscardedError(
+        f"{what} was changed after og.distribute(): step {step} was not applied on any site; call "
+        f"session.detach(), change the model alike, and call og.distribute(model, ...) again on "
+        f"every site"
+    )
