@@ -118,10 +118,10 @@ def all_made(
     while missing := [site for site in range(comm.world_size) if site not in found]:
         waited_s = time.monotonic() - began  # before it looks: it may be stopped between
         for site in missing:
-            if (told := board.get(_made_key(site, made))) is not None:
-                found[site] = _digest(told, session)
-            elif is_done(site):
-                found[site] = None
+            is_over = is_done(site)  # before: it leaves this word before that of its end
+            told = board.get(_made_key(site, made))
+            if told is not None or is_over:
+                found[site] = None if told is None else _digest(told, session)
         missing = [site for site in missing if site not in found]
         if missing and waited_s > limit_s:
             raise ExchangeError(Failure.TIMEOUT.value, missing, kind=Failure.TIMEOUT)
