@@ -7,7 +7,7 @@ and deltas, instead of the gradients: the same gradients at a fraction of the by
 from outergrad import events, report, transforms, wire
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
-from outergrad.comm.torch import TorchDistributed
+from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.errors import BadStepsError, DriftError, SiteLostError, StepDiscardedError
 from outergrad.core.protocols import Rule
 from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient

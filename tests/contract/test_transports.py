@@ -15,7 +15,7 @@ import torch
 from examples.queue_transport import Hub, QueueTransport
 
 from outergrad.comm.mirror import MirrorComm
-from outergrad.comm.torch import TorchDistributed
+from outergrad.comm.process_group import TorchDistributed
 from outergrad.comm.trace import Tracer
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm
@@ -172,8 +172,9 @@ def test_lanes_are_in_order_of_their_own(run):
 
 def test_what_was_expected_comes_like_anything_else(run, sites):
     def body(comm):
-        comm.expect(sizes_of(sites), torch.float32)
-        comm.expect([2] * sites, torch.int64, lane=VOTES)
+        comm.take_turn(3)
+        comm.expect(sizes_of(sites), 3, torch.float32)
+        comm.expect([2] * sites, 3, torch.int64, lane=VOTES)
         own = numbers(comm.rank, sizes_of(sites)[comm.rank])
         votes = comm.all_gather(comm.control([comm.rank, 7]), [2] * sites, lane=VOTES)
         return comm.all_gather(own, sizes_of(sites)).wait(), votes.wait()

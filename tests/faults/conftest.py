@@ -20,5 +20,5 @@ def faulty_transport(monkeypatch):
     class Comm(FaultyComm):
         pass
 
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.comm.process_group.TorchComm", Comm)
     return Comm

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.torch import TorchComm
+from outergrad.comm.torch import TorchComm, tag_of
 from outergrad.messages.vote import WORDS
 from outergrad.step.groups import on_transport
 
@@ -72,7 +72,7 @@ class FaultyComm(TorchComm):
     def _die(self, vote: Tensor) -> None:
         """Its vote reaches some sites, then its connections close without a word."""
         for other in self.dies_after_vote_to or ():
-            dist.isend(vote, group=self.group, group_dst=other, tag=0x6F67 + 2).wait()
+            dist.isend(vote, group=self.group, group_dst=other, tag=tag_of(self._turn, 2)).wait()
         on_transport(self.key).end_watching()
         with suppress(RuntimeError):
             self.close()

@@ -26,9 +26,9 @@ from torch.optim import Adam
 from trials import METHODS, Trial, batch, build
 
 import outergrad as og
-import outergrad.comm.torch
+import outergrad.comm.process_group
 from outergrad.comm.board import StoreBoard
-from outergrad.comm.torch import TorchComm
+from outergrad.comm.torch import TorchComm, tag_of
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.digests import Digests
@@ -216,7 +216,7 @@ class HarnessComm(TorchComm):
         part.view(-1).view(torch.uint8)[int(place)] ^= 1 << int(8 * place) % 8
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> Any:
-        if call is dist.isend and tag & 0xFF == 0x67 + VOTE_LANE:
+        if call is dist.isend and tag == tag_of(self._turn, VOTE_LANE):
             self._vote(call, t, tag)
         return super()._started(call, t, other, tag)
 
@@ -249,7 +249,7 @@ def run(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     fault = trial.fault
     HarnessComm.injector = injector = Injector(trial, rank, address, tell)
-    outergrad.comm.torch.TorchComm = HarnessComm
+    outergrad.comm.process_group.TorchComm = HarnessComm
     store = _store(trial, rank, folder, address, listening)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.sites)
     odd = fault.kind == "settings" and injector.mine

@@ -334,7 +334,7 @@ def test_a_model_that_arrives_damaged_is_not_trained(monkeypatch):
             if self.rank == 1:
                 t.view(-1).view(torch.uint8)[77] ^= 8
 
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", Comm)
+    monkeypatch.setattr("outergrad.comm.process_group.TorchComm", Comm)
 
     def body(rank, group):
         with pytest.raises(og.SiteLostError, match="did not reach site 1 as it was sent"):

@@ -48,7 +48,7 @@ def leave_out(after: int):
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_site_that_hangs_in_distribute_is_lost(monkeypatch, after):
     """In the agreement, and while parameters travel, which the group's timeout would not end."""
-    monkeypatch.setattr("outergrad.comm.torch.TorchComm", leave_out(after))
+    monkeypatch.setattr("outergrad.comm.process_group.TorchComm", leave_out(after))
 
     def body(rank, group):
         began = time.monotonic()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.pace import LEAST_BYTES, Pace
-from outergrad.comm.torch import TorchComm
+from outergrad.comm.torch import TorchComm, tag_of
 from outergrad.comm.work import TorchWork
 from outergrad.core.errors import ExchangeError
 from outergrad.launch.links import ShapedLink, what_is_missing
@@ -109,7 +109,7 @@ def test_messages_in_parts_are_the_same_messages(sites, rate):
         for n in lengths:
             sizes = [n + k for k in range(sites)]
             own = torch.arange(sizes[rank], dtype=torch.float64) + rank
-            comm.expect(sizes, torch.float64)
+            comm.expect(sizes, 0, torch.float64)
             for k, part in enumerate(comm.all_gather(own, sizes).wait()):
                 assert torch.equal(part, torch.arange(sizes[k], dtype=torch.float64) + k)
             parts = [torch.full((sizes[o],), 10 * rank + o) for o in range(sites)]
@@ -131,7 +131,7 @@ def test_messages_in_parts_are_the_same_messages(sites, rate):
 
 def waited_for(comm, nbytes):
     parts = [torch.empty(nbytes, dtype=torch.uint8)] * 2
-    TorchWork(comm._receives(parts, 0x6F67), lambda: None, comm.pace).wait()
+    TorchWork(comm._receives(parts, tag_of(0, 0)), lambda: None, comm.pace).wait()
 
 
 def test_every_part_has_the_timeout_for_itself():

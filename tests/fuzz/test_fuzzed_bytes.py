@@ -363,7 +363,9 @@ def buffers(kind: str) -> Target:
     def started(comm: Any, rank: int) -> Any:
         sender = StepContext(comm, {}, own[rank], {}, None, set(), None)
         sender.headers = own
-        return BufferMessage(shared, sender)
+        message = BufferMessage(shared, sender)
+        message.start()
+        return message
 
     other = Sending()
     other.rank = 1

@@ -39,10 +39,16 @@ class Bucket(Protocol):
         """
         return False
 
-    def expect(self, context: StepContext) -> None:
-        """Gets ready for what the others will send; on all buckets, in their order, or on none.
+    def lengths(self, context: StepContext) -> object:
+        """What the lengths of its messages follow from, the same on all sites.
 
-        Nothing, where sums are received, from nobody in particular.
+        None where sums are received, which nobody expects.
+        """
+
+    def expect(self, context: StepContext, turn: int) -> None:
+        """Posts the receives of its messages in a turn; called on all buckets, in their order.
+
+        Does nothing where sums are received, from nobody in particular.
         """
 
     def start(self, context: StepContext) -> Pending:

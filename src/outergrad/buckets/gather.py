@@ -34,9 +34,9 @@ class FactorBucket(RowBucket):
         """Unless there are blocks: a replay may give something else than the forward."""
         return not self.blocks
 
-    def expect(self, context: StepContext) -> None:
+    def expect(self, context: StepContext, turn: int) -> None:
         """The messages of the other sites."""
-        context.comm.expect([layout.nbytes for layout in self.layouts(context)])
+        context.comm.expect([layout.nbytes for layout in self.layouts(context)], turn)
 
     def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's factors and starts the all-gather."""

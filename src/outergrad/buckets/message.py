@@ -95,6 +95,10 @@ class RowBucket(Carried):
                 self._pieces = list(zip(*pieces_KS, strict=True)) or [()] * len(context.headers)
         return self._pieces
 
+    def lengths(self, context: StepContext) -> object:
+        """What a layout follows from, for every site."""
+        return self.names, tuple(self.extras), self.pieces(context)
+
     def _agreed_of(self, slot: Source, context: StepContext) -> _Agreed:
         """What every site has of a slot or a block."""
         compressor, headers = self._compressor, context.headers

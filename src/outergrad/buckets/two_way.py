@@ -22,6 +22,10 @@ from outergrad.messages.checksum import combined
 from outergrad.messages.layout import Layout, gradients_of
 from outergrad.messages.wire import Piece, State, read_all
 
+_SECOND_LANE = 5
+"""Of second rounds alone: where a step comes to nothing they do not take place, and no later
+message of the step may meet the receives that wait for them."""
+
 
 class TwoWayBucket(RowBucket):
     """Units whose triplets go from each site to the owner of the slot, and merged ones to all.
@@ -61,10 +65,18 @@ class TwoWayBucket(RowBucket):
         """What was merged."""
         return True
 
-    def expect(self, context: StepContext) -> None:
-        """What the other sites have for this one, in the first round."""
-        theirs = [self.owned(p_K, context.comm.rank) for p_K in self.pieces(context)]
-        context.comm.expect([layout.nbytes for layout in theirs])
+    def lengths(self, context: StepContext) -> object:
+        """Also who merges what."""
+        return super().lengths(context), self._owners
+
+    def expect(self, context: StepContext, turn: int) -> None:
+        """What the other sites have for this one, and what they merge."""
+        pieces_SK, sites = self.pieces(context), range(context.comm.world_size)
+        theirs = [self.owned(pieces_K, context.comm.rank) for pieces_K in pieces_SK]
+        context.comm.expect([layout.nbytes for layout in theirs], turn)
+        merged_K = self.merged_pieces(pieces_SK)
+        merged = [self.owned(merged_K, owner).nbytes for owner in sites]
+        context.comm.expect(merged, turn, lane=_SECOND_LANE)
 
     def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's triplets and starts to send them to their owners."""
@@ -142,7 +154,8 @@ class _TwoWayPending(Pending):
         self._expected = bucket.preamble(self._context, second=True)
         self._expected.write(merged)
         sizes = [layout.nbytes for layout in self._merged]
-        self.gathered = Gathered(self._context.comm.all_gather(merged, sizes), merged)
+        work = self._context.comm.all_gather(merged, sizes, lane=_SECOND_LANE)
+        self.gathered = Gathered(work, merged)
 
     def _merge(self, messages: Sequence[Tensor], merged: Tensor) -> None:
         layout, others = self._merged[self._rank], self._context.comm.cost.copies

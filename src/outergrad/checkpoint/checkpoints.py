@@ -23,7 +23,7 @@ from outergrad.checkpoint.random_state import set_random_state
 from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
-from outergrad.comm.torch import TorchDistributed
+from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.session.session import Session

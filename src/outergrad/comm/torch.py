@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,53 +21,22 @@ from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.work import Ready, TorchWork, transport
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.core.transport import Comm, Enough, Transport
+from outergrad.core.transport import Comm, Enough
 
 _TAG = 0x6F67
 """Keeps messages apart from point-to-point messages of the user's on the same group."""
+_FIRST_TURN_TAG, _LANES = 1 << 30, 8
+"""Tags of turns begin there; each turn has one for every lane."""
 _Receives = list[tuple[dist.Work, Sequence[int]]]
+"""Transfers, each with the sites that it depends on."""
 _Receiving = tuple[list[Tensor], _Receives]
-"""What will be received, and the transfers that wait for it."""
+"""What every site sends, and the transfers that bring it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
 _USUAL_HOST = 0
 """Of the store: torchrun and `env://` have the first site hold it."""
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
-
-
-class TorchDistributed(Transport):
-    """The process groups of torch.distributed: the transport that is used unless another is given.
-
-    `timeout` is for a message; None for that of the group.
-    """
-
-    settings = frozenset({"group", "timeout"})
-
-    def open(
-        self,
-        device: torch.device,
-        *,
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-    ) -> TorchComm:
-        """Collectives over a process group, the default one if None.
-
-        Raises:
-            RuntimeError: there is none.
-        """
-        return TorchComm(_default() if group is None else group, device, timeout)
-
-
-def _default() -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group('gloo') first, in a "
-            "program started by torchrun, or pass group="
-        )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
 
 
 class TorchComm(Comm):
@@ -95,7 +64,9 @@ class TorchComm(Comm):
         self.cost: CostModel = RingCost(sites)
         self.device = device
         self._kept: Tensor | None = None
-        self._expected: defaultdict[int, deque[_Receiving]] = defaultdict(deque)
+        self._turn = 0
+        self._posted: dict[int, deque[_Receiving]] = {}
+        """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
@@ -138,20 +109,36 @@ class TorchComm(Comm):
         staged = self._staged(t)
         return self._exchanged([staged] * self.world_size, sizes, t.device, lane)
 
-    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
-        """Posts the receives of the next exchange of a lane for which none are posted yet.
+    def take_turn(self, turn: int) -> None:
+        """Messages of every turn have tags of their own: gloo cannot cancel a receive.
+
+        Receives of turns that are over or left out are forgotten here. In gloo they go on to wait,
+        for a few hundred bytes of memory at both sites.
+        """
+        self._turn = turn
+        if turn:
+            tags = range(tag_of(turn, 0), tag_of(turn + 2, 0))
+            self._posted = {tag: own for tag, own in self._posted.items() if tag in tags}
+
+    def expect(
+        self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
+    ) -> None:
+        """Posts the receives of the next exchange of a turn and lane for which none are posted yet.
 
         gloo sends nothing before it knows of the receive: where that is posted a delay before the
-        other site sends, the message takes one delay, otherwise two.
+        other site sends, the message takes one delay, otherwise two. A receive has no deadline
+        before its exchange waits for it.
 
         Args:
             sizes: of what each site will send.
+            turn: this one or the next.
             dtype: of it.
             lane: as for `all_gather`.
         """
         if self.world_size > 1 and self._wire.type == "cpu":
+            tag = tag_of(turn, lane)
             parts = [_room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
-            self._expected[lane].append((parts, self._receives(parts, _TAG + lane)))
+            self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -179,16 +166,16 @@ class TorchComm(Comm):
         own = outgoing[self.rank]
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
         self.sent_bytes += sent_bytes
-        ready = self.pace.sends(sent_bytes)
-        if self._expected[lane]:
-            parts, receives = self._expected[lane].popleft()
+        ready, tag = self.pace.sends(sent_bytes), tag_of(self._turn, lane)
+        if self._posted.get(tag):
+            parts, receives = self._posted[tag].popleft()
             if [len(part) for part in parts] != list(sizes):
                 told = "what was expected is not what comes; please report it"
                 raise ExchangeError(told, kind=Failure.LOCAL)
-            sends = self._sends(outgoing, _TAG + lane)
+            sends = self._sends(outgoing, tag)
         else:
             parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
-            receives, sends = self._exchange(outgoing, parts, _TAG + lane)
+            receives, sends = self._exchange(outgoing, parts, tag)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> list[Tensor]:
@@ -292,8 +279,14 @@ def _ends(store: Store) -> bool:
     return isinstance(store, TCPStore) and not is_agents
 
 
+def tag_of(turn: int, lane: int) -> int:
+    """The tag of messages; no other turn or lane has the same."""
+    assert 0 <= lane < _LANES
+    return _FIRST_TURN_TAG + _LANES * turn + lane if turn else _TAG + lane
+
+
 def _room(like: Tensor, size: int, rank: int) -> Tensor:
-    """For what a site announced; memory is taken as it fills.
+    """Room for the tensor that a site announced; memory is taken as it fills.
 
     Raises:
         ExchangeError: there is none for so much.

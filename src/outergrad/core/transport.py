@@ -126,15 +126,31 @@ class Comm(Protocol):
         """
         ...
 
-    def expect(self, sizes: Sequence[int], dtype: torch.dtype = torch.uint8, lane: int = 0) -> None:
-        """Gets ready for the next `all_gather` or `all_to_all` of a lane that nobody expects yet.
+    def take_turn(self, turn: int) -> None:
+        """Messages belong to this turn from now on; called in the same place on every site.
 
-        A transport that asks the other side before it sends need not ask then; it may do nothing.
+        A turn is the sequence number of a step on the transport. A transport that receives ahead
+        must not take a message of one turn for one of another. Any other transport does nothing.
 
         Args:
-            sizes: as there.
-            dtype: of what will come.
-            lane: as there.
+            turn: above all that were taken before, of which some may be left out; 0 for messages
+                that belong to none.
+        """
+
+    def expect(
+        self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
+    ) -> None:
+        """Posts the receives of an `all_gather` or `all_to_all` before that is started.
+
+        It is the next one of this turn and lane that is not expected yet. A transport that sends
+        nothing before the other side receives saves a delay so; any other does nothing. Until the
+        collective is waited for, nothing times out, and no other site need be there.
+
+        Args:
+            sizes: as for the collective.
+            turn: this one or the next. If the next one is left out, its messages never come.
+            dtype: of the tensors.
+            lane: as for the collective.
         """
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:

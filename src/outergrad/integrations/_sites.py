@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad.comm.agree import agree
-from outergrad.comm.torch import TorchDistributed
+from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.types import StateDict, Stateful
 from outergrad.session.session import Session
 

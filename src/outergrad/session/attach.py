@@ -14,7 +14,7 @@ from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import all_came, fingerprint
 from outergrad.comm.link import measured_link
-from outergrad.comm.torch import TorchDistributed
+from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.model import Model
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.step_size import Whole

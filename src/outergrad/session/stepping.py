@@ -135,6 +135,7 @@ class Stepping(Repeating):
         try:
             return step.succeeds()
         except BaseException:  # an interrupt
+            self._comm.take_turn(0)
             full = self._in_full()
             self._close(full)
             self._take_note(full)

@@ -37,7 +37,7 @@ class Parties(Protocol):
 
 
 class BufferMessage:
-    """Buffers under way.
+    """Buffers that are to come together.
 
     One site's, the lowest that has a batch, go to all; by "mean" each other site that has one
     sends its floating ones, too. A preamble says of each whether it is there.
@@ -48,6 +48,7 @@ class BufferMessage:
 
     Attributes:
         first: the name of one of them.
+        sizes: of the messages of all sites, in bytes; empty where nothing is to be sent.
         gathered: the messages of all sites; None where nothing is sent.
     """
 
@@ -64,10 +65,19 @@ class BufferMessage:
         self._messages: Sequence[Tensor] = ()
         self._preambles: list[Preamble] = []
         self.first = places[0].name if places else ""
-        if places:
-            sizes = [self._nbytes(header) for header in self._headers]
-            message = self._packed(sizes[self._rank])
-            self.gathered = Gathered(context.comm.all_gather(message, sizes), message)
+        self.sizes = [self._nbytes(header) for header in self._headers] if places else []
+
+    def expect(self, turn: int) -> None:
+        """Posts the receives of those of the other sites in a turn."""
+        if self.sizes:
+            self._context.comm.expect(self.sizes, turn)
+
+    def start(self) -> None:
+        """Sends this site's."""
+        if self.sizes:
+            message = self._packed(self.sizes[self._rank])
+            work = self._context.comm.all_gather(message, self.sizes)
+            self.gathered = Gathered(work, message)
 
     def receive(self) -> int:
         """Waits for those of all sites; a digest of them.

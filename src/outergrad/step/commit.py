@@ -55,9 +55,9 @@ class Ballot:
         self.cause: BaseException | None = None
         """Why this site could not compute something again."""
 
-    def expect(self) -> None:
-        """Gets ready for the others' votes; only of a step that all sites go through to its end."""
-        self._comm.expect([WORDS] * self._comm.world_size, torch.int64, lane=_LANE)
+    def expect(self, turn: int) -> None:
+        """Posts the receives of the others' votes in a turn."""
+        self._comm.expect([WORDS] * self._comm.world_size, turn, torch.int64, lane=_LANE)
 
     def note_sum(self, digest: Tensor | int) -> None:
         """A digest of a sum, or of messages of all sites, that this site received."""

@@ -15,6 +15,7 @@ from outergrad.core.transport import Comm
 from outergrad.step.agreement import Outcome
 from outergrad.step.lost import Findings, find_out, lost_error, standing_of
 from outergrad.step.pact import MOST_SESSIONS, Pact
+from outergrad.step.turns import Turns
 from outergrad.step.watcher import Watcher
 
 
@@ -35,6 +36,7 @@ class Sessions:
         attached: those that have not been detached. Only a session that is alone may leave headers
             out: they are what tells sessions apart whose order differs between sites.
         running: those in a shared step, in the order in which these began.
+        turns: of the steps that a session makes while it is alone.
         lost: why the transport must not be used any more, if a site was lost.
         ends: how the last step of each of the latest sessions ended: sites that give up tell it
             each other.
@@ -45,6 +47,7 @@ class Sessions:
     count: int = 0
     attached: WeakSet[Any] = field(default_factory=WeakSet)
     running: list[Endable] = field(default_factory=list)
+    turns: Turns = field(default_factory=Turns)
     lost: SiteLostError | None = None
     ends: dict[int, LastStep] = field(default_factory=dict)
     pact: Pact = field(default_factory=Pact)

@@ -44,7 +44,7 @@ class LateStep:
     _ballot: Ballot
     _buckets: list[Bucket]
     _sent: list[tuple[Bucket, Pending]]
-    _sent_buffers: BufferMessage | None
+    _buffers: BufferMessage | None
     _shared_buffers: SharedBuffers
     drift: DriftError | None = None
 
@@ -162,7 +162,7 @@ class LateStep:
     def message_to(self, site: int, place: int) -> bytes | None:
         """What this site sent in it; None if that cannot be had any more."""
         if place == BUFFERS_PLACE:
-            gathered = None if self._sent_buffers is None else self._sent_buffers.gathered
+            gathered = None if self._buffers is None else self._buffers.gathered
         else:
             gathered = self._sent[place][1].gathered if 0 <= place < len(self._sent) else None
         return None if gathered is None else gathered.own.cpu().numpy().tobytes()
@@ -177,7 +177,7 @@ class LateStep:
             found = self._receiver.effects(bucket, pending.wait())
             means.update(found[0])
             additions.update(found[1])
-        buffers = {} if self._sent_buffers is None else self._sent_buffers.values()
+        buffers = {} if self._buffers is None else self._buffers.values()
         named = {place.name: t for place, t in buffers.items() if t is not None}
         return Brought(True, means, additions, named)
 
@@ -200,4 +200,4 @@ class LateStep:
         param_grad.add(params, additions)
         self._shared_buffers.take(self._shared_buffers.named(brought.buffers))
         self.context.used = written | means.keys() | additions.keys()
-        self.context.reading, self._sent_buffers = None, None
+        self.context.reading, self._buffers = None, None

@@ -24,6 +24,7 @@ from outergrad.record.stats import LayerBook, Since, Stats
 from outergrad.step import param_grad
 from outergrad.step.brought import Brought
 from outergrad.step.commit import Ballot
+from outergrad.step.groups import on_transport
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.pact import Pact, refuse_if_given_up
 from outergrad.step.receiving import only
@@ -39,6 +40,7 @@ class Pattern:
 
     Attributes:
         known: the headers that they go by, the same object as long as these are foreseen.
+        lengths: of their messages, by which sites take turns.
         choice: how the units travel.
         buckets: the messages.
         context: of the step that it was taken from; the next ones have it, too.
@@ -50,6 +52,7 @@ class Pattern:
     """
 
     known: Sequence[Header]
+    lengths: object
     choice: Choice
     buckets: Sequence[DenseBucket]
     context: StepContext
@@ -71,6 +74,7 @@ class Pattern:
         counts = Counter(place[name] for name in used)
         return Pattern(
             known,
+            step.lengths,
             choice,
             dense,
             context,
@@ -85,7 +89,7 @@ class Pattern:
 def _is_plain(step: SharedStep, known: Sequence[Header]) -> bool:
     """Whether nothing but gradients travelled, by headers that may be the next ones."""
     context = step.context
-    if not step.needs_no_votes or step.task == NO_TASK or context.owes():
+    if not step.needs_no_votes or step.task == NO_TASK or context.owes() or step.lengths is None:
         return False
     if len(known) != len(context.headers) or known[context.comm.rank].facts != context.header.facts:
         return False
@@ -134,9 +138,18 @@ class RepeatedStep:
         self.ready: list[str] = []
         self.sent: list[tuple[Bucket, Pending]] = []
         self.wait_s = 0.0
+        self._waits_since: float | None = None
         self.context.header = replace(pattern.own, step=number)
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
         pact.begins(self)
+        comm = self.context.comm
+        comm.take_turn(on_transport(comm.key).turns.begin(pattern.lengths)[0])
+
+    @property
+    def waits_s(self) -> float:
+        """For how long this site has been waiting for what it waits for now."""
+        since = self._waits_since
+        return 0.0 if since is None else time.perf_counter() - since
 
     @property
     def used(self) -> frozenset[str]:
@@ -163,9 +176,13 @@ class RepeatedStep:
         """Goes through all messages, and makes the gradients the mean, if nothing is against it."""
         with suppress(Exception):  # it comes again, where the other sites hear of it
             try:
-                return self._goes_through()
+                succeeds = self._goes_through()
             except ExchangeError as error:
                 self.error = error
+            else:
+                if succeeds:
+                    self.context.comm.take_turn(0)
+                return succeeds
         return False
 
     def _goes_through(self) -> bool:
@@ -192,17 +209,22 @@ class RepeatedStep:
     def _received(self) -> list[Result] | None:
         """What the messages brought, all but the last written; None if not all is good."""
         results: list[Result] = []
-        began = time.perf_counter()
         for bucket, pending in self.sent:
-            self.awaited = bucket
-            result = pending.wait()
+            result = self._awaited(bucket, pending)
             if result.state != State.GOOD:
                 return None
             if results:
                 self._write(results[-1])
             results.append(result)
-        self.wait_s = time.perf_counter() - began
         return results
+
+    def _awaited(self, bucket: Bucket, pending: Pending) -> Result:
+        self.awaited, self._waits_since = bucket, time.perf_counter()
+        try:
+            return pending.wait()
+        finally:
+            self.wait_s += self.waits_s
+            self._waits_since = None
 
     def _write(self, result: Result) -> None:
         context = self.context

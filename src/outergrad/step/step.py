@@ -20,6 +20,7 @@ from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot
 from outergrad.step.decision import Decision
+from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
 from outergrad.step.late import LateStep
 from outergrad.step.readiness import Readiness
@@ -43,7 +44,7 @@ class SharedStep(LateStep):
         super().__init__(comm, spec.pact, spec.votes, spec.joint)
         self.task, self._shared_buffers = spec.task, spec.buffers
         self._joint = spec.joint or JointStep((), comm)
-        self._sent_buffers: BufferMessage | None = None
+        self._buffers: BufferMessage | None = None
         self._since = Since(comm)
         self.choice: Choice | None = None
         self.decision: Decision | None = None
@@ -55,6 +56,8 @@ class SharedStep(LateStep):
         self._buckets: list[Bucket] = []
         self._sent: list[tuple[Bucket, Pending]] = []
         self._goes_on = spec.before is not None
+        self.lengths: object = None
+        """Of its messages, by which sites take turns; None where others' may come between."""
         self._lost_by: ExchangeError | None = None
         self.context = spec.context(self.captured)
         self._receiver = Receiver(planner, self.context)
@@ -155,13 +158,23 @@ class SharedStep(LateStep):
         self.context.take(headers)
         self.choice = self._planner.adopt(headers, self.context.used)
         self._buckets = self._planner.packer.buckets(self.choice)
-        if self._goes_on:
-            return
-        if self.context.header.alone:  # else messages of other sessions may come between
+        self._buffers = BufferMessage(self._shared_buffers, self.context)
+        alone = all(header.alone for header in headers)  # else others' messages may come between
+        if alone and not self._goes_on:
+            self._take_turn(self._buffers)
+
+    def _take_turn(self, buffers: BufferMessage) -> None:
+        """Posts the receives of this step, and of the next as if its messages had these lengths."""
+        of_buckets = [bucket.lengths(self.context) for bucket in self._buckets]
+        self.lengths = self.context.header.fingerprint, of_buckets, buffers.sizes
+        turn, expected = on_transport(self._comm.key).turns.begin(self.lengths)
+        self._comm.take_turn(turn)
+        for expected_turn in expected:
             for bucket in self._buckets:
-                bucket.expect(self.context)
-            if self._votes.are_due or not self._is_late:
-                self._ballot.expect()
+                bucket.expect(self.context, expected_turn)
+            buffers.expect(expected_turn)
+        if self._votes.are_due or not self._is_late:  # votes follow what comes in this turn
+            self._ballot.expect(turn)
 
     def _start(self) -> None:
         """Starts the next message."""
@@ -208,8 +221,8 @@ class SharedStep(LateStep):
     def settle(self, decision: Decision) -> None:
         """The step is over; if it does not count, no gradient is left, nor what was before it."""
         self.decision = decision
-        if self._sent_buffers is not None:
-            self._sent_buffers.finish(write=decision.good)
+        if self._buffers is not None:
+            self._buffers.finish(write=decision.good)
         self._planner.commit(applied=decision.good and not self.is_taken)
         self.captured.release()
         if self._transforming is not None:
@@ -244,6 +257,13 @@ class SharedStep(LateStep):
         self._raise_drift(self.decision)
 
     def _pass(self) -> Decision:
+        """Goes through the step once; messages between steps belong to no turn."""
+        try:
+            return self._gone_through()
+        finally:
+            self._comm.take_turn(0)
+
+    def _gone_through(self) -> Decision:
         """Starts what is left, takes in all messages and votes.
 
         A site whose messages all were good votes so even if other sites say that they failed:
@@ -252,10 +272,11 @@ class SharedStep(LateStep):
         self._begins_to_end()
         self._start_all()
         self._sent_all()
-        self._sent_buffers = BufferMessage(self._shared_buffers, self.context)
+        assert self._buffers is not None
+        self._buffers.start()
         self._receiver.start_second_rounds(self._sent)
         last = self._receiver.receive(self._sent, self._ballot)
-        self._receiver.receive_buffers(self._sent_buffers, self._ballot)
+        self._receiver.receive_buffers(self._buffers, self._ballot)
         self._ballot.note_sum(self._joint.digest)
         self._count_before()
         if self.needs_no_votes:
@@ -284,8 +305,8 @@ class SharedStep(LateStep):
         self._planner.header_cache.was_wrong()
         self._planner.commit(applied=False)
         header = self.captured.unsettled(self.context.header)
-        self.choice, self._sent, self.context.state = None, [], State.GOOD
-        self._goes_on = False
+        self.choice, self._sent, self._buffers = None, [], None
+        self.context.state, self._goes_on = State.GOOD, False
         self.context.forget()
         self._ballot = Ballot(self._comm, self.context.header, self.subjects)
         self._announce(header)

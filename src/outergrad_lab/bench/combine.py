@@ -53,11 +53,17 @@ def _timing(
 
 
 def _slowest_s(sites: list[list[Block]]) -> list[list[float]]:
-    """Seconds of each step at the site that took longest, block by block."""
-    return [
-        np.max([[phases.step_s for phases in block.steps] for block in blocks], axis=0).tolist()
-        for blocks in zip(*sites, strict=True)
-    ]
+    """Seconds from step to step, each when the last site has made it, block by block.
+
+    Not the longest of each step: sites that are ahead in turn would count their waiting twice.
+    """
+    return [_last_s(blocks) for blocks in zip(*sites, strict=True)]
+
+
+def _last_s(blocks: Sequence[Block]) -> list[float]:
+    """All sites begin a block at the same moment."""
+    ends_s = np.cumsum([[phases.step_s for phases in block.steps] for block in blocks], axis=1)
+    return np.diff(ends_s.max(axis=0), prepend=0.0).tolist()
 
 
 def _ratio(ours_s: list[list[float]], ddp_s: list[list[float]]) -> float:

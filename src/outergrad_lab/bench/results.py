@@ -19,7 +19,7 @@ class Timing:
 
     Attributes:
         method: Its name.
-        rounds_s: Seconds of each timed step at the slowest site, block by block.
+        rounds_s: Seconds of each timed step until the last site has made it, block by block.
         median_s: Their median.
         quartiles_s: Their first and third quartile.
         ratio_to_ddp: Median over rounds of the block's median to that of DDP in that round, so

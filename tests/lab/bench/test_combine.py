@@ -15,12 +15,19 @@ from outergrad_lab.bench.trainer import Phases
 from outergrad_lab.bench.until import Mark
 
 
-def test_a_step_takes_as_long_as_at_the_slowest_site():
-    one = site(dad=[block(0.1, 0.4), block(0.2)])
+def test_a_step_lasts_until_the_last_site_has_made_it():
+    one = site(dad=[block(0.1, 0.5), block(0.2)])
     two = site(dad=[block(0.3, 0.2), block(0.1)])
     (dad,) = timings([one, two])
-    assert dad.rounds_s == [[0.3, 0.4], [0.2]]
+    assert dad.rounds_s == [pytest.approx([0.3, 0.3]), [0.2]]
     assert dad.median_s == pytest.approx(0.3)
+
+
+def test_sites_that_are_ahead_in_turn_do_not_count_their_waiting_twice():
+    one = site(dad=[block(0.5, 0.3, 0.5, 0.3)])
+    two = site(dad=[block(0.3, 0.5, 0.3, 0.5)])
+    (dad,) = timings([one, two])
+    assert sum(dad.rounds_s[0]) == pytest.approx(1.6)
 
 
 def test_the_spread_is_that_of_all_steps_together():

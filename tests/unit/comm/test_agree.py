@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outergrad.comm.agree import agree
-from outergrad.comm.torch import TorchDistributed
+from outergrad.comm.process_group import TorchDistributed
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

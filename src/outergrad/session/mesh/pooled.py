@@ -129,6 +129,7 @@ class Pooled:
         """As the whole site has them."""
         ranks = _Ranks([report.header for report in reports], self._local)
         message = BufferMessage(buffers, ranks)
+        message.start()
         try:
             message.receive()
         except RefusedError as error:

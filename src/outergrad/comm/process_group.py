@@ -1,0 +1,45 @@
+"""The process groups of torch.distributed as a transport."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from outergrad.comm.torch import TorchComm
+from outergrad.core.transport import Transport
+
+
+class TorchDistributed(Transport):
+    """The process groups of torch.distributed: the transport that is used unless another is given.
+
+    `timeout` is for a message; None for that of the group.
+    """
+
+    settings = frozenset({"group", "timeout"})
+
+    def open(
+        self,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchComm:
+        """Collectives over a process group, the default one if None.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        return TorchComm(_default() if group is None else group, device, timeout)
+
+
+def _default() -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group('gloo') first, in a "
+            "program started by torchrun, or pass group="
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default
