@@ -113,6 +113,7 @@ class RepeatedStep:
 
     Attributes:
         context: as of a `SharedStep`.
+        headers: of all sites, as they were foreseen.
         since: what the transport had counted before it.
         ready: parameters that the backward has nothing more for.
         sent: messages under way, in their order.
@@ -133,7 +134,7 @@ class RepeatedStep:
     ) -> None:
         self.task, self.context = task, pattern.context
         self._pattern, self._pact, self._votes = pattern, pact, votes
-        self._left = [*pattern.counts]
+        self.headers, self._left = pattern.known, [*pattern.counts]
         self.since = Since(self.context.comm)
         self.ready: list[str] = []
         self.sent: list[tuple[Bucket, Pending]] = []

@@ -31,6 +31,7 @@ class Begun(Protocol):
 
     Attributes:
         context: of its messages.
+        headers: of all sites, as they were foreseen.
         since: what the transport had counted before it.
         ready: parameters that its backward has nothing more for.
         sent: its messages that are under way.
@@ -40,6 +41,7 @@ class Begun(Protocol):
     """
 
     context: StepContext
+    headers: Sequence[Header]
     since: Since
     ready: Sequence[str]
     sent: Sequence[tuple[Bucket, Pending]]

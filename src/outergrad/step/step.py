@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class SharedStep(LateStep):
         self.subjects = Subjects(list(model.params), self._shared_buffers.names)
         self._ballot = Ballot(comm, header, self.subjects)
         planner.begin(header.step)
-        foreseen = planner.header_cache.foreseen(header.step)
+        foreseen = self._foreseen(spec)
         if spec.pact is not None:
             spec.pact.begins(self)
         if foreseen is None:
@@ -75,6 +76,11 @@ class SharedStep(LateStep):
             if planner.header_cache.surprises(header, foreseen):
                 self.context.state = State.SURPRISED
             self._plan(foreseen)
+
+    def _foreseen(self, spec: StepSpec) -> list[Header] | None:
+        if spec.before is None:
+            return spec.planner.header_cache.foreseen(spec.header.step)
+        return [replace(header, step=spec.header.step) for header in spec.before.headers]
 
     def _go_on(self, before: Begun) -> None:
         """What was begun of the step stays as it is."""

@@ -208,6 +208,29 @@ def test_a_loop_goes_as_if_every_step_was_planned(loop, repeated):
         assert trained(loop) == found
 
 
+def test_a_step_that_raised_ends_also_where_nothing_is_foreseen_any_more(repeated):
+    def body(rank, group):
+        run = Run(rank, group, plain, method=og.Dense())
+        for step in range(13):
+            plain(run, step)
+        handle = run.model.side.weight.register_hook(lambda g: 1 / 0) if rank else None
+        with pytest.raises((ZeroDivisionError, og.StepDiscardedError)):
+            run.loss(13).backward()
+        run.model.zero_grad()
+        if handle is not None:
+            handle.remove()
+        with run.session.join(step=run.optimizer.step):  # it forgets the headers of before
+            for step in range(14, STEPS):
+                run.step(run.loss(step))
+        run.session.detach()
+        return run.found
+
+    found = run_ranks(2, body)
+    assert repeated.count(True) == 2 * 11
+    with planned_anew():
+        assert run_ranks(2, body) == found
+
+
 SETTINGS = {
     "three sites": {"sites": 3},
     "buffers that are written": {"norm": True, "buffers": "mean"},
