@@ -9,6 +9,7 @@ from outergrad.session.following_up import FollowingUp
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.cadence import Cadence
 from outergrad.step.groups import on_transport
+from outergrad.step.header_builder import HeaderBuilder
 from outergrad.step.joint import JointParts
 from outergrad.step.pact import Pact
 from outergrad.step.repeated import Pattern, RepeatedStep
@@ -25,6 +26,7 @@ class Repeating(FollowingUp):
     _buffers: SharedBuffers
     _weighting: Weighting
     _join: Join
+    _header_builder: HeaderBuilder
     _synchronise: bool
     _unshared: set[str]
 
@@ -38,6 +40,8 @@ class Repeating(FollowingUp):
         quiet = self._reporter.is_silent and not any(self._buffers.written())
         if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
             return None
+        if not (pattern.rests and self._rest) and not self._header_builder.uses_as(pattern.own):
+            return None
         return RepeatedStep(pattern, task, number, pact, self._votes)
 
     def _pact(self) -> Pact | None:
@@ -48,18 +52,24 @@ class Repeating(FollowingUp):
 
     def _pattern_of(self, step: SharedStep) -> Pattern | None:
         """What the steps behind one may have in common with it."""
-        layers = self._next_forward.layers
         changes = self._transform is not None or self._joint is not None or self._model.blocks
         if changes or not (step.applied and self._cadence.always and self._weighting.is_even):
             return None
-        known = self._planner.header_cache.known
-        if not all(layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots)):
-            return None
-        return Pattern.of(step, known)
+        layers = self._next_forward.layers
+        rests = all(layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots))
+        return Pattern.of(step, self._planner.header_cache.known, rests=rests)
+
+    @property
+    def _rest(self) -> bool:
+        """Whether no layer looks at what goes through it."""
+        return all(layer.rests for layer in self._next_forward.layers)
 
     def _close_repeated(self, step: RepeatedStep) -> None:
         """What of `_close` is not the same every time."""
         self._step = None
+        for layer in () if self._rest else self._next_forward.layers:
+            layer.forget_awaited()
+            layer.forget_untapped()
         self._planner.commit(applied=True)
         self._cadence.passes += 1
         self._stats = step.stats(self._stats.step + 1)

@@ -54,6 +54,9 @@ class Announced:
     loop: Loop = PLAIN
 
 
+_NOTHING_LEFT = CarriedOver()
+
+
 class HeaderBuilder:
     """Writes the headers of a session.
 
@@ -92,6 +95,11 @@ class HeaderBuilder:
         alone = alone and loop.join == Join.NONE
         own = (self._fingerprint, about.step, self._comm.rank)
         return Header(*own, has_gradient, tuple(uses), alone, joint or (0, 0), *loop)
+
+    def uses_as(self, header: Header) -> bool:
+        """Whether a backward uses all layers as a header says, where nothing was left before it."""
+        pairs = zip(self._model.slots, header.uses, strict=True)
+        return all(self._use(slot, set(), _NOTHING_LEFT) == use for slot, use in pairs)
 
     def absent(self, step: int, loop: Loop) -> Header:
         """Of a site that uses nothing in a step."""

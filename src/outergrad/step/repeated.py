@@ -49,6 +49,7 @@ class Pattern:
         place: of each of them, the number of its message.
         counts: how many of them each message has.
         subjects: what votes can be about.
+        rests: whether no layer had been captured that might still come.
     """
 
     known: Sequence[Header]
@@ -61,10 +62,17 @@ class Pattern:
     place: dict[str, int]
     counts: Sequence[int]
     subjects: Subjects
+    rests: bool
 
     @staticmethod
-    def of(step: SharedStep, known: Sequence[Header]) -> Pattern | None:
-        """What the next step may have in common with one that was applied; None if nothing."""
+    def of(step: SharedStep, known: Sequence[Header], *, rests: bool) -> Pattern | None:
+        """What the next step may have in common with one that was applied; None if nothing.
+
+        Args:
+            step: that one.
+            known: the headers that it went by.
+            rests: as the attribute.
+        """
         context, buckets, choice = step.context, step.buckets, step.choice
         dense = [bucket for bucket in buckets if isinstance(bucket, DenseBucket)]
         if not dense or len(dense) < len(buckets) or choice is None or not _is_plain(step, known):
@@ -83,6 +91,7 @@ class Pattern:
             place,
             [counts[k] for k in range(len(dense))],
             step.subjects,
+            rests,
         )
 
 

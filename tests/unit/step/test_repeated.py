@@ -43,7 +43,7 @@ def made(norm):
     return Net(norm)
 
 
-def batch(rank, step, rows=5):
+def batch(rank, step, rows):
     seed = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(rows, 6, generator=seed)
 
@@ -86,7 +86,7 @@ def accumulating(run, step):
 
 
 def other_rows(run, step):
-    run.step(run.loss(step, rows=5 + (step % 10 == 9)))
+    run.step(run.loss(step, more=step % 10 == 9))
 
 
 def raising(run, step):
@@ -146,15 +146,16 @@ LOOPS = {
 class Run:
     """One site's training."""
 
-    def __init__(self, rank, group, loop, norm=False, **settings):
-        self.rank, self.loop = rank, loop
+    def __init__(self, rank, group, loop, norm=False, rows=5, **settings):
+        self.rank, self.loop, self.rows = rank, loop, rows
         self.model = copy.deepcopy(made(norm))
         self.session = og.distribute(self.model, group=group, **settings)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.found = []
 
-    def loss(self, step, rows=5, seed=0, leave_out=False):
-        return self.model(batch(self.rank, step + seed, rows), leave_out).square().mean()
+    def loss(self, step, more=0, seed=0, leave_out=False):
+        x = batch(self.rank, step + seed, self.rows + more)
+        return self.model(x, leave_out).square().mean()
 
     @property
     def sent(self):
@@ -244,6 +245,14 @@ SETTINGS = {
     "a part": {"method": lambda: og.PerLayer({"side.*": og.Local(), "*": og.Dense()})},
     "every other": {"method": lambda: og.Dense(every=2)},
 }
+
+
+def test_layers_that_count_their_rows_may_be_used_as_before(repeated):
+    """Factors of so many rows would be more bytes: all is dense, as long as they are so many."""
+    found = trained("other_rows", method=og.DAD, rows=700)
+    assert repeated.count(True) > STEPS
+    with planned_anew():
+        assert trained("other_rows", method=og.DAD, rows=700) == found
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -27,9 +27,10 @@ def slowest_site(seconds_SN: Sequence[Sequence[float]]) -> Sequence[float]:
     return max(seconds_SN, key=median)
 
 
-_ABBA = (0, 0, 1, 1, 1, 1, 0, 0)
-_PAIRS = ((1, 3), (7, 5))
-"""Of eight steps, those whose predecessor went the same way: a change costs a little by itself."""
+_ABBA = (0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)
+_PAIRS = ((2, 6), (14, 10))
+"""Of sixteen steps, those with two before them that went the same way, and one behind: a change
+makes the steps around it longer, and most where all other steps are alike."""
 
 
 def turns(rounds: int) -> list[int]:
