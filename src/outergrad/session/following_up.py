@@ -32,7 +32,7 @@ class FollowingUp(Settling):
 
     def _take_note(self, step: Any) -> None:
         """Of what all sites decided."""
-        if not isinstance(step, SharedStep) or step.decision is None:  # nothing was decided
+        if not isinstance(step, SharedStep) or step.decision is None:
             return
         if step.drift is not None:
             self._mishaps.drifted(step.context.header.step, step.drift.sites, "")

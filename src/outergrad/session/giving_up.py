@@ -65,7 +65,8 @@ class GivingUp:
     @property
     def _place(self) -> str:
         """What this site waits for, in words."""
-        return self._step.place if isinstance(self._step, SharedStep) else "the headers"
+        step = self._in_full()
+        return step.place if isinstance(step, SharedStep) else "the headers"
 
     def _note_end(self, *, counted: bool) -> None:
         """How far this session is, for sites that lose each other."""

@@ -21,7 +21,7 @@ class Settling(GivingUp):
     @property
     def _place(self) -> str:
         """What this site waits for, in words."""
-        if not isinstance(self._step, SharedStep) and not self._votes.is_settled:
+        if self._step is None and not self._votes.is_settled:
             return f"the other sites' word on what they received in {self._votes.about}"
         return super()._place
 
