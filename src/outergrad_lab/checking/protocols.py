@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from outergrad_lab.checking.exploring import Protocol
-from outergrad_lab.checking.forwarding import ForwardingSite, ImplyingSite
+from outergrad_lab.checking.forwarding import ForwardingSite
+from outergrad_lab.checking.implying import ImplyingSite
 from outergrad_lab.checking.votes import VotingSite
 
 PROTOCOLS: dict[str, Protocol] = {

@@ -4,7 +4,8 @@ import pytest
 import typer
 
 from outergrad_lab.checking.exploring import execute, explore, kinds, shrunk
-from outergrad_lab.checking.forwarding import ForwardingSite, ImplyingSite
+from outergrad_lab.checking.forwarding import ForwardingSite
+from outergrad_lab.checking.implying import ImplyingSite
 from outergrad_lab.checking.judging import Verdict, judge
 from outergrad_lab.checking.network import Store
 from outergrad_lab.checking.site import Ending
