@@ -18,7 +18,7 @@ from torch import nn
 import outergrad as og
 from cases import mlp
 from outergrad.comm.standing import Standing
-from outergrad.comm.torch import _ends
+from outergrad.comm.store_host import ends_with_a_site
 from outergrad.step.digests import Digests
 from outergrad.step.groups import on_transport
 from ranks import run_ranks
@@ -152,5 +152,5 @@ def test_a_store_ends_with_a_site_unless_torchruns_agent_holds_it(own, monkeypat
     monkeypatch.setitem(os.environ, "TORCHELASTIC_USE_AGENT_STORE", str(not own))
     limit = timedelta(seconds=5)
     store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-    assert _ends(dist.PrefixStore("a", dist.PrefixStore("b", store))) == own
-    assert not _ends(dist.PrefixStore("a", dist.HashStore()))
+    assert ends_with_a_site(dist.PrefixStore("a", dist.PrefixStore("b", store))) == own
+    assert not ends_with_a_site(dist.PrefixStore("a", dist.HashStore()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
+from outergrad.comm.store_host import USUAL_HOST, ends_with
 from outergrad.comm.work import Ready, TorchWork, transport
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
@@ -33,8 +32,6 @@ _Receiving = tuple[list[Tensor], _Receives]
 """What every site sends, and the transfers that bring it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
 _PATIENCE = timedelta(seconds=30)
-_USUAL_HOST = 0
-"""Of the store: torchrun and `env://` have the first site hold it."""
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
 
@@ -51,7 +48,7 @@ class TorchComm(Comm):
         timeout: without anything arriving, once this site waits; None for the group's own.
     """
 
-    host = _USUAL_HOST
+    host = USUAL_HOST
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
@@ -74,7 +71,7 @@ class TorchComm(Comm):
         self.patience_s = (timeout or _PATIENCE).total_seconds()
         if self.world_size > 1 and self._wire.type == "cpu":
             store = group.get_group_store()
-            self.board, self.holds_board = StoreBoard(store), _is_first(self.rank) and _ends(store)
+            self.board, self.holds_board = StoreBoard(store), ends_with(self.rank, store)
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
@@ -264,19 +261,6 @@ class TorchComm(Comm):
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
-
-
-def _is_first(rank: int) -> bool:
-    """Whether this process is the one that holds the store, with `env://`."""
-    return (dist.get_rank() if dist.is_initialized() else rank) == _USUAL_HOST
-
-
-def _ends(store: Store) -> bool:
-    """Whether a store may end with a site: not a file, nor what torchrun's agent holds."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return isinstance(store, TCPStore) and not is_agents
 
 
 def tag_of(turn: int, lane: int) -> int:

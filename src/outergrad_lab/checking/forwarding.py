@@ -1,9 +1,9 @@
 """Sites that apply a step once they have all its messages, and keep these for others.
 
 Each says so in a message that nobody waits for before the end of the next step, or by its messages
-of the next step; until all have said so, the step is kept. Where a site is lost, those that are
-left agree (`agreement.py`): if one has made a step, all others get it. A second program of each
-site does so also while the first computes.
+of the next step (`implying.py`); until all have said so, the step is kept. Where a site is lost,
+those that are left agree (`agreement.py`): if one has made a step, all others get it. A second
+program of each site does so also while the first computes.
 """
 
 from __future__ import annotations
