@@ -93,8 +93,9 @@ def test_who_cannot_compare_any_more_says_so(faulty_transport):
     assert run_ranks(2, body)[1] == ((0,), STEPS)
 
 
-def test_who_cannot_compare_any_more_says_so_when_it_ends(faulty_transport):
-    """It has all steps, so that its program goes on."""
+@pytest.mark.parametrize("end", ["detach", "settle_at_exit"])
+def test_who_cannot_compare_any_more_says_so_when_it_ends(faulty_transport, end):
+    """It has all steps, so that its program goes on; so does the end of Python."""
 
     def body(rank, group):
         session = trained(rank, group)
@@ -103,20 +104,7 @@ def test_who_cannot_compare_any_more_says_so_when_it_ends(faulty_transport):
             return
         session._comm.board._gone = True
         with pytest.warns(RuntimeWarning, match="site 1 lost site 0 before the sites had compared"):
-            session.detach()
-
-    run_ranks(2, body)
-
-
-def test_at_the_end_of_python_it_warns(faulty_transport):
-    def body(rank, group):
-        session = trained(rank, group)
-        if rank == 0:
-            on_transport(group).end_watching()
-            return
-        session._comm.board._gone = True
-        with pytest.warns(RuntimeWarning, match="site 1 lost site 0 before the sites had compared"):
-            session.settle_at_exit()
+            getattr(session, end)()
 
     run_ranks(2, body)
 

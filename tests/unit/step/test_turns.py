@@ -87,6 +87,13 @@ def train(group: dist.ProcessGroup, batches: tuple[int, ...], method: object) ->
     return [*found, *model.buffers()]
 
 
+def step(model: nn.Linear, rows: int = 4) -> torch.Tensor:
+    """The gradient of the weight with other rows on each site."""
+    model.zero_grad()
+    model(torch.randn(rows, model.in_features)).square().mean().backward()
+    return model.weight.grad.clone()
+
+
 METHODS = {
     "dad": og.DAD(),
     "rank-dad": og.RankDAD(rank=2),
@@ -115,8 +122,7 @@ def test_receives_are_posted_a_step_before():
         session = og.distribute(model, og.RankDAD(rank=2), group=group)
         ahead = []
         for _ in range(5):
-            model.zero_grad()
-            model(torch.randn(4, 32)).square().mean().backward()
+            step(model)
             ahead.append(sum(map(len, session._comm._posted.values())))
         session.detach()
         return ahead
@@ -130,12 +136,6 @@ def test_a_second_session_meets_nothing_that_waits_for_the_first():
         torch.manual_seed(rank)
         first, second = nn.Linear(8, 3), nn.Linear(8, 3)
         session = og.distribute(first, og.DAD(), group=group)
-
-        def step(model):
-            model.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            return model.weight.grad.clone()
-
         found = [step(first) for _ in range(4)]
         other = og.distribute(second, og.DAD(), group=group)
         found += [step(model) for _ in range(4) for model in (first, second)]
@@ -160,9 +160,7 @@ def test_a_loaded_state_meets_nothing_that_waits():
         for k in range(12):
             if k == 6:
                 session.load_state_dict(saved)
-            model.zero_grad()
-            model(torch.randn(4 + k // 9, 8)).square().mean().backward()
-            found.append(model.weight.grad.clone())
+            found.append(step(model, rows=4 + k // 9))
         session.detach()
         return found
 
@@ -179,8 +177,7 @@ def test_a_site_that_counts_otherwise_is_an_error_in_time():
         for k in range(6):
             if k == 4 and rank == 0:
                 on_transport(group).turns.begin("another")
-            model.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
+            step(model)
 
     with pytest.raises(og.SiteLostError):
         run_on_lasting_groups(2, body)
