@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from forked import forked_processes
 from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import run_processes
 
@@ -23,7 +24,8 @@ SITES = 2
 def run_two(work: Callable[[Path], T], folder: Path) -> list[T]:
     """What the work returns in each of two processes of one group, which share a folder."""
     works = [partial(_member, work, folder, rank) for rank in range(SITES)]
-    return [pickle.loads(result) for result in run_processes(works, verbose=True)]
+    with forked_processes():
+        return [pickle.loads(result) for result in run_processes(works, verbose=True)]
 
 
 def _member(work: Callable[[Path], T], folder: Path, rank: int) -> bytes:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outergrad as og
 from cases import Boom, Events, mlp, relative_error
+from outergrad.launch.loopback import stay_on_loopback
 
 BATCHES = torch.randn(4, 5, 12, generator=torch.Generator().manual_seed(1))
 METHODS: dict[str, Any] = {
@@ -357,6 +358,7 @@ CHECKS: list[Callable[[DeviceMesh], None]] = [
 def check_all(rank: int, file: str, said: str) -> None:
     """What each process does: the checks; then rank 0 dies, and the others say what they hear."""
     torch.set_num_threads(1)
+    stay_on_loopback()
     where = {"init_method": f"file://{file}", "rank": rank, "world_size": 4}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "local"))

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from forked import forked_processes
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.tools.commands.app import app
 from outergrad_lab.bench.trainer import Phases
@@ -31,7 +32,8 @@ METHODS = ("alone", "ddp", "powersgd-2", "dense", "dad")
 
 def bench(path: Path, *args: str):
     """Runs the command in this process; returns what it said, and the links in its file."""
-    result = CliRunner().invoke(app, ["bench", "--out", str(path), *args])
+    with forked_processes():
+        result = CliRunner().invoke(app, ["bench", "--out", str(path), *args])
     assert result.exit_code == 0, result.stderr
     return result.stdout, json.loads(path.read_text())["links"]
 

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import outergrad as og
+from forked import forked_processes
 from outergrad.launch.loopback import stay_on_loopback
 from outergrad.launch.processes import run_processes
 from ranks import run_on_lasting_groups
@@ -73,7 +74,8 @@ def site(work, store: str, rank: int, sites: int, *args):
 
 def run(work, sites: int, folder: Path, *args) -> list:
     store = (folder / f"store-{sites}").as_uri()
-    return run_processes([partial(site, work, store, r, sites, *args) for r in range(sites)])
+    with forked_processes():
+        return run_processes([partial(site, work, store, r, sites, *args) for r in range(sites)])
 
 
 def saved_and_loaded(folder: Path) -> list[tuple]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import outergrad as og
+from forked import forked_processes
 from outergrad.checkpoint import folder as files
 from outergrad.launch.start import start_sites
 from outergrad.launch.supervise import Attempt, Restarts, supervise
@@ -101,7 +102,8 @@ def test_killed_sites_go_on_to_the_bit(tmp_path):
     def run(attempt: Attempt) -> bool:
         return all(start_sites(partial(training, tmp_path, attempt), attempt.sites))
 
-    supervise(run, 2, Restarts(max_restarts=2), said.append)
+    with forked_processes():
+        supervise(run, 2, Restarts(max_restarts=2), said.append)
     assert said == [
         "site 1 was ended by SIGKILL; starting again (restart 1 of 2)",
         "site 0 was ended by SIGKILL; starting again (restart 2 of 2)",

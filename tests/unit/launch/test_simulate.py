@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from covering import LONG
+from forked import forked_processes
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.simulate import simulate
 from outergrad.launch.start import run_sites
@@ -50,7 +51,8 @@ def all_gradients(sites, folder, group=None, stop=None) -> None:
 def test_gradients_and_bytes_equal_those_of_processes(sites, tmp_path) -> None:
     (one := tmp_path / "processes").mkdir()
     (other := tmp_path / "threads").mkdir()
-    run_sites(partial(all_gradients, sites, one), sites)
+    with forked_processes():
+        run_sites(partial(all_gradients, sites, one), sites)
     simulate(lambda group, stop: all_gradients(sites, other, group, stop), sites)
     for path in sorted(one.iterdir()):
         expected, found = torch.load(path), torch.load(other / path.name)

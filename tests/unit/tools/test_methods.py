@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import outergrad as og
+from forked import forked_processes
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.start import run_sites
 from outergrad.tools.named_methods import attach as methods
@@ -125,7 +126,8 @@ def site_of_rounded_methods() -> None:
 
 @pytest.mark.slow
 def test_two_sites_agree_by_the_methods_that_round():
-    run_sites(site_of_rounded_methods, 2)
+    with forked_processes():
+        run_sites(site_of_rounded_methods, 2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import outergrad as og
 from covering import LONG
+from forked import forked_processes
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.record.stats import Stats
 from outergrad.tools.commands.app import app
@@ -276,7 +277,8 @@ def test_bench_counts_the_bytes_that_were_planned(tmp_path, sites):
     _, found = planned(tmp_path, "--model", "mlp", *args)
     run = ["bench", "--workload", "mlp", *args, "--steps", "3", "--rounds", "1"]
     run += ["--data-dir", "none", "--out", str(tmp_path / "bench.json")]
-    result = CliRunner().invoke(app, run)
+    with forked_processes():
+        result = CliRunner().invoke(app, run)
     assert result.exit_code == 0, result.stderr
     (on_link,) = json.loads((tmp_path / "bench.json").read_text())["links"]
     for timing in on_link["timings"]:
