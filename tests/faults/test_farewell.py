@@ -21,14 +21,27 @@ from ranks import run_ranks
 
 # Forked, so that PyTorch is imported once; each process goes through Python's own end.
 PROGRAM = """
-import os, signal, sys, time
+import gc, os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist, torch._dynamo
 import outergrad as og
 
-VICTIM, END, STORE, PORT = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+FOLDER, *SCENES = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)
-rank = next((r for r in (1, 2) if os.fork() == 0), 0)
+sites = [(scene, rank) for scene in SCENES for rank in range(3)]
+gc.freeze()  # a child would copy every page that the collector writes to
+for scene, rank in sites:
+    if os.fork() == 0:
+        break
+else:
+    for _ in sites:
+        os.wait()
+    sys.exit()
+place = os.path.join(FOLDER, scene)
+for fd, kind in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{place}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+VICTIM, END, STORE, PORT = scene.split("-")
+VICTIM, PORT = int(VICTIM), int(PORT)
 
 def say(line):
     os.write(1, line.encode() + b"\\n")  # at once: the others write there, too
@@ -57,7 +70,7 @@ torch.set_num_threads(1)
 if STORE == "tcp":
     store = dist.TCPStore("127.0.0.1", PORT, 3, rank == 0, timedelta(seconds=30))
 else:
-    store = dist.FileStore(STORE, 3)
+    store = dist.FileStore(f"{place}.store", 3)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 try:
     train()
@@ -66,9 +79,6 @@ except og.SiteLostError as error:
 finally:
     if STORE != "tcp":
         dist.destroy_process_group()
-    if rank == 0:
-        for _ in (1, 2):
-            os.wait()
 """
 SAID = {
     "raise": "it ended with ValueError: no rows in [2J part 7 second line",
@@ -85,24 +95,28 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def run(victim: int, end: str, store: str) -> tuple[str, str]:
-    program = PROGRAM
-    if victim == 0:  # the others are waited for by whoever started them, not by site 0
-        program = program.replace("if rank == 0:\n        for", "if False:\n        for")
-    command = [sys.executable, "-c", program, str(victim), end, store, str(free_port())]
+SCENES = [(2, "raise", "file"), (1, "interrupt", "tcp"), (2, "exit", "file"), (0, "raise", "tcp")]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[tuple[int, str, str], tuple[str, str]]:
+    """What the sites of each scene printed."""
+    folder = tmp_path_factory.mktemp("said")
+    names = {scene: "-".join(map(str, (*scene, free_port()))) for scene in SCENES}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
-    return done.stdout, done.stderr
+    command = [sys.executable, "-c", PROGRAM, str(folder), *names.values()]
+    subprocess.run(command, env=env, check=True, timeout=90)
+    return {
+        scene: ((folder / f"{name}.out").read_text(), (folder / f"{name}.err").read_text())
+        for scene, name in names.items()
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "end", "store"),
-    [(2, "raise", "file"), (1, "interrupt", "tcp"), (2, "exit", "file"), (0, "raise", "tcp")],
-)
-def test_the_others_are_told_how_a_program_ended(victim, end, store, tmp_path):
+@pytest.mark.parametrize(("victim", "end", "store"), SCENES)
+def test_the_others_are_told_how_a_program_ended(victim, end, store, said):
     """Also where it destroys its process group first, and where the store ends with it."""
-    out, err = run(victim, end, store if store == "tcp" else str(tmp_path / "store"))
+    out, err = said[victim, end, store]
     lost = re.findall(r"^(\d) lost \((\d),\) ([\d.]+) (.*)$", out, re.MULTILINE)
     assert {int(rank) for rank, *_ in lost} == {0, 1, 2} - {victim}, out + err
     ended_s = float(re.findall(r"ends ([\d.]+)", out)[0])

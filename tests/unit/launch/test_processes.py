@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forked import forked_processes
 from outergrad.launch.errors import RecipeError, SiteError
 from outergrad.launch.processes import Failure, lost_of, run_processes
 
@@ -49,7 +50,7 @@ def test_a_failure_is_told_and_ends_the_others(tmp_path, error, kind, said):
         partial(sleep_long, pid_file),
         partial(fail_when_another_sleeps, pid_file, error),
     ]
-    with pytest.raises(kind, match=said) as raised:
+    with forked_processes(), pytest.raises(kind, match=said) as raised:
         run_processes(works)
     assert getattr(raised.value, "lost", set()) == ({1} if error is None else set())
     assert not psutil.pid_exists(int(pid_file.read_text()))
@@ -87,5 +88,6 @@ def touch_and_fail(path: Path) -> None:
 
 def test_the_first_failure_in_time_is_told_with_its_traceback(tmp_path):
     works = [partial(wait_for, tmp_path / "failed"), partial(touch_and_fail, tmp_path / "failed")]
-    with pytest.raises(SiteError, match=r"(?s)site 1: Traceback .*touch_and_fail.*the cause"):
+    told = r"(?s)site 1: Traceback .*touch_and_fail.*the cause"
+    with forked_processes(), pytest.raises(SiteError, match=told):
         run_processes(works, verbose=True)
