@@ -301,7 +301,7 @@ class Events:
             self.mishaps.append(event)
 
 
-@pytest.mark.parametrize(("method", "sites"), covering(TABLE, [1, 2, 3], quick=3))
+@pytest.mark.parametrize(("method", "sites"), covering(TABLE, [1, 2, 3], quick=3, every=3))
 def test_a_bad_step_is_skipped_on_all_sites(method, sites):
     bad = math.inf if sites == 3 else math.nan
 

@@ -93,7 +93,8 @@ def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, lar
 
 
 @pytest.mark.parametrize(
-    ("codecs", "method", "value"), covering(CODECS, METHODS, [torch.nan, torch.inf], quick=2)
+    ("codecs", "method", "value"),
+    covering(CODECS, METHODS, [torch.nan, torch.inf], quick=2, every=2),
 )
 def test_what_is_not_finite_is_seen_by_all_and_not_remembered(codecs, method, value):
     def body(rank, group):

@@ -23,7 +23,7 @@ RECURRENT = {
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize(
-    ("name", "sites", "packed"), covering(RECURRENT.keys(), [2, 3], [False, True], quick=2)
+    ("name", "sites", "packed"), covering(RECURRENT.keys(), [2, 3], [False, True], quick=2, every=2)
 )
 def test_recurrent_layers_are_replayed_by_raw_dad(name, sites, packed):
     torch.manual_seed(1)

@@ -111,7 +111,7 @@ def interrupted(method: Any, sites: int) -> None:
 
 @pytest.mark.parametrize(
     ("reduce", "feedback", "rank_and_tolerance"),
-    covering(REDUCES, FEEDBACKS, [(3, 0.0), (12, 0.6)], quick=2),
+    covering(REDUCES, FEEDBACKS, [(3, 0.0), (12, 0.6)], quick=2, every=2),
 )
 def test_training_goes_on_to_the_bit(reduce, feedback, rank_and_tolerance):
     rank, tolerance = rank_and_tolerance
