@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,16 +69,10 @@ def test_bytes_of_strangers_are_mentioned():
     assert "Other programs" not in conclusions(outcomes())
 
 
-def demo_into(path: Path, *args) -> None:
-    """What it shows goes into a file."""
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-    demo(*args)
-
-
 @pytest.mark.slow
 def test_two_sites_run_the_demo(tmp_path):
-    with forked_processes():
-        run_sites(partial(demo_into, tmp_path / "shown", replace(JOB, epochs=3), tmp_path), 2)
+    with forked_processes(tmp_path / "shown"):
+        run_sites(partial(demo, replace(JOB, epochs=3), tmp_path), 2)
     shown = (tmp_path / "shown").read_text()
     assert "dAD equals pooled" in shown
     assert shown.count("│") == 6 * 7

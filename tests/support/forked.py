@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,13 +21,17 @@ IMPORTED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "outergrad
 class _Forked(ForkServerProcess):
     """Has the environment of whoever starts it, not that of the first one ever started."""
 
+    shown: Path | None = None
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._environment = dict(os.environ)
+        self._environment, self._shown = dict(os.environ), self.shown
 
     def run(self):
         os.environ.clear()
         os.environ.update(self._environment)
+        if self._shown is not None:
+            os.dup2(os.open(self._shown, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
         super().run()
 
 
@@ -35,10 +40,15 @@ class _Context(ForkServerContext):
 
 
 @contextmanager
-def forked_processes() -> Iterator[None]:
-    """Inside, `run_processes` forks; what it has to do with processes stays as it is."""
+def forked_processes(shown: Path | None = None) -> Iterator[None]:
+    """Inside, `run_processes` forks; what it has to do with processes stays as it is.
+
+    Args:
+        shown: a file for what the processes print; None for where the first one ever printed.
+    """
     multiprocessing.set_forkserver_preload(IMPORTED)
     context = SimpleNamespace(get_context=lambda method: _Context())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "multiprocessing", context)
+        patch.setattr(_Forked, "shown", shown)
         yield
