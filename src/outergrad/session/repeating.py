@@ -40,7 +40,9 @@ class Repeating(FollowingUp):
         quiet = self._reporter.is_silent and not any(self._buffers.written())
         if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
             return None
-        if not (pattern.rests and self._rest) and not self._header_builder.uses_as(pattern.own):
+        if not (pattern.rests and self._rest) and not self._header_builder.uses_as(
+            pattern.own, used
+        ):
             return None
         return RepeatedStep(pattern, task, number, pact, self._votes)
 

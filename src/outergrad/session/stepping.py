@@ -176,7 +176,7 @@ class Stepping(Repeating):
         points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
         agreed = due_parts.carried_over, described(points) if self._joint else None
         loop = Loop(self._weighting.take(), self._join, self._buffers.written())
-        about = Announced(self._stats.step, announced, waiting, *agreed, loop)
+        about = Announced(self._stats.step, announced, waiting, *agreed, loop, due_parts.used)
         header = due_parts.due.header_builder.header(about)
         if getattr(self._transform, "forms", False):
             uses = tuple(replace(use, tapped=False) for use in header.uses)

@@ -135,9 +135,10 @@ class SharedStep(LateStep):
         self._readiness.note(name)
         if self._holds_back:
             return
-        if self.choice is None and not self._readiness.are_ready(self._planner.packer.opening):
-            return
-        self.agreed()
+        if self.choice is None:
+            if not self._readiness.are_ready(self._planner.packer.opening):
+                return
+            self.agreed()
         while len(self._sent) < len(self._buckets) - 1:
             if not self._readiness.are_ready(self._buckets[len(self._sent)].params):
                 return
@@ -164,6 +165,7 @@ class SharedStep(LateStep):
         self.context.take(headers)
         self.choice = self._planner.adopt(headers, self.context.used)
         self._buckets = self._planner.packer.buckets(self.choice)
+        self._is_late = self._may_be_late()
         self._buffers = BufferMessage(self._shared_buffers, self.context)
         alone = all(header.alone for header in headers)  # else others' messages may come between
         if alone and not self._goes_on:
