@@ -118,7 +118,7 @@ def test_the_host_waits_no_longer_than_for_a_message(faulty_transport):
         if rank == 1:
             on_transport(group).end_watching()
             pact = on_transport(group).pact
-            Digests(1, 2, pact.made, pact.digests).tell(session._comm.board)
+            Digests(1, 2, pact.made, pact.told).tell(session._comm.board)
             gone.set()
             return 0.0
         assert gone.wait(10.0)
