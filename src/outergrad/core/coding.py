@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -116,6 +116,71 @@ def _decoded(
     count = len(written) - len(others)
     values = _decoded(codecs[1:], written[:count], *inner)
     return codecs[0].decode([values, *written[count:]], shape)
+
+
+class Encoded(NamedTuple):
+    """What codecs have written of a tensor of rows."""
+
+    written: list[Tensor]
+
+
+def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
+    """What `encode` gives of each tensor: rows of one width are encoded in one go."""
+    found: list[Encoded | None] = [None] * len(rows_K)
+    for places in _alike(codecs, [(tuple(rows.shape), rows.dtype) for rows in rows_K]):
+        members = [rows_K[k] for k in places]
+        joined = _joined(members) if len(places) > 1 else members[0]
+        tensors_T = [_apart(t, members) for t in encode(codecs, joined)]
+        for k, *written in zip(places, *tensors_T, strict=True):
+            found[k] = Encoded(written)
+    return cast(list[Encoded], found)
+
+
+def decode_all(
+    codecs: Codecs, encoded_K: Sequence[Encoded], rows_K: Sequence[Tensor]
+) -> list[Tensor]:
+    """What the receivers decode of each tensor.
+
+    Args:
+        codecs: that they went through.
+        encoded_K: what `encode_all` gave.
+        rows_K: what it was given.
+    """
+    found: list[Tensor | None] = [None] * len(rows_K)
+    for places in _alike(codecs, [(tuple(rows.shape), rows.dtype) for rows in rows_K]):
+        members, first = [rows_K[k] for k in places], rows_K[places[0]]
+        tensors_T = zip(*(encoded_K[k].written for k in places), strict=True)
+        joined = [_joined(parts) if len(places) > 1 else parts[0] for parts in tensors_T]
+        count = sum(math.prod(rows.shape[:-1]) for rows in members)
+        shape = (1, count, first.shape[-1]) if len(places) > 1 else tuple(first.shape)
+        rows = decode(codecs, joined, shape, first.dtype)
+        for k, part in zip(places, _apart(rows, members), strict=True):
+            found[k] = part
+    return cast(list[Tensor], found)
+
+
+def _alike(codecs: Codecs, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[list[int]]:
+    """Places of the tensors whose rows may stand below each other; others alone."""
+    groups: dict[object, list[int]] = {}
+    for k, (shape, dtype) in enumerate(kinds):
+        written = tensors(codecs, shape, dtype)
+        by_row = all(plain.shape[:-1] == shape[:-1] for plain in written)
+        groups.setdefault((shape[-1], dtype) if by_row else k, []).append(k)
+    return list(groups.values())
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all, (1, R, W)."""
+    return torch.cat([part.flatten(0, -2) for part in parts])[None]
+
+
+def _apart(t: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of each again, as views."""
+    if len(like) == 1:
+        return [t]
+    counts = [math.prod(rows.shape[:-1]) for rows in like]
+    pairs = zip(t[0].split(counts), like, strict=True)
+    return [part.unflatten(0, rows.shape[:-1]) for part, rows in pairs]
 
 
 def received(codecs: Codecs, rows: Tensor) -> Tensor:
