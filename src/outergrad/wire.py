@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -125,6 +126,8 @@ class _FewBits:
 
     rounds_to: ClassVar[torch.dtype | None] = None
     picks: ClassVar[bool] = False
+    group: ClassVar[int] = _GROUP
+    """Numbers of a row that are written as they would be as a row of their own."""
     bits: ClassVar[int]
     clip: ClassVar[float]
     """Of the largest magnitude of a group: where it is clipped at first."""
@@ -202,6 +205,7 @@ class _FewBits:
         return [(_EIGHT << k, self.bits << k) for k in range(3)]
 
 
+@cache
 def _in_all(value: int, lane: int) -> int:
     """A word of 64 bits with the value in all of its lanes, as a signed integer."""
     word = sum(value << start for start in range(0, 64, lane))

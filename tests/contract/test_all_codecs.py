@@ -19,7 +19,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import outergrad as og
-from outergrad.core.coding import Codecs, decode, drops, encode, nbytes, received, tensors
+from outergrad.core.coding import (
+    Codecs,
+    decode,
+    decode_all,
+    drops,
+    encode,
+    encode_all,
+    nbytes,
+    received,
+    tensors,
+)
 from outergrad.core.errors import RefusedError
 from outergrad.messages.header import DTYPES
 from outergrad.messages.layout import Layout
@@ -204,6 +214,24 @@ def test_a_method_is_the_same_with_the_same_codecs(codecs):
     assert one == other
     assert hash(one) == hash(other)
     assert repr(one) == repr(other)
+
+
+@by_codecs
+def test_tensors_that_are_encoded_together_are_written_as_alone(codecs):
+    """Of one width and of several, with groups and without, and without rows."""
+    shapes = ((1, 4, 64), (3, 2, 128), (1, 3, 65), (2, 2, 65), (1, 1, 256), (1, 0, 64))
+    for dtypes in ((torch.float32,) * 6, (torch.float32, torch.float64) * 3):
+        rows_K = [
+            rows(s, seed=k).to(d) for k, (s, d) in enumerate(zip(shapes, dtypes, strict=True))
+        ]
+        together = encode_all(codecs, rows_K)
+        arriving = decode_all(codecs, together, rows_K)
+        for x, joint, arrives in zip(rows_K, together, arriving, strict=True):
+            alone = encode(codecs, x)
+            assert [t.shape for t in joint.written] == [t.shape for t in alone]
+            assert all(a.equal(b) for a, b in zip(joint.written, alone, strict=True))
+            assert arrives.dtype == received(codecs, x).dtype
+            assert arrives.equal(received(codecs, x))
 
 
 def in_groups(x: Tensor) -> Tensor:

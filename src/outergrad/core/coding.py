@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -125,12 +126,12 @@ class Encoded(NamedTuple):
 
 
 def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
-    """What `encode` gives of each tensor: rows of one width are encoded in one go."""
+    """What `encode` gives of each tensor: rows that are alike are encoded in one go."""
     found: list[Encoded | None] = [None] * len(rows_K)
-    for places in _alike(codecs, [(tuple(rows.shape), rows.dtype) for rows in rows_K]):
+    for width, places in _alike(codecs, rows_K):
         members = [rows_K[k] for k in places]
-        joined = _joined(members) if len(places) > 1 else members[0]
-        tensors_T = [_apart(t, members) for t in encode(codecs, joined)]
+        counts = [rows.numel() // width for rows in members] if width else []
+        tensors_T = [_apart(t, counts, members) for t in encode(codecs, _joined(members, counts))]
         for k, *written in zip(places, *tensors_T, strict=True):
             found[k] = Encoded(written)
     return cast(list[Encoded], found)
@@ -147,40 +148,50 @@ def decode_all(
         rows_K: what it was given.
     """
     found: list[Tensor | None] = [None] * len(rows_K)
-    for places in _alike(codecs, [(tuple(rows.shape), rows.dtype) for rows in rows_K]):
+    for width, places in _alike(codecs, rows_K):
         members, first = [rows_K[k] for k in places], rows_K[places[0]]
+        counts = [rows.numel() // width for rows in members] if width else []
         tensors_T = zip(*(encoded_K[k].written for k in places), strict=True)
-        joined = [_joined(parts) if len(places) > 1 else parts[0] for parts in tensors_T]
-        count = sum(math.prod(rows.shape[:-1]) for rows in members)
-        shape = (1, count, first.shape[-1]) if len(places) > 1 else tuple(first.shape)
-        rows = decode(codecs, joined, shape, first.dtype)
-        for k, part in zip(places, _apart(rows, members), strict=True):
+        shape = (1, sum(counts), width) if counts else tuple(first.shape)
+        written = [_joined(parts, counts) for parts in tensors_T]
+        rows = decode(codecs, written, shape, first.dtype)
+        for k, part in zip(places, _apart(rows, counts, members), strict=True):
             found[k] = part
     return cast(list[Tensor], found)
 
 
-def _alike(codecs: Codecs, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[list[int]]:
-    """Places of the tensors whose rows may stand below each other; others alone."""
-    groups: dict[object, list[int]] = {}
-    for k, (shape, dtype) in enumerate(kinds):
-        written = tensors(codecs, shape, dtype)
-        by_row = all(plain.shape[:-1] == shape[:-1] for plain in written)
-        groups.setdefault((shape[-1], dtype) if by_row else k, []).append(k)
-    return list(groups.values())
+def _alike(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[tuple[int, list[int]]]:
+    """Places of tensors whose rows may stand below each other, and their width; 0 for one alone."""
+    groups: dict[tuple[int, object], list[int]] = {}
+    for k, rows in enumerate(rows_K):
+        width = _width(codecs, tuple(rows.shape), rows.dtype)
+        groups.setdefault((width, rows.dtype if width else k), []).append(k)
+    return [(width, places) for (width, _), places in groups.items()]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all, (1, R, W)."""
-    return torch.cat([part.flatten(0, -2) for part in parts])[None]
+@lru_cache(maxsize=1024)
+def _width(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of what is written as a row of its own: rows, or parts of them; 0 if that is not so."""
+    written = tensors(codecs, shape, dtype)
+    if not math.prod(shape) or any(plain.shape[:-1] != shape[:-1] for plain in written):
+        return 0
+    group = getattr(codecs[0], "group", None) if len(codecs) == 1 else None
+    return group if group and shape[-1] % group == 0 else shape[-1]
 
 
-def _apart(t: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The rows of each again, as views."""
-    if len(like) == 1:
+def _joined(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """All in so many rows each, (1, R, W); without counts the only one as it is."""
+    if not counts:
+        return parts[0]
+    return torch.cat([t.reshape(count, -1) for t, count in zip(parts, counts, strict=True)])[None]
+
+
+def _apart(t: Tensor, counts: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """The other way round, as views, each with as many rows as what was given."""
+    if not counts:
         return [t]
-    counts = [math.prod(rows.shape[:-1]) for rows in like]
     pairs = zip(t[0].split(counts), like, strict=True)
-    return [part.unflatten(0, rows.shape[:-1]) for part, rows in pairs]
+    return [part.reshape(*rows.shape[:-1], -1) for part, rows in pairs]
 
 
 def received(codecs: Codecs, rows: Tensor) -> Tensor:
