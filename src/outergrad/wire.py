@@ -163,18 +163,19 @@ class _FewBits:
         """Of each group, (..., groups, 1), in bfloat16."""
         first = _largest(x) / -self._half
         y = x / torch.where(first == 0, math.inf, first)
-        (whole, factor), (clipped, smaller) = self._fit(y, 1.0), self._fit(y, self.clip)
+        whole, factor = self._fit(y, y.round())
+        clipped, smaller = self._fit(y, (y / self.clip).round_())
         factor = torch.where(clipped > whole, smaller, factor).nan_to_num_(0.0)
         most = torch.finfo(torch.bfloat16).max / self._half
         return (first * factor).clamp_(-most, most).to(torch.bfloat16)
 
-    def _fit(self, y: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    def _fit(self, y: Tensor, multiples: Tensor) -> tuple[Tensor, Tensor]:
         """How well the multiples of a step fit, and how many such steps errs least.
 
         With multiples q of numbers y the squared error of s q is least for s = y q / q q, which
         takes (y q)^2 / q q off that of zeros.
         """
-        multiples = (y / clip).round_().clamp_(-self._half, self._half - 1)
+        multiples.clamp_(-self._half, self._half - 1)
         norms = torch.linalg.vector_norm(multiples, dim=-1, keepdim=True)
         fits = multiples.mul_(y).sum(dim=-1, keepdim=True) / norms
         return fits, fits / norms
