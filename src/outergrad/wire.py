@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -108,8 +109,6 @@ class Int8:
 
 _GROUP = 64
 """Numbers that share a step, where they have few bits each."""
-_CLIPPING = (1.0, 0.92, 0.8, 0.6)
-"""Of the largest magnitude of a group: of these the level that errs least is taken."""
 _EIGHT = 8
 """Numbers of b bits fill b bytes."""
 
@@ -118,14 +117,20 @@ class _FewBits:
     """Numbers of b bits: -2^(b-1) ... 2^(b-1) - 1 times a step in bfloat16 per group of 64.
 
     A step has the sign that puts the largest magnitude of its group at the longer end of these
-    multiples: all 2^b of them are used, zero is one, and a row and its negative are alike. What is
-    larger than the clipping level is sent as that; of a few levels each group takes the one with
-    the least squared error. A group with a number that is not finite comes out as NaN.
+    multiples: all 2^b of them are used, zero is one, and a row and its negative are alike. Numbers
+    are first rounded to multiples of two steps, one that clips nothing and one that clips what is
+    above `clip` of the largest; the step with which either multiples err least (least squares, in
+    closed form) is sent, and numbers are rounded to multiples of that, within their range. A group
+    with a number that is not finite comes out as NaN.
     """
 
     rounds_to: ClassVar[torch.dtype | None] = None
     picks: ClassVar[bool] = False
+    group: ClassVar[int] = _GROUP
+    """Numbers of a row that are written as they would be as a row of their own."""
     bits: ClassVar[int]
+    clip: ClassVar[float]
+    """Of the largest magnitude of a group: where it is clipped at first."""
 
     def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Plain]:
         """The multiples, packed, and a step per group; no group goes over the end of a row."""
@@ -136,45 +141,90 @@ class _FewBits:
 
     def encode(self, rows: Tensor) -> list[Tensor]:
         """Rounds to nearest, within the clipping level."""
-        half, width = 1 << (self.bits - 1), rows.shape[-1]
+        half, width = self._half, rows.shape[-1]
         x = _grouped(rows.float())
-        largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
-        largest = torch.where(largest.isfinite(), largest, math.nan)
-        levels = torch.tensor(_CLIPPING, device=x.device).view(-1, *[1] * x.dim())
-        steps = (levels * largest / -half).to(torch.bfloat16)  # with a dimension of levels
-        multiples = (x / steps).round_().clamp_(-half, half - 1)
-        errors = ((multiples * steps - x) / largest).square_().sum(dim=-1, keepdim=True)
-        best = errors.argmin(dim=0, keepdim=True)
-        kept = multiples.gather(0, best.expand_as(multiples[:1])).nan_to_num_(0.0)
-        codes = kept[0].flatten(-2)[..., : math.ceil(width / _EIGHT) * _EIGHT]
-        return [self._packed(codes.int()), steps.gather(0, best)[0, ..., 0]]
+        steps = self._steps(x)
+        divisors = steps.float().masked_fill_(steps == 0, math.inf)
+        multiples = (x / divisors).round_().clamp_(-half, half - 1).nan_to_num_(0.0)
+        codes = multiples.to(torch.int8).flatten(-2)[..., : math.ceil(width / _EIGHT) * _EIGHT]
+        return [self._packed(codes.contiguous()), steps[..., 0]]
 
     def decode(self, written: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         """In float32."""
         packed, steps = written
-        multiples = _grouped(self._unpacked(packed)[..., : shape[-1]].float())
-        return (multiples * steps[..., None]).flatten(-2)[..., : shape[-1]]
+        multiples = _grouped(self._unpacked(packed)[..., : shape[-1]])
+        return (multiples * steps.float()[..., None]).flatten(-2)[..., : shape[-1]]
+
+    @property
+    def _half(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def _steps(self, x: Tensor) -> Tensor:
+        """Of each group, (..., groups, 1), in bfloat16."""
+        first = _largest(x) / -self._half
+        y = x / torch.where(first == 0, math.inf, first)
+        whole, factor = self._fit(y, y.round())
+        clipped, smaller = self._fit(y, (y / self.clip).round_())
+        factor = torch.where(clipped > whole, smaller, factor).nan_to_num_(0.0)
+        most = torch.finfo(torch.bfloat16).max / self._half
+        return (first * factor).clamp_(-most, most).to(torch.bfloat16)
+
+    def _fit(self, y: Tensor, multiples: Tensor) -> tuple[Tensor, Tensor]:
+        """How well the multiples of a step fit, and how many such steps errs least.
+
+        With multiples q of numbers y the squared error of s q is least for s = y q / q q, which
+        takes (y q)^2 / q q off that of zeros.
+        """
+        multiples.clamp_(-self._half, self._half - 1)
+        norms = torch.linalg.vector_norm(multiples, dim=-1, keepdim=True)
+        fits = multiples.mul_(y).sum(dim=-1, keepdim=True) / norms
+        return fits, fits / norms
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Eight numbers in each `bits` bytes, the first in the lowest bits."""
-        eights = (codes & ((1 << self.bits) - 1)).unflatten(-1, (-1, _EIGHT))
-        words = (eights << self._places(codes)).sum(dim=-1, keepdim=True, dtype=torch.int32)
-        return words.view(torch.uint8)[..., : self.bits].flatten(-2)
+        """Eight numbers, a byte each, in `bits` bytes, the first in the lowest bits.
+
+        Neighbours move together until eight of them are one piece: all of a word at once.
+        """
+        words = codes.view(torch.int64) & _in_all((1 << self.bits) - 1, _EIGHT)
+        for lane, held in self._lanes():
+            words |= words >> (lane - held)
+            words &= _in_all((1 << 2 * held) - 1, 2 * lane)
+        return words.view(torch.uint8).unflatten(-1, (-1, _EIGHT))[..., : self.bits].flatten(-2)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
-        """The other way round."""
-        padded = pad(packed.unflatten(-1, (-1, self.bits)), (0, 4 - self.bits)).contiguous()
-        half, words = 1 << (self.bits - 1), padded.view(torch.int32)
-        codes = (words >> self._places(packed)) & ((1 << self.bits) - 1)
-        return ((codes ^ half) - half).flatten(-2)
+        """The other way round, in int8."""
+        bytes_8 = pad(packed.unflatten(-1, (-1, self.bits)), (0, _EIGHT - self.bits))
+        words = bytes_8.contiguous().view(torch.int64).flatten(-2)
+        for lane, held in reversed(self._lanes()):
+            words |= words << (lane - held)
+            words &= _in_all((1 << held) - 1, lane)
+        words ^= _in_all(self._half, _EIGHT)
+        return words.view(torch.int8).sub_(self._half)
 
-    def _places(self, like: Tensor) -> Tensor:
-        return self.bits * torch.arange(_EIGHT, dtype=torch.int32, device=like.device)
+    def _lanes(self) -> list[tuple[int, int]]:
+        """Bits of the lanes of a word whose neighbours are joined, and of what each holds."""
+        return [(_EIGHT << k, self.bits << k) for k in range(3)]
+
+
+@cache
+def _in_all(value: int, lane: int) -> int:
+    """A word of 64 bits with the value in all of its lanes, as a signed integer."""
+    word = sum(value << start for start in range(0, 64, lane))
+    return word - (word >> 63 << 64)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The number of largest magnitude of each group, (..., groups, 1); NaN if there is one."""
+    most, least = x.amax(dim=-1, keepdim=True), x.amin(dim=-1, keepdim=True)
+    is_positive = torch.where(most == -least, x[..., :1] >= 0, most > -least)
+    largest = torch.where(is_positive, most, least)
+    return torch.where(largest.isfinite(), largest, math.nan)
 
 
 def _grouped(rows: Tensor) -> Tensor:
     """(..., R, W) as (..., R, groups, 64), with zeros behind."""
-    return pad(rows, (0, -rows.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
+    missing = -rows.shape[-1] % _GROUP
+    return (pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, _GROUP))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +236,7 @@ class Int4(_FewBits):
     """
 
     bits: ClassVar[int] = 4
+    clip: ClassVar[float] = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +244,7 @@ class Int3(_FewBits):
     """As `Int4` in three bits: 9.8 times fewer bytes than float32, an error of 18 %."""
 
     bits: ClassVar[int] = 3
+    clip: ClassVar[float] = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +252,7 @@ class Int2(_FewBits):
     """As `Int4` in two bits: 14 times fewer bytes than float32, an error of 36 %."""
 
     bits: ClassVar[int] = 2
+    clip: ClassVar[float] = 0.7
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -116,6 +117,81 @@ def _decoded(
     count = len(written) - len(others)
     values = _decoded(codecs[1:], written[:count], *inner)
     return codecs[0].decode([values, *written[count:]], shape)
+
+
+class Encoded(NamedTuple):
+    """What codecs have written of a tensor of rows."""
+
+    written: list[Tensor]
+
+
+def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
+    """What `encode` gives of each tensor: rows that are alike are encoded in one go."""
+    found: list[Encoded | None] = [None] * len(rows_K)
+    for width, places in _alike(codecs, rows_K):
+        members = [rows_K[k] for k in places]
+        counts = [rows.numel() // width for rows in members] if width else []
+        tensors_T = [_apart(t, counts, members) for t in encode(codecs, _joined(members, counts))]
+        for k, *written in zip(places, *tensors_T, strict=True):
+            found[k] = Encoded(written)
+    return cast(list[Encoded], found)
+
+
+def decode_all(
+    codecs: Codecs, encoded_K: Sequence[Encoded], rows_K: Sequence[Tensor]
+) -> list[Tensor]:
+    """What the receivers decode of each tensor.
+
+    Args:
+        codecs: that they went through.
+        encoded_K: what `encode_all` gave.
+        rows_K: what it was given.
+    """
+    found: list[Tensor | None] = [None] * len(rows_K)
+    for width, places in _alike(codecs, rows_K):
+        members, first = [rows_K[k] for k in places], rows_K[places[0]]
+        counts = [rows.numel() // width for rows in members] if width else []
+        tensors_T = zip(*(encoded_K[k].written for k in places), strict=True)
+        shape = (1, sum(counts), width) if counts else tuple(first.shape)
+        written = [_joined(parts, counts) for parts in tensors_T]
+        rows = decode(codecs, written, shape, first.dtype)
+        for k, part in zip(places, _apart(rows, counts, members), strict=True):
+            found[k] = part
+    return cast(list[Tensor], found)
+
+
+def _alike(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[tuple[int, list[int]]]:
+    """Places of tensors whose rows may stand below each other, and their width; 0 for one alone."""
+    groups: dict[tuple[int, object], list[int]] = {}
+    for k, rows in enumerate(rows_K):
+        width = _width(codecs, tuple(rows.shape), rows.dtype)
+        groups.setdefault((width, rows.dtype if width else k), []).append(k)
+    return [(width, places) for (width, _), places in groups.items()]
+
+
+@lru_cache(maxsize=1024)
+def _width(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of what is written as a row of its own: rows, or parts of them; 0 if that is not so."""
+    written = tensors(codecs, shape, dtype)
+    if not math.prod(shape) or any(plain.shape[:-1] != shape[:-1] for plain in written):
+        return 0
+    group = getattr(codecs[0], "group", None) if len(codecs) == 1 else None
+    return group if group and shape[-1] % group == 0 else shape[-1]
+
+
+def _joined(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """All in so many rows each, (1, R, W); without counts the only one as it is."""
+    if not counts:
+        return parts[0]
+    return torch.cat([t.reshape(count, -1) for t, count in zip(parts, counts, strict=True)])[None]
+
+
+def _apart(t: Tensor, counts: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """The other way round, as views, each with as many rows as what was given."""
+    if not counts:
+        return [t]
+    pairs = zip(t[0].split(counts), like, strict=True)
+    return [part.reshape(*rows.shape[:-1], -1) for part, rows in pairs]
 
 
 def received(codecs: Codecs, rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outergrad.core.coding import Codecs, Field
+from outergrad.core.coding import Codecs, Encoded, Field
 from outergrad.core.types import Factors, Slot
 
 
@@ -31,9 +31,18 @@ Arrived = Factors | Tensor | Entries
 Of a block it is a tensor of bytes, of which every site computes the gradients."""
 
 
-Payload = Sequence[Tensor | None]
-"""What `Compressor.compress` makes of one slot: a tensor per field, or None for a field of zeros.
-One that is smaller than its field leaves zeros behind it."""
+Payload = Sequence[Tensor | Encoded | None]
+"""What `Compressor.compress` makes of one slot: a tensor per field, which is then encoded unless it
+is already, or None for a field of zeros. One that is smaller than its field leaves zeros behind it.
+"""
+
+
+class EncodedRows(NamedTuple):
+    """Factors whose rows are encoded already; the bias gradient is not."""
+
+    d_GRO: Encoded
+    a_GRI: Encoded
+    b_GO: Tensor | None = None
 
 
 class Form(Protocol):

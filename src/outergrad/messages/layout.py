@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outergrad.core.coding import Field, aligned, decode, encode
+from outergrad.core.coding import Encoded, Field, aligned, decode, encode
 from outergrad.core.errors import RefusedError
 from outergrad.core.payload import Arrived, Payload
 from outergrad.core.types import Source
@@ -158,7 +158,7 @@ class PieceView:
         """Writes a payload into zeros; one of fewer rows than agreed leaves some."""
         for field, views, t in zip(self._fields, self._written, payload, strict=False):
             if t is not None:
-                parts = encode(field.codecs, t) if field.codecs else [t]
+                parts = t.written if isinstance(t, Encoded) else encode(field.codecs, t)
                 for view, part in zip(views, parts, strict=True):
                     _leading(view, part.shape).copy_(part)
 

@@ -113,7 +113,9 @@ class FormedCompressor(OfFormed):
     def _compressed(self, slot: Slot, gradient: Gradient, count: int) -> Payload:
         due_GOI = formed(gradient, self._unsent[slot])
         payload = self.encode(slot, due_GOI, count)
-        arrives = as_tensor(self.form.read([t for t in payload if t is not None], slot, count))
+        arrives = as_tensor(
+            self.form.read([t for t in payload if isinstance(t, Tensor)], slot, count)
+        )
         residual = due_GOI - arrives.to(due_GOI.dtype)
         if math.isfinite(residual.sum().item()):  # not the remains of a step with infinities
             self._unsent[slot] = residual

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outergrad.core.types import Factors, Gradient, Part
+from outergrad.core.types import Factors, Gradient, Part, Slot
 from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.outer import formed, padded, together
+from outergrad.linalg.outer import apart, formed, padded, together
 from outergrad.linalg.product import cheapest, unscaled
 from outergrad.linalg.subspace import warm_iteration
 from outergrad.linalg.total import total
@@ -48,6 +49,41 @@ class Warm(NamedTuple):
         tensors = (gradient,) if isinstance(gradient, Tensor) else gradient[:2]
         shapes, dtypes = zip(*[(t.shape, t.dtype) for t in tensors], strict=True)
         return Form(self.part.rows, self.residual is not None, self.whole, dtypes, shapes)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The triplets of one or several slots, of all as many rows.
+
+    Attributes:
+        parts: what they are of.
+        triplets: the groups of all slots behind each other, padded to one shape.
+        whole_GOI: what they were found of, if all that is not sent is kept.
+    """
+
+    parts: Sequence[Part]
+    triplets: LowRank
+    whole_GOI: Tensor | None = None
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Of the parts."""
+        return [part.slot for part in self.parts]
+
+    @property
+    def rows(self) -> int:
+        """That are sent of each."""
+        return self.parts[0].rows
+
+    @property
+    def leading(self) -> LowRank:
+        """The triplets that are sent."""
+        return self.triplets.leading(self.rows)
+
+    def sent(self) -> dict[Slot, Factors]:
+        """The same by slot."""
+        slots = self.slots
+        return dict(zip(slots, apart(self.leading.factors(self.rows), slots), strict=True))
 
 
 class Form(NamedTuple):
@@ -91,7 +127,7 @@ def bundles(forms: tuple[Form, ...]) -> list[list[int]]:
 
 
 def compress_together(members: Sequence[Warm]) -> tuple[LowRank, Tensor | None]:
-    """All triplets of their sums, by one iteration, and if it is kept what they do not hold.
+    """All triplets of their sums, by one iteration, and the sums, where all of them is kept.
 
     Groups stand behind each other, padded to one shape. What the members have not sent is taken
     to be in the same form.
@@ -102,21 +138,14 @@ def compress_together(members: Sequence[Warm]) -> tuple[LowRank, Tensor | None]:
     gradient = together([warm.part.gradient for warm in members])
     residual = [warm.residual for warm in members if warm.residual is not None]
     if first.whole:
-        return _whole(gradient, together(residual) if residual else None, x_GIK, first.part.rows)
+        whole_GOI = formed(gradient, together(residual) if residual else None)
+        return warm_iteration(unscaled(whole_GOI), x_GIK.to(whole_GOI.dtype)), whole_GOI
     main = cheapest(unscaled(gradient), columns, 1, with_energy=False)
     others = (unscaled(_contiguous(together(residual))),) if residual else ()
     return warm_iteration(total(main, *others), x_GIK.to(main.dtype)), None
 
 
-def _whole(
-    gradient: Gradient, residual: Gradient | None, x_GIK: Tensor, rows: int
-) -> tuple[LowRank, Tensor]:
-    whole_GOI = formed(gradient, residual)
-    found = warm_iteration(unscaled(whole_GOI), x_GIK.to(whole_GOI.dtype))
-    return found, without(whole_GOI, found.leading(rows))
-
-
-def without(whole_GOI: Tensor, sent: LowRank) -> Tensor:
+def without(whole_GOI: Tensor, sent: LowRank | Factors) -> Tensor:
     """What is left of a matrix, in its place."""
     return whole_GOI.baddbmm_(sent.d_GRO.mT, sent.a_GRI, alpha=-1)
 

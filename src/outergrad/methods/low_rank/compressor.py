@@ -12,6 +12,7 @@ from outergrad.core.coding import Codecs, drops
 from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.owners import heaviest_share
+from outergrad.core.payload import EncodedRows
 from outergrad.core.reasons import AutoWay
 from outergrad.core.step_size import Whole
 from outergrad.core.transport import Capability
@@ -218,10 +219,11 @@ class LowRankCompressor(Compressor):
         """What the site will send in the next step."""
         (self._budget or self._gathered).agree(slot, site, rows)
 
-    def compress(self, parts: Sequence[Part]) -> list[Factors]:
+    def compress(self, parts: Sequence[Part]) -> list[Factors | EncodedRows]:
         """The leading triplets of each gradient and of what was not sent of it before."""
         vectors, others = self._vectors.split(parts)
-        found = {part.slot: self._vectors.compressed(part) for part in vectors}
+        found: dict[Slot, Factors | EncodedRows] = {}
+        found.update((part.slot, self._vectors.compressed(part)) for part in vectors)
         for part, sent in zip(others, self._gathered.compress(others), strict=True):
             found[part.slot] = self._vectors.with_bias(part.slot, sent)
         return [found[part.slot] for part in parts]

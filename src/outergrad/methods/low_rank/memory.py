@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from outergrad.core.coding import Codecs, received
+from outergrad.core.coding import Codecs, decode_all, encode_all, received
+from outergrad.core.payload import EncodedRows
 from outergrad.core.types import Factors, Gradient, Inheritance, Place, StateDict, place_name
 from outergrad.linalg.outer import stack
 from outergrad.linalg.small_core import small_core
@@ -78,35 +79,41 @@ def decoded(sent: Factors, codecs: Codecs) -> Factors:
     return Factors(received(codecs, sent.d_GRO), received(codecs, sent.a_GRI))
 
 
-def loss_of(sent: Factors, codecs: Codecs) -> Factors:
+def encoded(sent_K: Sequence[Factors], codecs: Codecs) -> tuple[list[EncodedRows], list[Factors]]:
+    """The rows of several slots as they are written, and as they arrive."""
+    rows = [t for sent in sent_K for t in (sent.d_GRO, sent.a_GRI)]
+    written = encode_all(codecs, rows)
+    arriving = decode_all(codecs, written, rows)
+    pairs = zip(written[::2], written[1::2], strict=True)
+    arrive_K = list(map(Factors, arriving[::2], arriving[1::2]))
+    return [EncodedRows(*pair) for pair in pairs], arrive_K
+
+
+def loss_of(sent: Factors, arrives: Factors) -> Factors:
     """The product of what is sent, without that of what arrives: as factors of 2 R rows.
 
     As `(D - D') A' + D (A - A')` of deltas D and activations A that arrive as D' and A': nothing
     large cancels in its product.
     """
-    d_GRO, a_GRI, _ = decoded(sent, codecs)
-    of_deltas = Factors(sent.d_GRO - d_GRO, a_GRI)
-    return stack([of_deltas, Factors(sent.d_GRO, sent.a_GRI - a_GRI)])
+    of_deltas = Factors(sent.d_GRO - arrives.d_GRO, arrives.a_GRI)
+    return stack([of_deltas, Factors(sent.d_GRO, sent.a_GRI - arrives.a_GRI)])
 
 
 def with_loss(
-    residual: Gradient | None, sent: Factors, codecs: Codecs, rank: int
-) -> Gradient | None:
-    """What is not sent, and what encoding loses of what is.
+    residual: Factors | None, sent: Factors, arrives: Factors, rank: int
+) -> Factors | None:
+    """What is not sent, and what encoding loses of what is, as so many triplets.
 
     Args:
-        residual: a matrix, which is changed in place, or factors, or nothing.
+        residual: of what is not sent.
         sent: the rows before they are encoded.
-        codecs: what they go through.
-        rank: how many triplets are kept of factors.
+        arrives: and when they are decoded.
+        rank: how many triplets are kept.
     """
-    lost = loss_of(sent, codecs)
+    lost = loss_of(sent, arrives)
     if finite_or_none(lost) is None:
         return residual
-    if isinstance(residual, Tensor):
-        return residual.baddbmm_(lost.d_GRO.mT, lost.a_GRI)
-    parts = [lost] if residual is None else [residual, lost]
-    kept = small_core(stack(parts), rank)
+    kept = small_core(stack([lost] if residual is None else [residual, lost]), rank)
     return kept.factors() if kept.rank else None
 
 

@@ -79,7 +79,7 @@ class Merging:
         """The residual and `sites` times what all sites miss, as few triplets."""
         missed = rest.factors()
         if self._settings.keeps_loss:
-            missed = stack([missed, loss_of(kept, self._settings.codecs)])
+            missed = stack([missed, loss_of(kept, decoded(kept, self._settings.codecs))])
         more = finite_or_none(Factors(missed.d_GRO * sites, missed.a_GRI))
         if more is None or not more.d_GRO.shape[1]:
             return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from outergrad.core.payload import EncodedRows
 from outergrad.core.types import (
     Factors,
     Gradient,
@@ -21,12 +23,20 @@ from outergrad.core.types import (
 from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
-from outergrad.linalg.outer import apart, formed, matrices_apart, row_sum, shape_of
+from outergrad.linalg.outer import apart, formed, matrices_apart, row_sum, shape_of, together
 from outergrad.linalg.subspace import OVERSAMPLING
 from outergrad.methods.common import without_silent_ids
-from outergrad.methods.low_rank.batching import Warm, bundles, compress_together, without
+from outergrad.methods.low_rank.batching import Found, Warm, bundles, compress_together, without
 from outergrad.methods.low_rank.budget import Budget
-from outergrad.methods.low_rank.memory import Memories, Memory, compact, with_loss
+from outergrad.methods.low_rank.memory import (
+    Memories,
+    Memory,
+    compact,
+    encoded,
+    finite_or_none,
+    residual_of,
+    with_loss,
+)
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 _SPARE_PER_ROW = 2
@@ -81,21 +91,24 @@ class Gathered:
             for site, old in enumerate(inheritance.predecessors)
         }
 
-    def compress(self, parts: Sequence[Part]) -> list[Factors]:
+    def compress(self, parts: Sequence[Part]) -> list[Factors | EncodedRows]:
         """The leading triplets of each gradient and of what was not sent of it before."""
-        found: dict[Slot, Factors] = {}
+        sent: dict[Slot, Factors | EncodedRows] = {}
+        found: list[Found] = []
         usual: list[Warm] = []
         for part in parts:
             warm = self._warm(part)
-            if warm is None:
-                found[part.slot] = self._alone(part)
-            else:
+            if warm is not None:
                 usual.append(warm)
+            elif (exact := self._exact(part)) is not None:
+                sent[part.slot] = exact
+            else:
+                found.append(self._alone(part))
         for places in bundles(tuple(warm.form for warm in usual)):
             members = [usual[i] for i in places]
-            triplets, rest_GOI = compress_together(members)
-            found.update(self._kept([warm.part for warm in members], triplets, rest_GOI))
-        return [found[part.slot] for part in parts]
+            found.append(Found([warm.part for warm in members], *compress_together(members)))
+        sent.update(self._kept(found))
+        return [sent[part.slot] for part in parts]
 
     def _warm(self, part: Part) -> Warm | None:
         """The usual: what one iteration from where the last step ended is enough for."""
@@ -119,23 +132,27 @@ class Gathered:
 
     # -- one by one -----------------------------------------------------------------------------
 
-    def _alone(self, part: Part) -> Factors:
+    def _exact(self, part: Part) -> Factors | None:
+        """All there is to send, where so many rows hold it."""
         slot, gradient, rows = part
-        memory = self._memories[slot]
-        residual = None if memory is None else compact(memory.residual)
-        if isinstance(gradient, Factors):
-            if slot.lookup:
-                return without_silent_ids(gradient)
-            if self._is_exact(part, residual):
-                return canonical(gradient, rows, bias=slot.bias is not None)
+        if isinstance(gradient, Tensor):
+            return None
+        if slot.lookup:
+            return without_silent_ids(gradient)
+        if not self._is_exact(part, residual_of(self._memories[slot])):
+            return None
+        return canonical(gradient, rows, bias=slot.bias is not None)
+
+    def _alone(self, part: Part) -> Found:
+        slot, gradient, rows = part
+        residual = compact(residual_of(self._memories[slot]))
         if not self._settings.keeps_whole(part, residual):
             assert not isinstance(residual, Tensor)
             columns = self._columns(self._needed(rows), whole=False)
-            found = self._found(slot, gradient, columns, residual)
-            return self._kept([part], found)[slot]
+            return Found([part], self._found(slot, gradient, columns, residual))
         whole_GOI = formed(gradient, residual)
-        found = self._found(slot, whole_GOI, self._columns(self._needed(rows), whole=True))
-        return self._kept([part], found, without(whole_GOI, found.leading(rows)))[slot]
+        columns = self._columns(self._needed(rows), whole=True)
+        return Found([part], self._found(slot, whole_GOI, columns), whole_GOI)
 
     def _needed(self, rows: int) -> int:
         """Triplets for this step and for the choice of the next one's rank."""
@@ -178,26 +195,31 @@ class Gathered:
         extra = 0 if whole else self._settings.kept_triplets
         return rows + extra + max(OVERSAMPLING, rows // _SPARE_PER_ROW)
 
-    def _kept(
-        self, parts: Sequence[Part], found: LowRank, rest_GOI: Tensor | None = None
-    ) -> dict[Slot, Factors]:
-        """What is sent of the triplets of several slots; all directions are remembered.
+    def _kept(self, found: Sequence[Found]) -> dict[Slot, Factors | EncodedRows]:
+        """What is sent of the triplets; all directions are remembered."""
+        sent = {slot: factors for one in found for slot, factors in one.sent().items()}
+        payloads: Sequence[Factors | EncodedRows] = list(sent.values())
+        arrives = sent
+        if self._settings.keeps_loss:
+            payloads, arrive_K = encoded(list(sent.values()), self._settings.codecs)
+            arrives = _finite_ones(dict(zip(sent, arrive_K, strict=True)), sent)
+        for one in found:
+            self._remember(one, sent, arrives)
+        parts = [part for one in found for part in one.parts]
+        pairs = zip(parts, payloads, strict=True)
+        return {part.slot: _with_bias(part, payload) for part, payload in pairs}
 
-        Args:
-            parts: the slots, as many rows of each.
-            found: the groups of all slots behind each other, padded to one shape.
-            rest_GOI: all that is not sent, if it is kept.
-        """
-        rows, slots = parts[0].rows, [part.slot for part in parts]
-        sent = apart(found.leading(rows).factors(rows), slots)
-        residual = self._residuals(slots, found, sent, rest_GOI)
-        starts = apart(Factors(found.d_GRO, found.a_GRI), slots)
-        finite = _finite(found.sigma_GR, slots)
-        self._note(slots, found.sigma_GR)
+    def _remember(
+        self, one: Found, sent: Mapping[Slot, Factors], arrives: Mapping[Slot, Factors]
+    ) -> None:
+        slots, triplets = one.slots, one.triplets
+        residual = self._residuals(one, sent, arrives)
+        starts = apart(Factors(triplets.d_GRO, triplets.a_GRI), slots)
+        finite = _finite(triplets.sigma_GR, slots)
+        self._note(slots, triplets.sigma_GR)
         for slot, is_finite, start, rest in zip(slots, finite, starts, residual, strict=True):
             if is_finite:
                 self._memories[slot] = Memory(start.a_GRI.mT, rest)
-        return {p.slot: _with_bias(p, factors) for p, factors in zip(parts, sent, strict=True)}
 
     def _note(self, slots: Sequence[Slot], sigma_GR: Tensor) -> None:
         """Spectra, for who shares out a budget."""
@@ -206,24 +228,33 @@ class Gathered:
                 self.budget.note(slot, sigma)
 
     def _residuals(
-        self,
-        slots: Sequence[Slot],
-        found: LowRank,
-        sent: Sequence[Factors],
-        rest_GOI: Tensor | None,
+        self, one: Found, sent: Mapping[Slot, Factors], arrives: Mapping[Slot, Factors]
     ) -> Sequence[Gradient | None]:
         """What is left for the next step, of each slot."""
-        rows, kept = sent[0].d_GRO.shape[1], self._settings.kept_triplets
-        residual: Sequence[Gradient | None] = [None] * len(slots)
-        if rest_GOI is not None:
-            residual = matrices_apart(rest_GOI, slots)
-        elif kept and found.rank > rows:
+        slots, rows, keeps_loss = one.slots, one.rows, self._settings.keeps_loss
+        if one.whole_GOI is not None:
+            lost = together([arrives[slot] for slot in slots]) if keeps_loss else one.leading
+            assert not isinstance(lost, Tensor)
+            return matrices_apart(without(one.whole_GOI, lost), slots)
+        residual: Sequence[Factors | None] = [None] * len(slots)
+        kept, found = self._settings.kept_triplets, one.triplets
+        if kept and found.rank > rows:
             more = slice(rows, rows + kept)
             residual = apart(Factors(found.d_GRO[:, more].clone(), found.a_GRI[:, more]), slots)
-        if not self._settings.keeps_loss:
+        if not keeps_loss:
             return residual
-        wire = self._settings.codecs
-        return [with_loss(u, f, wire, kept) for u, f in zip(residual, sent, strict=True)]
+        pairs = zip(slots, residual, strict=True)
+        return [with_loss(rest, sent[slot], arrives[slot], kept) for slot, rest in pairs]
+
+
+def _finite_ones(
+    arrives: Mapping[Slot, Factors], sent: Mapping[Slot, Factors]
+) -> dict[Slot, Factors]:
+    """What arrives, or where it is not finite what was sent: it is not to be remembered."""
+    sums = [t.sum() for factors in arrives.values() for t in (factors.d_GRO, factors.a_GRI)]
+    if not sums or math.isfinite(torch.stack(sums).sum().item()):
+        return dict(arrives)
+    return {slot: finite_or_none(factors) or sent[slot] for slot, factors in arrives.items()}
 
 
 def _finite(sigma_GR: Tensor, slots: Sequence[Slot]) -> list[bool]:
@@ -234,7 +265,7 @@ def _finite(sigma_GR: Tensor, slots: Sequence[Slot]) -> list[bool]:
     return [math.isfinite(part.sum().item()) for part in parts]
 
 
-def _with_bias(part: Part, sent: Factors) -> Factors:
+def _with_bias(part: Part, sent: Factors | EncodedRows) -> Factors | EncodedRows:
     """With the bias gradient, where these rows cannot give it and the gradient can."""
     slot, gradient, _ = part
     if slot.bias is None or isinstance(gradient, Tensor):

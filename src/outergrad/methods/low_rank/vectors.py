@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.coding import Codecs, Field, received
-from outergrad.core.payload import FactorRows
+from outergrad.core.payload import EncodedRows, FactorRows
 from outergrad.core.types import Factors, Part, Slot, Unit, bias_slot
 from outergrad.linalg.outer import formed
 from outergrad.methods.low_rank.memory import Memories, Memory, residual_of
@@ -68,7 +68,7 @@ class Vectors:
         """The row of a vector and of what was not sent of it before."""
         return _as_factors(self._row(part.slot, formed(part.gradient), 1.0))
 
-    def with_bias(self, slot: Slot, sent: Factors) -> Factors:
+    def with_bias(self, slot: Slot, sent: Factors | EncodedRows) -> Factors | EncodedRows:
         """The same with the bias gradient as a row, and what was not sent of it before."""
         if sent.b_GO is None or not self.codecs:
             return sent
