@@ -12,7 +12,6 @@ from outergrad.step.agreement import ANSWERS_S, STAYS_S
 from outergrad.step.comparing import heard_from_all
 from outergrad.step.groups import on_transport
 from outergrad.step.lost import named
-from outergrad.step.step import SharedStep
 
 
 class Settling(GivingUp):
