@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 MAGIC, VERSION = b"OGST", 1
 MOST_BYTES = 1 << 20
@@ -19,7 +19,7 @@ ALL = 0xFFFF
 
 _HEADER = struct.Struct("!4sBBBBQQQHHQQII")
 HEADER_BYTES = _HEADER.size
-_LEAST_CHUNK, _ALIGNED = 1 << 15, 64
+_LEAST_CHUNK, _FIRST_CHUNK, _ALIGNED = 1 << 16, 1 << 14, 64
 
 
 class Kind(IntEnum):
@@ -66,8 +66,7 @@ class MalformedError(ValueError):
     """Bytes are not what a site, or the hub, sends."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A message, or a chunk of one.
 
     Attributes:
@@ -160,9 +159,22 @@ def _checked(kind: int, payload: memoryview, *fields: int) -> Frame:
 
 
 def chunk_bytes(total: int) -> int:
-    """How long the parts of a message are; the same on all sites.
+    """How long the parts of a message are, as equal as can be; the same on all sites.
 
     Short ones travel on while the next are under way; of long messages they are longer, as each
     costs some work.
     """
-    return min(MOST_BYTES, max(_LEAST_CHUNK, total // 32 // _ALIGNED * _ALIGNED))
+    count = -(-total // max(_LEAST_CHUNK, min(MOST_BYTES, total // 32)))
+    return -(-total // count // _ALIGNED) * _ALIGNED
+
+
+def growing_chunk_bytes(offset: int) -> int:
+    """How long a part is of a message that leaves the hub several times as often as it comes.
+
+    The line out of the hub is busy from the first part on, which therefore is short. While it
+    sends a part to all, one that is twice as long comes in.
+
+    Args:
+        offset: of the part.
+    """
+    return min(MOST_BYTES, offset + _FIRST_CHUNK)

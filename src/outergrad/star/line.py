@@ -182,7 +182,7 @@ class Line:
                 sender=self.rank,
                 recipient=recipient,
             )
-            self._out.add(head, payload)
+            self._out.add(head, payload, grows=place.kind == Kind.GATHER and len(self.names) > 2)
             self.changed.notify_all()
 
     def wait(self, place: Place, arrival: Arrival, patience_s: float) -> dict[int, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from outergrad.star.frames import ALL, Frame, Kind, MalformedError
 from outergrad.star.member import Member, relay
@@ -111,7 +110,7 @@ class Run:
             return
         total = added([part.payload for part in ordered], frame.dtype)
         owed = [(self.members[part.sender], part.lane, cost_of(part)) for part in ordered]
-        summed = replace(frame, payload=total, sender=ALL, checksum=None)
+        summed = frame._replace(payload=total, sender=ALL, checksum=None)
         relay(summed, _reached(list(self.members.values())), owed)
 
     def _fault(self, why: str) -> None:
