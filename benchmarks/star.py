@@ -104,7 +104,7 @@ def run_hub(folder: Path, place: Place, sites: int) -> list[float]:
     for rank in range(sites):
         made.invite(f"site-{rank}").write(folder / f"{rank}.part")
         os.rename(folder / f"{rank}.part", folder / f"{rank}.kit")
-    server = HubServer(made, f"0.0.0.0:{PORT}", grace_s=5.0)
+    server = HubServer(made, f"0.0.0.0:{PORT}")
     server.start()
     (folder / "listening").touch()
     while len(list(folder.glob("*.done"))) < sites:
