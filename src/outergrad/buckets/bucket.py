@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol
+from typing import Protocol, SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ class Result:
     additions: Mapping[str, Tensor] = field(default_factory=dict)
     state: State = State.GOOD
     has_autograd_grad: list[str] = field(default_factory=list)
-    digest: Tensor | int | None = None
+    digest: SupportsInt | None = None
 
 
 class Gathered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsInt
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.cost import CostModel
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
-from outergrad.messages.checksum import SummedRoom
+from outergrad.messages.checksum import Digest, SummedRoom
 from outergrad.messages.wire import State
 from outergrad.record.stats import Booking
 
@@ -60,6 +61,7 @@ class DenseBucket(Bucket):
             self._buffers.insert(0, _Buffer.of(self._params, cost))
         else:
             self._buffers.reverse()
+            self._buffers[0].close()
         return self._buffers[0]
 
     def _fill(self, context: StepContext, kept: _Buffer) -> None:
@@ -77,7 +79,7 @@ class DenseBucket(Bucket):
                 torch.mul(g, context.share, out=view)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Buffer:
     """What an all-reduce sums.
 
@@ -85,11 +87,26 @@ class _Buffer:
         room: for all of it.
         views: of the part of each parameter, in its shape.
         bookings: what it does for each of them.
+        digest: of the sum that it holds, if nobody may have asked for it yet.
     """
 
     room: SummedRoom
     views: Mapping[str, Tensor]
     bookings: Sequence[Booking]
+    digest: Digest | None = None
+
+    def summed(self) -> SupportsInt:
+        """A digest of the sum that has come; on a CPU it is computed later."""
+        if self.room.tensor.device.type != "cpu":  # nobody waits for it there
+            return self.room.checksum()
+        self.digest = Digest(self.room.checksum)
+        return self.digest
+
+    def close(self) -> None:
+        """Another sum is about to come in its place."""
+        if self.digest is not None:
+            int(self.digest)
+            self.digest = None
 
     @staticmethod
     def of(params: Mapping[str, nn.Parameter], cost: CostModel) -> _Buffer:
@@ -107,10 +124,10 @@ class _Buffer:
 class _DensePending(Pending):
     def __init__(self, work: Work, kept: _Buffer) -> None:
         self._work, self._kept = work, kept
-        self._sum: Tensor | None = None
+        self._result: Result | None = None
 
     def wait(self) -> Result:
-        buffer = self._sum = self._work.wait() if self._sum is None else self._sum
-        room = self._kept.room
-        state = State.of(*buffer[-2:].tolist())
-        return Result(self._kept.views, state=state, digest=room.checksum())
+        if self._result is None:
+            state = State.of(*self._work.wait()[-2:].tolist())
+            self._result = Result(self._kept.views, state=state, digest=self._kept.summed())
+        return self._result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ class TappedLayer:
     Attributes:
         rests: whether forwards are its own class's, and count no rows, because nothing would
             follow from them. What was announced last is announced again.
+        announced_rows: of each slot, in this site's last header: all, not rounded; None before.
     """
 
     rests = False
@@ -63,9 +64,11 @@ class TappedLayer:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
         self._batch = batch
         self._watched = [tuple(params) for params in watched]
+        self._names = [[p.name for p in params] for params in self._watched]
         self._trained = [p for params in self._watched for p in params]
         self._sink = sink
         self._live = [LiveUses() for _ in slots]
+        self.announced_rows: list[int | None] = [None] * len(self.slots)
         self._untapped = [0] * len(self.slots)
         self._awaited: list[int | None] = [None] * len(self.slots)
         self._decided = False
@@ -215,13 +218,17 @@ class TappedLayer:
         """Whether there is nothing to announce but what was announced last."""
         return self.rests and not self._live[slot].any_alive()
 
-    def announced(self, slot: int) -> tuple[int, int, torch.dtype]:
+    def announced(self, slot: int, trained: Set[str]) -> tuple[int, int, torch.dtype]:
         """Rows that the current backward will capture, that passed untapped, and their dtype.
 
         From now on their deltas are awaited, and no others.
+
+        Args:
+            slot: its number.
+            trained: parameters that the backward leaves a gradient in.
         """
         uses = self._live[slot].reached()
-        if not any(watched.accumulates() for watched in self._watched[slot]):
+        if trained.isdisjoint(self._names[slot]):
             uses = []
         self._awaited[slot] = len(uses)
         if len(uses) == 1:
@@ -271,26 +278,3 @@ class TappedLayer:
             factors = SampledUse(factors, self.rule, self.module, slot, call, node.samples)
         self._sink.on_factors(self.slots[slot], factors)
         self._count(slot, node)
-
-
-class GraphTaps:
-    """Which layers the graphs of torch.compile tap: changed twice at most, as a graph takes long.
-
-    What the first step does not want is not tapped; as soon as something of it is wanted again,
-    everything is, from then on: it costs little more than a gradient of autograd's.
-    """
-
-    def __init__(self) -> None:
-        self._settled, self._off = False, set[TappedLayer]()
-
-    def follow(self, tap_next: Mapping[TappedLayer, bool]) -> None:
-        """Takes in what a step has chosen for the next one."""
-        if not self._settled:
-            self._settled = True
-            self._off = {layer for layer, taps in tap_next.items() if not taps}
-        elif any(tap_next[layer] for layer in self._off):
-            self._off = set()
-        else:
-            return
-        for layer in tap_next:
-            layer.tap_in_graphs(tap_next=layer not in self._off)

@@ -102,6 +102,8 @@ class Encoding(Protocol):
     """The codecs that it was given, for what it does not say otherwise in `codecs`."""
     exact: bool = True
     """Whether the rows that it sends have the product of the gradient, but for their codecs."""
+    adapts: bool = True
+    """Whether `sent_rows` follows from what the sites have said in `wanted_rows`, too."""
     sketches: Sketches | None = None
     """The state of what takes `Route.REDUCE`."""
     merger: Merger | None = None

@@ -60,12 +60,11 @@ def padded(parts: Sequence[Tensor], width: int = 0) -> Tensor:
     first = parts[0]
     if len(parts) == 1 and first.shape[2] >= width:
         return first
-    if first.shape[2] >= width and all(part.shape[1:] == first.shape[1:] for part in parts):
+    groups, heights, widths = zip(*[part.shape for part in parts], strict=True)
+    if min(widths) >= width and min(widths) == max(widths) and min(heights) == max(heights):
         return torch.cat(list(parts))
-    height = max(part.shape[1] for part in parts)
-    width = max(width, *(part.shape[2] for part in parts))
-    whole = first.new_zeros(sum(len(part) for part in parts), height, width)
-    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+    whole = first.new_zeros(sum(groups), max(heights), max(width, *widths))
+    for part, view in zip(parts, whole.split(groups), strict=True):
         view[:, : part.shape[1], : part.shape[2]].copy_(part)
     return whole
 

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
+from itertools import compress
 
 import torch
 
@@ -231,9 +233,14 @@ def words_for(count: int) -> int:
 def bit_words(flags: Sequence[bool]) -> list[int]:
     """Flags as int64 words, the first in the lowest bit."""
     parts = (flags[i : i + _PER_WORD] for i in range(0, len(flags), _PER_WORD))
-    return [sum(1 << i for i, flag in enumerate(part) if flag) for part in parts]
+    return [sum(map((1).__lshift__, compress(range(len(part)), part))) for part in parts]
 
 
 def bits(words: Sequence[int], count: int) -> tuple[bool, ...]:
     """The inverse of `bit_words`."""
+    return _bits(tuple(words[: words_for(count)]), count)
+
+
+@lru_cache(maxsize=256)
+def _bits(words: tuple[int, ...], count: int) -> tuple[bool, ...]:
     return tuple(bool(words[i // _PER_WORD] >> i % _PER_WORD & 1) for i in range(count))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -45,12 +46,10 @@ class Layout:
             for dtype, members in zip(dtypes, self._extras, strict=True)
         ]
         self._fields = [piece.fields() for piece in pieces]
-        self._spots = [
-            [[self._spot(*tensor) for tensor in field.tensors()] for field in fields]
-            for fields in self._fields
-        ]
-
-        self._dtypes = {spot.dtype for fields in self._spots for spots in fields for spot in spots}
+        written = [[field.tensors() for field in fields] for fields in self._fields]
+        self._counts = [[len(tensors) for tensors in fields] for fields in written]
+        self._spots = [self._spot(*t) for fields in written for tensors in fields for t in tensors]
+        self._dtypes = {spot.dtype for spot in self._spots}
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
         """The place of the next tensor, behind those before it."""
@@ -75,12 +74,18 @@ class Layout:
     def views(self, message: Tensor) -> list[PieceView | None]:
         """Each payload, to be filled or read; None where there is nothing."""
         typed = {dtype: message.view(dtype) for dtype in self._dtypes}
-        written = [
-            [[spot.view(typed[spot.dtype]) for spot in spots] for spots in fields]
-            for fields in self._spots
+        start = {dtype: t.storage_offset() for dtype, t in typed.items()}
+        tensors = iter(
+            [  # without a call for each
+                typed[dtype].as_strided(shape, strides, start[dtype] + offset)
+                for shape, strides, offset, dtype in self._spots
+            ]
+        )
+        triples = zip(self.pieces, self._fields, self._counts, strict=True)
+        return [
+            PieceView(piece, fields, [list(islice(tensors, n)) for n in counts]) if fields else None
+            for piece, fields, counts in triples
         ]
-        triples = zip(self.pieces, self._fields, written, strict=True)
-        return [PieceView(*own) if own[1] else None for own in triples]
 
     def filled(self, message: Tensor, kind: type[Source]) -> list[tuple[Piece, PieceView]]:
         """What there is of slots, or of blocks, with its place in a message."""

@@ -153,8 +153,9 @@ class Preamble:
         told = words[start : start + len(expected.wanted_rows)]
         own = (expected.fingerprint, expected.step, expected.bucket, rank)
         try:
-            wanted_rows = tuple(bounded("rows:", rows, MOST_ROWS) for rows in told)
-            return Preamble(*own, State(words[_STATE]), flags, wanted_rows, total)
+            for extreme in (min(told), max(told)) if told else ():
+                bounded("rows:", extreme, MOST_ROWS)
+            return Preamble(*own, State(words[_STATE]), flags, tuple(told), total)
         except ValueError as error:
             what = f"a message of site {rank} says what cannot be: {error}"
             raise RefusedError(what, rank) from None

@@ -66,6 +66,8 @@ class DAD(Settings):
 class DADCompressor(Compressor):
     """Decides by bytes between factors and dense, and makes the factors."""
 
+    adapts = False
+
     def __init__(self, method: DAD, replays: Replays | None = None) -> None:
         self.forced = method.always
         self._canonical = method.reveal == "gradient"

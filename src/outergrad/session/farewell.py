@@ -113,7 +113,7 @@ class Farewell:
             return False
         goes_on = ended == "session" and len(self._group.attached) > 0
         pact, about = self._group.pact, {"goes_on": goes_on, "why": why, "ended": ended}
-        known = {"ends": self._group.ends, "made": pact.made, "digests": dict(pact.digests)}
+        known = {"ends": self._group.ends, "made": pact.made, "digests": pact.told}
         standing = Standing(0, self._session, **known, **about)
         self._notes.leave_at_end(standing.text(), of_process=ended == "process")
         return True

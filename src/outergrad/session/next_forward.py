@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from outergrad.capture.tapped_layer import GraphTaps, TappedLayer
+from outergrad.capture.graph_taps import GraphTaps
+from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.model import Choice
 from outergrad.core.types import Source, Unit
 
@@ -32,7 +33,8 @@ class NextForward:
 
     def taps(self, sources: Sequence[Source]) -> bool:
         """Whether the unit of some of these is tapped."""
-        return any(self.tap_next[self._unit_of[source]] for source in sources)
+        units = map(self._unit_of.__getitem__, sources)
+        return any(map(self.tap_next.__getitem__, units))
 
     def follow(self, units: Sequence[Unit], choice: Choice) -> bool:
         """Goes by what a step of these units has chosen; False if that is nothing new."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from outergrad.capture.weighting import Weighting
 from outergrad.messages.header import Join
 from outergrad.planning.plan import Planner
@@ -40,9 +42,42 @@ class Repeating(FollowingUp):
         quiet = self._reporter.is_silent and not any(self._buffers.written())
         if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
             return None
-        if not (pattern.rests and self._rest) and not self._header_builder.uses_as(pattern.own):
+        if not (pattern.rests and self._rest) and not self._header_builder.uses_as(
+            pattern.own, used
+        ):
             return None
         return RepeatedStep(pattern, task, number, pact, self._votes)
+
+    def _in_full(self) -> Any:
+        """The step that runs, as one that may go every way, with what was sent of it."""
+        step = self._step
+        if isinstance(step, RepeatedStep):
+            on_transport(self._comm.key).running.remove(self)
+            self._pattern = None
+            self._step = self._synchronised(step.task, set(step.used), before=step)
+        return self._step
+
+    def _succeeds(self, step: RepeatedStep) -> bool:
+        try:
+            return step.succeeds()
+        except BaseException:  # an interrupt
+            self._comm.take_turn(0)
+            full = self._in_full()
+            self._close(full)
+            self._take_note(full)
+            raise
+
+    def _synchronised(self, task: int, used: set[str], **more: Any) -> Any:
+        """Begins a step that may go every way; what was begun of one like the last goes on."""
+        raise NotImplementedError
+
+    def _close(self, step: Any) -> None:
+        """What follows from the end of a step."""
+        raise NotImplementedError
+
+    def end_unfinished(self, *, unless: int) -> None:
+        """Ends a step whose backward raised here, so that all sites are in step again."""
+        raise NotImplementedError
 
     def _pact(self) -> Pact | None:
         """What this site promises the others, if they have a board to agree on."""

@@ -122,25 +122,6 @@ class Stepping(Repeating):
         at_end_of_backward(lambda: self._end(task))
         return step
 
-    def _in_full(self) -> Any:
-        """The step that runs, as one that may go every way, with what was sent of it."""
-        step = self._step
-        if isinstance(step, RepeatedStep):
-            on_transport(self._comm.key).running.remove(self)
-            self._pattern = None
-            self._step = self._synchronised(step.task, set(step.used), before=step)
-        return self._step
-
-    def _succeeds(self, step: RepeatedStep) -> bool:
-        try:
-            return step.succeeds()
-        except BaseException:  # an interrupt
-            self._comm.take_turn(0)
-            full = self._in_full()
-            self._close(full)
-            self._take_note(full)
-            raise
-
     def _unsynchronised(self, task: int, used: set[str]) -> UnsyncedStep:
         several, self._due_parts = self._several, None
         refuse_leftover(self._leftover(), self._transform)
@@ -176,7 +157,7 @@ class Stepping(Repeating):
         points, trained = (self._joint.points(), self._joint.params) if self._joint else ([], [])
         agreed = due_parts.carried_over, described(points) if self._joint else None
         loop = Loop(self._weighting.take(), self._join, self._buffers.written())
-        about = Announced(self._stats.step, announced, waiting, *agreed, loop)
+        about = Announced(self._stats.step, announced, waiting, *agreed, loop, due_parts.used)
         header = due_parts.due.header_builder.header(about)
         if getattr(self._transform, "forms", False):
             uses = tuple(replace(use, tapped=False) for use in header.uses)

@@ -57,7 +57,9 @@ class DueParts:
 
     def shares(self, slots: Sequence[Slot]) -> bool:
         """Whether some of these slots are due."""
-        return self.due is not None and any(s.weight in self.due.model.params for s in slots)
+        if self.due is None or self.later is None:
+            return self.due is not None
+        return any(s.weight in self.due.model.params for s in slots)
 
 
 class Cadence:

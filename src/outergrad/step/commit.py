@@ -10,13 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import SupportsInt
 
 import torch
-from torch import Tensor
 
 from outergrad.core.errors import ExchangeError, Failure, RefusedError
 from outergrad.core.transport import Comm, Work
-from outergrad.messages.checksum import combined
+from outergrad.messages.checksum import Digest, combined
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, WORDS, Subjects, Verdict, Vote
 from outergrad.messages.wire import State
@@ -46,7 +47,7 @@ class Ballot:
     def __init__(self, comm: Comm, header: Header, subjects: Subjects) -> None:
         self._comm, self._subjects = comm, subjects
         self._vote = Vote(header.fingerprint, header.step, header.rank)
-        self._sums: list[Tensor | int] = []
+        self._sums: list[SupportsInt] = []
         self._first: int | None = None
         self._heard = State.GOOD
         self._work: Work | None = None
@@ -59,11 +60,11 @@ class Ballot:
         """Posts the receives of the others' votes in a turn."""
         self._comm.expect([WORDS] * self._comm.world_size, turn, torch.int64, lane=_LANE)
 
-    def note_sum(self, digest: Tensor | int) -> None:
+    def note_sum(self, digest: SupportsInt) -> None:
         """A digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
 
-    def cover(self, first: int, digest: int) -> None:
+    def cover(self, first: int, digest: SupportsInt) -> None:
         """The vote is about steps before, too, that nobody has voted on.
 
         Args:
@@ -84,9 +85,9 @@ class Ballot:
         return self._vote.fingerprint
 
     @property
-    def digest(self) -> int:
-        """Of all that this site received, which all sites did."""
-        return combined(map(int, self._sums))
+    def digest(self) -> Digest:
+        """Of all that this site received so far, which all sites did."""
+        return Digest(partial(combined, tuple(self._sums)))
 
     def hear(self, state: State) -> None:
         """The worst state that messages of this step told of."""
@@ -125,7 +126,7 @@ class Ballot:
             index = NOTHING if param is None else self._index(param)
             self._vote = replace(self._vote, verdict=verdict, param=index, site=NOTHING)
         good = verdict == Verdict.GOOD
-        self._vote = replace(self._vote, digest=self.digest if good else 0)
+        self._vote = replace(self._vote, digest=int(self.digest) if good else 0)
         if good:
             self.note_part()
         words, began = self._comm.control(self._vote.words()), time.monotonic()

@@ -44,6 +44,7 @@ class Announced:
             there always are headers: a site must not wait for a mean that others do not take.
         loop: what the loop around the backward makes of it. Inside `session.join()` there always
             are headers, so that all know in time who has run out.
+        trained: parameters of `used` that the backward itself leaves a gradient in.
     """
 
     step: int
@@ -52,26 +53,41 @@ class Announced:
     carried_over: CarriedOver = field(default_factory=CarriedOver)
     joint: tuple[int, int] | None = None
     loop: Loop = PLAIN
+    trained: Set[str] = frozenset()
 
 
 _NOTHING_LEFT = CarriedOver()
 
 
-class HeaderBuilder:
-    """Writes the headers of a session.
+@dataclass
+class _Entry:
+    """A slot, and what was announced of it last.
 
     Attributes:
-        rows: per slot, what this site's last header was written from: all rows, not rounded.
+        slot: the slot.
+        params: of its unit.
+        layer: which makes its products.
+        number: of the slot among those of the layer.
+        seen: what the layer said; None where something else came to that.
+        use: what was announced.
     """
+
+    slot: Slot
+    params: tuple[str, ...]
+    layer: TappedLayer
+    number: int
+    seen: tuple[int, int, torch.dtype] | None = None
+    use: SlotUse | None = None
+
+
+class HeaderBuilder:
+    """Writes the headers of a session."""
 
     def __init__(self, model: Model, fingerprint: int, comm: Comm, blocks: Blocks) -> None:
         self._model, self._fingerprint, self._comm = model, fingerprint, comm
         self._blocks = blocks
-        self._unit_of = {slot: unit for unit in model.units for slot in unit.slots}
         self._place: dict[Slot, tuple[TappedLayer, int]] = {}
-        self.rows: dict[Slot, int] = {}
-        self._uses: dict[Slot, SlotUse] = {}
-        """What was announced last."""
+        self._entries: list[_Entry] = []
 
     def add(self, layer: TappedLayer) -> None:
         """Takes note of a layer whose class was swapped."""
@@ -80,8 +96,23 @@ class HeaderBuilder:
     def of(self, model: Model) -> HeaderBuilder:
         """Of a part of the model."""
         part = HeaderBuilder(model, self._fingerprint, self._comm, self._blocks)
-        part._place, part.rows = self._place, self.rows
+        part._place = self._place
         return part
+
+    @property
+    def rows(self) -> dict[Slot, int]:
+        """Per slot, what this site's last header was written from: all rows, not rounded."""
+        said = {slot: layer.announced_rows[k] for slot, (layer, k) in self._place.items()}
+        return {slot: rows for slot, rows in said.items() if rows is not None}
+
+    def _of_slots(self) -> list[_Entry]:
+        """In the order of the model."""
+        if not self._entries:  # layers are added after it is made
+            unit_of = {slot: unit for unit in self._model.units for slot in unit.slots}
+            self._entries = [
+                _Entry(slot, unit_of[slot].params, *self._place[slot]) for slot in self._model.slots
+            ]
+        return self._entries
 
     def header(self, about: Announced) -> Header:
         """What this site announces in a backward; accumulated gradients count as used."""
@@ -89,17 +120,23 @@ class HeaderBuilder:
         waiting = {name for name in about.unshared if params[name].grad is not None}
         has_gradient = tuple(map((about.used | waiting).__contains__, params))
         formed = waiting - about.carried_over.params
-        uses = [self._use(slot, formed, about.carried_over) for slot in self._model.slots]
+        told = formed, about.carried_over, about.trained
+        uses = [self._use(entry, *told) for entry in self._of_slots()]
         uses += [self._block_use(block, formed) for block in self._model.blocks]
         alone = len(on_transport(self._comm.key).attached) == 1 and joint is None
         alone = alone and loop.join == Join.NONE
         own = (self._fingerprint, about.step, self._comm.rank)
         return Header(*own, has_gradient, tuple(uses), alone, joint or (0, 0), *loop)
 
-    def uses_as(self, header: Header) -> bool:
-        """Whether a backward uses all layers as a header says, where nothing was left before it."""
-        pairs = zip(self._model.slots, header.uses, strict=True)
-        return all(self._use(slot, set(), _NOTHING_LEFT) == use for slot, use in pairs)
+    def uses_as(self, header: Header, used: Set[str]) -> bool:
+        """Whether a backward uses all layers as a header says, where nothing was left before it.
+
+        Args:
+            header: of another one.
+            used: parameters that the backward leaves a gradient in.
+        """
+        pairs = zip(self._of_slots(), header.uses, strict=True)
+        return all(self._use(entry, set(), _NOTHING_LEFT, used) == use for entry, use in pairs)
 
     def absent(self, step: int, loop: Loop) -> Header:
         """Of a site that uses nothing in a step."""
@@ -114,18 +151,24 @@ class HeaderBuilder:
         suffices = untapped == 0 and formed.isdisjoint(block.params)
         return BlockUse(min(nbytes + _rounded_up(untapped), MOST_ROWS - 1), suffices)
 
-    def _use(self, slot: Slot, formed: set[str], carried_over: CarriedOver) -> SlotUse:
-        layer, k = self._place[slot]
-        known = self._uses.get(slot) if layer.is_known(k) else None
-        if known is not None and not carried_over.stacked:
-            return known
-        tapped, untapped, dtype = layer.announced(k)
-        rows, dtype = carried_over.announced(slot, tapped, dtype)
-        suffices = untapped == 0 and formed.isdisjoint(self._unit_of[slot].params)
-        unseen = untapped + (carried_over.formed.get(slot, 0) if slot.weight in formed else 0)
-        self.rows[slot] = rows + unseen
-        use = self._uses[slot] = SlotUse(rows + _coarse(slot, unseen), suffices, dtype)
-        return use
+    def _use(
+        self, entry: _Entry, formed: set[str], carried_over: CarriedOver, trained: Set[str]
+    ) -> SlotUse:
+        layer, k, use = entry.layer, entry.number, entry.use
+        if use is not None and layer.is_known(k) and not carried_over.stacked:
+            return use
+        seen = tapped, untapped, dtype = layer.announced(k, trained)
+        plain = not (formed or carried_over.stacked)
+        if use is not None and plain and seen == entry.seen:
+            layer.announced_rows[k] = tapped + untapped
+            return use
+        rows, dtype = carried_over.announced(entry.slot, tapped, dtype)
+        suffices = untapped == 0 and formed.isdisjoint(entry.params)
+        left = carried_over.formed.get(entry.slot, 0) if entry.slot.weight in formed else 0
+        layer.announced_rows[k] = rows + untapped + left
+        entry.seen = seen if plain else None
+        entry.use = SlotUse(rows + _coarse(entry.slot, untapped + left), suffices, dtype)
+        return entry.use
 
 
 def _coarse(slot: Slot, rows: int) -> int:

@@ -54,15 +54,14 @@ class LateStep:
         self._comm, self._pact, self._votes = comm, pact, votes
         self._averages = joint is not None and joint.averages
         self._began = 0.0
-        self.is_taken = False
+        self.is_taken = self._is_late = False
 
     @property
     def waits_s(self) -> float:
         """For how long this site has been waiting for what it waits for now."""
         return self._receiver.waits_s
 
-    @property
-    def _is_late(self) -> bool:
+    def _may_be_late(self) -> bool:
         """Whether nobody can refuse the step once all its messages are there.
 
         Then it is applied before there are votes: these are counted at the end of the next one.

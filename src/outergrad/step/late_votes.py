@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, SupportsInt
 
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.messages.wire import State
@@ -31,7 +31,8 @@ class LateVotes:
     def __init__(self) -> None:
         self._ballot: Ballot | None = None
         self._step: Any = None
-        self._left, self.digest = 0, 0
+        self._left = 0
+        self.digest: SupportsInt = 0
         self.first: int | None = None
 
     @property

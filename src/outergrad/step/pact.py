@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsInt
 from weakref import ref
 
 from outergrad.comm.standing import Standing
@@ -88,7 +88,7 @@ class Pact:
 
     def __init__(self) -> None:
         self.made, self.frozen, self.session, self.asked = 0, False, 0, 0
-        self.digests: dict[int, int] = {}
+        self.digests: dict[int, SupportsInt] = {}
         self._of_all: Digests | None = None
         self._sent = False
         self._last: _Step | None = None
@@ -113,7 +113,7 @@ class Pact:
             self._sent = True
 
     def makes(
-        self, session: int, step: Kept | None, *, applied: bool, digest: int | None = None
+        self, session: int, step: Kept | None, *, applied: bool, digest: SupportsInt | None = None
     ) -> None:
         """A step comes to its end here.
 
@@ -133,7 +133,7 @@ class Pact:
             if digest is not None:
                 self._note_digest(session, digest)
 
-    def _note_digest(self, session: int, digest: int) -> None:
+    def _note_digest(self, session: int, digest: SupportsInt) -> None:
         self.digests.pop(session, None)
         if len(self.digests) == MOST_SESSIONS:
             del self.digests[next(iter(self.digests))]
@@ -145,12 +145,18 @@ class Pact:
 
     # -- what the watcher answers ---------------------------------------------------------------
 
+    @property
+    def told(self) -> dict[int, int]:
+        """The digests, as other sites are told of them."""
+        with self._lock:
+            return {session: int(digest) for session, digest in self.digests.items()}
+
     def digests_of_all(self, comm: Comm) -> Digests:
         """What is known of what all sites have received, in as many steps as this one has made."""
         with self._lock:
             if self._of_all is None or self._of_all.made != self.made:
                 own = comm.rank, comm.world_size, self.made
-                self._of_all = Digests(*own, dict(self.digests))
+                self._of_all = Digests(*own, self.told)
             return self._of_all
 
     def message_to(self, site: int, made: int, place: int) -> bytes | None:

@@ -218,6 +218,7 @@ class RepeatedStep:
 
     def _received(self) -> list[Result] | None:
         """What the messages brought, all but the last written; None if not all is good."""
+        int(self._votes.digest)  # of the last step: there is time while messages travel
         results: list[Result] = []
         for bucket, pending in self.sent:
             result = self._awaited(bucket, pending)

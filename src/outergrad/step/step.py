@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from outergrad.buckets.bucket import Bucket, Pending
 from outergrad.core.errors import ExchangeError, RefusedError
-from outergrad.core.model import Choice
 from outergrad.core.types import Unit
 from outergrad.linalg.gradients import scaled
-from outergrad.messages.header import Header, digest
+from outergrad.messages.header import Header
 from outergrad.messages.vote import MEAN_DELTAS, Subjects, Verdict
 from outergrad.messages.wire import State
 from outergrad.record.stats import Since, Stats
@@ -21,15 +19,14 @@ from outergrad.step import param_grad
 from outergrad.step.buffer_message import BufferMessage
 from outergrad.step.commit import Ballot
 from outergrad.step.decision import Decision
-from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointStep, Point
-from outergrad.step.late import LateStep
 from outergrad.step.readiness import Readiness
 from outergrad.step.receiving import Receiver
 from outergrad.step.spec import Begun, StepSpec
+from outergrad.step.starting import StartingStep
 
 
-class SharedStep(LateStep):
+class SharedStep(StartingStep):
     """A backward whose gradients become the mean over the sites.
 
     The plan follows from the headers of all sites. They are exchanged first, or, where the last
@@ -47,7 +44,6 @@ class SharedStep(LateStep):
         self._joint = spec.joint or JointStep((), comm)
         self._buffers: BufferMessage | None = None
         self._since = Since(comm)
-        self.choice: Choice | None = None
         self.decision: Decision | None = None
         self._model, self._planner = model, planner
         self.captured = spec.captured()
@@ -57,8 +53,6 @@ class SharedStep(LateStep):
         self._buckets: list[Bucket] = []
         self._sent: list[tuple[Bucket, Pending]] = []
         self._goes_on = spec.before is not None
-        self.lengths: object = None
-        """Of its messages, by which sites take turns; None where others' may come between."""
         self._lost_by: ExchangeError | None = None
         self.context = spec.context(self.captured)
         self._receiver = Receiver(planner, self.context)
@@ -92,12 +86,6 @@ class SharedStep(LateStep):
         for name in before.ready:
             self._readiness.note(name)
 
-    def _announce(self, header: Header) -> None:
-        """Starts the exchange of headers."""
-        words = self._comm.control(header.words())
-        self.context.header = header
-        self._announced = self._comm.all_gather(words, [len(words)] * self._comm.world_size)
-
     @property
     def buckets(self) -> Sequence[Bucket]:
         """Its messages, once there is a plan."""
@@ -123,77 +111,6 @@ class SharedStep(LateStep):
         except RefusedError as error:
             self._ballot.refuse(error, MEAN_DELTAS)
             return own  # backward goes on to the vote, with what nobody will apply
-
-    def on_ready(self, name: str) -> None:
-        """Starts messages in their fixed order, as far as they are ready.
-
-        What starts depends on the place in the program alone, never on timing: collectives of
-        others on the same group may come between, in the same places on every site. The last
-        message waits for the end of backward: a site that raises can always still say so. All
-        wait for it where a transform has to see all layers.
-        """
-        self._readiness.note(name)
-        if self._holds_back:
-            return
-        if self.choice is None and not self._readiness.are_ready(self._planner.packer.opening):
-            return
-        self.agreed()
-        while len(self._sent) < len(self._buckets) - 1:
-            if not self._readiness.are_ready(self._buckets[len(self._sent)].params):
-                return
-            self._start()
-
-    def _adopt(self) -> None:
-        """Takes the plan from the headers of all sites."""
-        with self._receiver.waiting():
-            words = [part.tolist() for part in self._announced.wait()]
-        ours = self.context.header
-        headers = [Header.parse(w, ours, rank) for rank, w in enumerate(words)]
-        self._ballot.note_sum(digest(words))
-        self._plan(headers)
-        self._joint.check([header.joint for header in headers])
-        self._planner.header_cache.exchanged(headers)
-
-    def agreed(self) -> Sequence[Header]:
-        """The headers of all sites, once they have come."""
-        if self.choice is None:
-            self._adopt()
-        return self.context.headers
-
-    def _plan(self, headers: list[Header]) -> None:
-        self.context.take(headers)
-        self.choice = self._planner.adopt(headers, self.context.used)
-        self._buckets = self._planner.packer.buckets(self.choice)
-        self._buffers = BufferMessage(self._shared_buffers, self.context)
-        alone = all(header.alone for header in headers)  # else others' messages may come between
-        if alone and not self._goes_on:
-            self._take_turn(self._buffers)
-
-    def _take_turn(self, buffers: BufferMessage) -> None:
-        """Posts the receives of this step, and of the next as if its messages had these lengths."""
-        of_buckets = [bucket.lengths(self.context) for bucket in self._buckets]
-        self.lengths = self.context.header.fingerprint, of_buckets, buffers.sizes
-        turn, expected = on_transport(self._comm.key).turns.begin(self.lengths)
-        self._comm.take_turn(turn)
-        for expected_turn in expected:
-            for bucket in self._buckets:
-                bucket.expect(self.context, expected_turn)
-            buffers.expect(expected_turn)
-        if self._votes.are_due or not self._is_late:  # votes follow what comes in this turn
-            self._ballot.expect(turn)
-
-    def _start(self) -> None:
-        """Starts the next message."""
-        bucket = self._buckets[len(self._sent)]
-        if len(self._sent) == len(self._buckets) - 1:
-            self._sends_last()
-        if self.context.state == State.GOOD:
-            if self._transforming is not None:
-                self._transforming.apply(bucket.params)
-            for name in bucket.dense_params:
-                self.captured.settle(name)
-        with torch.no_grad():
-            self._sent.append((bucket, bucket.start(self.context)))
 
     @property
     def applied(self) -> bool:
@@ -288,23 +205,6 @@ class SharedStep(LateStep):
         if self.needs_no_votes:
             return self._applied_at_once(last)
         return self._voted_on(last)
-
-    def _start_all(self) -> None:
-        """Starts what is left; if that raises here, the others must hear of it."""
-        try:
-            self._start_rest()
-        except ExchangeError:
-            raise
-        except Exception as error:
-            if self.choice is None:  # without a plan, which is the same on all sites
-                raise
-            self._receiver.fail(error)
-            self._start_rest()
-
-    def _start_rest(self) -> None:
-        self.agreed()
-        while len(self._sent) < len(self._buckets):
-            self._start()
 
     def _start_again(self) -> None:
         """Makes a plan for what the sites really have; what was settled stays in `param.grad`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
-from outergrad.messages.checksum import SummedRoom, checksum, combined
+from outergrad.messages.checksum import Digest, SummedRoom, checksum, combined
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 65, 512, 1037])
@@ -45,3 +48,22 @@ def test_every_bit_in_a_summed_room_is_seen(dtype: torch.dtype, size: int) -> No
         whole[k] ^= 1 << k % 8
         assert int(room.checksum()) != before, k
         whole[k] ^= 1 << k % 8
+
+
+def test_a_digest_is_computed_once_whoever_asks():
+    calls, found = [], []
+
+    def compute():
+        calls.append(1)
+        time.sleep(0.02)
+        return len(calls)
+
+    digest = Digest(compute)
+    assert not calls
+    threads = [threading.Thread(target=lambda: found.append(int(digest))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1] * 4
+    assert combined([digest, 2]) == combined([1, 2])

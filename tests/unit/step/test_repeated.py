@@ -14,6 +14,7 @@ from torch import nn
 
 import outergrad as og
 from cases import Events
+from outergrad.buckets.dense import _Buffer
 from outergrad.session.stepping import Stepping
 from outergrad.step.repeated import RepeatedStep
 from ranks import run_ranks
@@ -288,6 +289,21 @@ def test_two_sessions_on_a_group_take_turns(repeated):
     assert not repeated  # only headers tell them apart
 
 
+@pytest.mark.parametrize("name", ["plain", "other_rows", "left_out_here", "raising"])
+def test_digests_are_of_the_sums_that_came(name, repeated, monkeypatch):
+    """They are computed later, but before a buffer is used again."""
+    found, before = [], _Buffer.summed
+
+    def summed(kept):
+        found.append((int(kept.room.checksum()), before(kept)))
+        return found[-1][1]
+
+    monkeypatch.setattr(_Buffer, "summed", summed)
+    run_ranks(2, lambda rank, group: Run(rank, group, LOOPS[name], method=og.Dense()).go())
+    assert len(found) >= 2 * STEPS
+    assert all(int(late) == at_once for at_once, late in found)
+
+
 def test_sums_that_differ_are_found(repeated, monkeypatch):
     """One site's differs in a step that is like the last; the vote comes three steps later."""
     before = RepeatedStep._received
@@ -295,7 +311,7 @@ def test_sums_that_differ_are_found(repeated, monkeypatch):
     def received(step):
         results = before(step)
         if step.context.header.step == 13 and step.context.comm.rank == 1:
-            results[-1].digest = results[-1].digest + 1
+            results[-1].digest = int(results[-1].digest) + 1
         return results
 
     monkeypatch.setattr(RepeatedStep, "_received", received)

@@ -46,7 +46,7 @@ class Warm(NamedTuple):
         """What decides who is computed together."""
         gradient = self.part.gradient
         tensors = (gradient,) if isinstance(gradient, Tensor) else gradient[:2]
-        shapes, dtypes = zip(*((t.shape, t.dtype) for t in tensors), strict=True)
+        shapes, dtypes = zip(*[(t.shape, t.dtype) for t in tensors], strict=True)
         return Form(self.part.rows, self.residual is not None, self.whole, dtypes, shapes)
 
 

@@ -61,7 +61,7 @@ class LowRankCompressor(Compressor):
         self._build(settings)
 
     def _build(self, settings: LowRankSettings) -> None:
-        self._settings = settings
+        self._settings, self.adapts = settings, settings.adapts
         self.bucket_bytes = settings.bucket_bytes
         self.wire, self.takes_vectors = settings.codecs, bool(settings.vectors)
         self._sums = not drops(settings.codecs) and not settings.vectors
