@@ -178,6 +178,15 @@ class Comm(Protocol):
             timeout_s: the shortest `patience_s`.
         """
 
+    def took_part(self, session: int, first: int, last: int) -> None:
+        """Takes note that this site has all messages of some steps; it may do nothing.
+
+        Args:
+            session: fingerprint of the one whose steps they are.
+            first: of the steps.
+            last: of them, included.
+        """
+
     def notes(self, session: int) -> Notes | None:
         """Where a site that leaves in order tells the others; None where there is no such place.
 

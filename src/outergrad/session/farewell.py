@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, finalize
 
 from outergrad.comm.standing import Standing
 from outergrad.core.transport import Comm, Notes
+from outergrad.star.transport import leave_all_stars
 from outergrad.step.groups import Sessions, on_transport
 
 _SETTLES_S = 6.0
@@ -40,8 +41,8 @@ def say_farewell(comm: Comm, session: int) -> None:
         sys.excepthook = _on_error
 
 
-def _at_exit() -> None:
-    """Leaves word of the end, before watchers end, and settles."""
+def leave_all() -> None:
+    """Leaves word of the end of this process, before watchers end; settles, and hangs up."""
     settling = list[threading.Thread]()
     for comm, (farewell, end) in list(_farewells.items()):
         if not farewell.is_own:
@@ -56,6 +57,7 @@ def _at_exit() -> None:
     until = time.monotonic() + _SETTLES_S
     for settle in settling:
         settle.join(max(until - time.monotonic(), 0.0))
+    leave_all_stars()
 
 
 def _settle(sessions: list[Any]) -> None:
@@ -63,7 +65,7 @@ def _settle(sessions: list[Any]) -> None:
         session.settle_at_exit()
 
 
-atexit.register(_at_exit)
+atexit.register(leave_all)
 
 
 def end_session(comm: Any) -> None:

@@ -12,18 +12,16 @@ from torch import Tensor
 from outergrad.comm.cost import BlindStarCost, StarCost
 from outergrad.comm.work import Ready
 from outergrad.core.transport import Comm, Enough
-from outergrad.messages.vote import WORDS
 from outergrad.star.arrivals import Arrival
-from outergrad.star.frames import ALL, UNKNOWN, VOTES, Kind
+from outergrad.star.board import AT_END, AT_EXIT, StarBoard
+from outergrad.star.frames import ALL, Kind
 from outergrad.star.line import Line
 from outergrad.star.place import Place
 from outergrad.star.sealing import TAG_BYTES, Seal
 from outergrad.star.sums import DTYPES, added
 
-_STEP_WORD = 2
-"""Of a vote."""
-_WORD, _AT_EXIT, _AT_END = "word", "exit", "end/{}"
-"""Names of texts; of several that a site has left, the first counts."""
+_WORD = "word"
+"""Name of the text that a site leaves when it gives up."""
 
 
 class StarComm(Comm):
@@ -50,6 +48,8 @@ class StarComm(Comm):
         self.cost = (StarCost if seal is None else BlindStarCost)(self.world_size)
         self.patience_s = patience_s
         self.sent_bytes = self.received_bytes = 0
+        if self.world_size > 1:
+            self.board = StarBoard(line, patience_s, seal)
 
     def all_reduce(self, t: Tensor) -> StarWork | Ready:
         """By the hub, in float64, in the order of sites."""
@@ -67,7 +67,7 @@ class StarComm(Comm):
         """This site's to every other."""
         others = (sum(sizes) - sizes[self.rank]) * t.itemsize
         self._book(*self.cost.all_gather(t.nbytes, others))
-        place = self._line.place(Kind.GATHER, lane, _step_of(t, lane))
+        place = self._line.place(Kind.GATHER, lane)
         arrival = self._line.expect(place, self._expected(sizes, t.itemsize))
         self._send(place, t)
         return self._work(place, arrival, self._in_order(t.clone()))
@@ -93,6 +93,10 @@ class StarComm(Comm):
             self._send(place, t)
         self._work(place, arrival, lambda rooms: rooms and _copy_into(t, rooms[0])).wait()
 
+    def took_part(self, session: int, first: int, last: int) -> None:
+        """The hub notes it in its log when all sites have said so."""
+        self._line.tell(Kind.PART, f"{session} {first} {last}".encode())
+
     def notes(self, session: int) -> StarNotes:
         """On the line."""
         return StarNotes(self._line, session)
@@ -115,12 +119,10 @@ class StarComm(Comm):
         self._line.leave()
 
     def _texts(self, session: int) -> list[str | None]:
-        names = (_WORD, _AT_EXIT, _AT_END.format(session))
-        left = self._line.texts
-        return [
-            next((left[site, name] for name in names if (site, name) in left), None)
-            for site in range(self.world_size)
-        ]
+        """The word that a site has given up counts before that of its end."""
+        left, ended = self._line.texts, StarBoard(self._line, self.patience_s).farewell
+        sites = range(self.world_size)
+        return [left.get((site, _WORD)) or ended(site, session) for site in sites]
 
     def _expected(self, sizes: Sequence[int], itemsize: int) -> dict[int, int]:
         others = (site for site in range(self.world_size) if site != self.rank and sizes[site])
@@ -203,7 +205,7 @@ class StarNotes:
 
     def leave_at_end(self, text: str, *, of_process: bool) -> None:
         """By the hub, which keeps it for those that have not heard it."""
-        name = _AT_EXIT if of_process else _AT_END.format(self._session)
+        name = AT_EXIT if of_process else AT_END.format(self._session)
         self._line.leave_text(name, text)
 
     def stay(self, sites: Sequence[int]) -> None:
@@ -225,9 +227,3 @@ def _copy_into(t: Tensor, room: np.ndarray) -> Tensor:
 
 def _name(t: Tensor) -> str:
     return str(t.dtype).removeprefix("torch.")
-
-
-def _step_of(t: Tensor, lane: int) -> int:
-    """Of a vote: the log of the hub tells of it."""
-    is_vote = lane == VOTES and t.dtype == torch.int64 and t.numel() == WORDS
-    return int(t[_STEP_WORD]) if is_vote else UNKNOWN

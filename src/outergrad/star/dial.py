@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 import weakref
@@ -101,9 +100,8 @@ class Dialler:
 _DIALLERS: weakref.WeakSet[Dialler] = weakref.WeakSet()
 
 
-@atexit.register
 def finish_all() -> None:
-    """When Python ends, what was sent has to arrive."""
+    """What was sent has to arrive before the process ends."""
     for dialler in list(_DIALLERS):
         dialler.finish()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 MAGIC, VERSION = b"OGST", 1
 MOST_BYTES = 1 << 20
@@ -14,15 +14,12 @@ MOST_BYTES = 1 << 20
 MOST_MESSAGE_BYTES = MOST_BYTES + (1 << 16)
 """Of the frames that travel as one message of gRPC."""
 LANES = 8
-VOTES = 2
-"""The lane in which sites vote on a step (`step/commit.py`)."""
 ALL = 0xFFFF
 """In the place of a recipient, whoever it is for; in that of a sender, the hub."""
-UNKNOWN = -1
 
-_HEADER = struct.Struct("!4sBBBBQQQqHHQQII")
+_HEADER = struct.Struct("!4sBBBBQQQHHQQII")
 HEADER_BYTES = _HEADER.size
-_LEAST_CHUNK, _ALIGNED = 1 << 15, 64
+_LEAST_CHUNK, _FIRST_CHUNK, _ALIGNED = 1 << 16, 1 << 14, 64
 
 
 class Kind(IntEnum):
@@ -48,6 +45,16 @@ class Kind(IntEnum):
     """The sender leaves, or is lost."""
     FAULT = 10
     """The run cannot go on, and why."""
+    FIRST = 11
+    """To be written on the board, unless something stands there."""
+    PUT = 12
+    """To be written on the board, over what stands there."""
+    GET = 13
+    """Asks what stands on the board."""
+    ANSWER = 14
+    """What stands on the board then; `number` is that of the question."""
+    PART = 15
+    """The sender took part in some steps: for the log."""
 
 
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.ACK})
@@ -59,8 +66,7 @@ class MalformedError(ValueError):
     """Bytes are not what a site, or the hub, sends."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A message, or a chunk of one.
 
     Attributes:
@@ -71,7 +77,6 @@ class Frame:
         run: which the sites have agreed on by the hub.
         sequence: counts the frames from this side to the other.
         number: of the collective in its lane.
-        step: that the sender says it is in, or UNKNOWN.
         sender: rank of a site.
         recipient: rank of a site.
         offset: of the payload in the whole message, bytes.
@@ -86,7 +91,6 @@ class Frame:
     run: int = 0
     sequence: int = 0
     number: int = 0
-    step: int = UNKNOWN
     sender: int = ALL
     recipient: int = ALL
     offset: int = 0
@@ -102,7 +106,7 @@ class Frame:
         checksum = zlib.crc32(self.payload) if self.checksum is None else self.checksum
         return _HEADER.pack(
             *(MAGIC, VERSION, self.kind, self.lane, self.dtype, self.run, self.sequence),
-            *(self.number, self.step, self.sender, self.recipient, self.offset, self.total),
+            *(self.number, self.sender, self.recipient, self.offset, self.total),
             *(len(self.payload), checksum),
         )
 
@@ -155,9 +159,22 @@ def _checked(kind: int, payload: memoryview, *fields: int) -> Frame:
 
 
 def chunk_bytes(total: int) -> int:
-    """How long the parts of a message are; the same on all sites.
+    """How long the parts of a message are, as equal as can be; the same on all sites.
 
     Short ones travel on while the next are under way; of long messages they are longer, as each
     costs some work.
     """
-    return min(MOST_BYTES, max(_LEAST_CHUNK, total // 32 // _ALIGNED * _ALIGNED))
+    count = -(-total // max(_LEAST_CHUNK, min(MOST_BYTES, total // 32)))
+    return -(-total // count // _ALIGNED) * _ALIGNED
+
+
+def growing_chunk_bytes(offset: int) -> int:
+    """How long a part is of a message that leaves the hub several times as often as it comes.
+
+    The line out of the hub is busy from the first part on, which therefore is short. While it
+    sends a part to all, one that is twice as long comes in.
+
+    Args:
+        offset: of the part.
+    """
+    return min(MOST_BYTES, offset + _FIRST_CHUNK)

@@ -12,11 +12,12 @@ import numpy as np
 
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.star.arrivals import Arrival
-from outergrad.star.frames import ALL, DATA, UNKNOWN, Frame, Kind, packed, unpacked
+from outergrad.star.frames import ALL, DATA, Frame, Kind, packed, unpacked
 from outergrad.star.hub import Hello, Welcome
 from outergrad.star.outgoing import Outgoing
 from outergrad.star.pipe import Pipe
 from outergrad.star.place import Place, Stream
+from outergrad.star.questions import Questions
 from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
 
 _BATCH_BYTES = 1 << 16
@@ -42,6 +43,7 @@ class Line:
         self._out = Outgoing(self._pipe, self._window)
         self._numbers: Counter[int] = Counter()
         self._arrivals: defaultdict[tuple[int, int], Arrival] = defaultdict(Arrival)
+        self._questions = Questions()
         self._owed, self._hurried = 0, False
         self._moved_at = 0.0
         self.failure: ExchangeError | None = None
@@ -116,6 +118,8 @@ class Line:
     def _hear(self, frame: Frame) -> None:
         if frame.kind in DATA:
             self._arrivals[frame.lane, frame.number].take(frame)
+        elif frame.kind == Kind.ANSWER:
+            self._questions.take(frame)
         elif frame.kind == Kind.READY:
             self.is_ready = True
         elif frame.kind == Kind.GONE:
@@ -141,11 +145,11 @@ class Line:
 
     # -- what collectives do -----------------------------------------------------------------------
 
-    def place(self, kind: Kind, lane: int, step: int = UNKNOWN, dtype: int = 0) -> Place:
+    def place(self, kind: Kind, lane: int, dtype: int = 0) -> Place:
         """The next collective of a lane."""
         with self.changed:
             self._numbers[lane] += 1
-            return Place(kind, lane, self._numbers[lane], step, dtype)
+            return Place(kind, lane, self._numbers[lane], dtype)
 
     def expect(self, place: Place, sizes: Mapping[int, int]) -> Arrival:
         """Gets ready for messages.
@@ -175,11 +179,10 @@ class Line:
                 dtype=place.dtype,
                 run=self.run,
                 number=place.number,
-                step=place.step,
                 sender=self.rank,
                 recipient=recipient,
             )
-            self._out.add(head, payload)
+            self._out.add(head, payload, grows=place.kind == Kind.GATHER and len(self.names) > 2)
             self.changed.notify_all()
 
     def wait(self, place: Place, arrival: Arrival, patience_s: float) -> dict[int, np.ndarray]:
@@ -226,11 +229,42 @@ class Line:
 
     # -- what sites tell ---------------------------------------------------------------------------
 
+    def tell(self, kind: Kind, payload: bytes, number: int = 0) -> None:
+        """Tells the hub something, beside what collectives send."""
+        with self.changed:
+            told = Frame(kind, payload, run=self.run, number=number, sender=self.rank)
+            self._pipe.push(told)
+            self.changed.notify_all()
+
     def leave_text(self, name: str, text: str) -> None:
         """Leaves a text for all others."""
         with self.changed:
             self.texts[self.rank, name] = text
-            self._push(Kind.TEXT, f"{name}\n{text}".encode())
+            self.tell(Kind.TEXT, f"{name}\n{text}".encode())
+
+    def ask(self, kind: Kind, payload: bytes, limit_s: float | None) -> bytes | None:
+        """Asks the hub something; returns its answer, or None if there is none in time.
+
+        Args:
+            kind: of the question.
+            payload: of it.
+            limit_s: how long to wait; None for as long as the hub may be reached.
+        """
+        with self.changed:
+            questions = self._questions
+            number = questions.begin()
+            self.tell(kind, payload, number)
+            self.changed.wait_for(lambda: questions.is_answered(number) or self._is_cut, limit_s)
+            return questions.end(number)
+
+    def count(self) -> int:
+        """A number that nothing else has which this site writes on the board."""
+        with self.changed:
+            return self._questions.count()
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.failure is not None and self.failure.kind == Failure.TRANSPORT
 
     def leave(self) -> None:
         """The others hear that this site has gone; what was sent before comes before that."""
@@ -244,10 +278,6 @@ class Line:
         """What has not been sent yet is not meant to arrive any more."""
         with self.changed:
             self._out.clear()
-
-    def _push(self, kind: Kind, payload: bytes = b"") -> None:
-        self._pipe.push(Frame(kind, payload, run=self.run, sender=self.rank))
-        self.changed.notify_all()
 
     def wait_for(self, done: Callable[[], bool], wait_s: float) -> bool:
         """Until something holds, or nothing can come any more; returns whether it does."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 
-from outergrad.star.frames import DATA, Frame, Kind
+from outergrad.star.frames import DATA, Frame, Kind, MalformedError
 from outergrad.star.pipe import Pipe
 from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
 
 _ACK_BYTES = WINDOW_BYTES // 8
 """An acknowledgement that nothing else carries is sent after so much."""
+_MOST_UNHEARD = 64
+"""Answers on their way to a site; each of its threads waits for one."""
 
 
 class Stream:
@@ -42,6 +44,7 @@ class Member:
         self.is_gone = False
         """Whether the others were told so, for one reason or another."""
         self._owed, self._hurried = 0, False
+        self._unheard = 0
 
     def begin(self, stream: Stream, heard: int) -> None:
         """A new stream takes over.
@@ -72,6 +75,21 @@ class Member:
         """
         self.pipe.push(frame, taken and taken.once)
         self.changed.notify_all()
+
+    def answer(self, frame: Frame) -> None:
+        """Sends it what it has asked for.
+
+        Raises:
+            MalformedError: it goes on to ask without listening.
+        """
+        if self._unheard == _MOST_UNHEARD:
+            raise MalformedError("more questions than anybody has")
+        self._unheard += 1
+        self.pipe.push(frame, self._heard_one)
+        self.changed.notify_all()
+
+    def _heard_one(self) -> None:
+        self._unheard -= 1
 
     def hear(self, frame: Frame) -> bool:
         """Whether a frame from it has to be looked at; counts it."""

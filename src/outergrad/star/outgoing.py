@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from outergrad.star.frames import LANES, Frame, chunk_bytes
+from outergrad.star.frames import LANES, Frame, chunk_bytes, growing_chunk_bytes
 from outergrad.star.pipe import Pipe
 from outergrad.star.window import Window
 
@@ -17,17 +17,21 @@ class _Message:
     Attributes:
         head: what all its frames have in common.
         payload: all of it.
+        grows: whether its parts become longer.
         sent: bytes of it that are on their way.
     """
 
     head: Frame
     payload: memoryview
+    grows: bool
     sent: int = 0
 
     def next_frame(self) -> Frame:
         """The next part."""
-        part = self.payload[self.sent : self.sent + chunk_bytes(len(self.payload))]
-        frame = replace(self.head, payload=part, offset=self.sent, total=len(self.payload))
+        total, at = len(self.payload), self.sent
+        chunk = growing_chunk_bytes(at) if self.grows else chunk_bytes(total)
+        part = self.payload[at : at + chunk]
+        frame = self.head._replace(payload=part, offset=at, total=total)
         self.sent += len(part)
         return frame
 
@@ -45,14 +49,15 @@ class Outgoing:
         self._lanes: list[deque[_Message]] = [deque() for _ in range(LANES)]
         self._last: Frame | None = None
 
-    def add(self, head: Frame, payload: bytes) -> None:
+    def add(self, head: Frame, payload: bytes, *, grows: bool = False) -> None:
         """One more message.
 
         Args:
             head: what all its frames have in common.
             payload: not empty, and not changed any more.
+            grows: whether its parts become longer.
         """
-        self._lanes[head.lane].append(_Message(head, memoryview(payload)))
+        self._lanes[head.lane].append(_Message(head, memoryview(payload), grows))
 
     def end(self, last: Frame) -> None:
         """Sends a frame behind all messages."""

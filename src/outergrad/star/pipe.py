@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outergrad.star.frames import HEADER_BYTES, UNNUMBERED, Frame, MalformedError
 
@@ -36,7 +36,7 @@ class Pipe:
             taken: is called when the other side has it, or never will.
         """
         self._pushed += 1
-        self._unsent.append(_Kept(replace(frame, sequence=self._pushed), taken))
+        self._unsent.append(_Kept(frame._replace(sequence=self._pushed), taken))
 
     def batch(self, most_bytes: int) -> list[Frame]:
         """The next frames to send: one, or more of together not so many bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outergrad.star.frames import UNKNOWN, Kind
+from outergrad.star.frames import Kind
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,12 @@ class Place:
         kind: of its messages.
         lane: each has an order of its own.
         number: in its lane.
-        step: that this site is in, or UNKNOWN.
         dtype: of a sum, as in `sums.DTYPES`.
     """
 
     kind: Kind
     lane: int
     number: int
-    step: int = UNKNOWN
     dtype: int = 0
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from outergrad.star.frames import ALL, VOTES, Frame, Kind, MalformedError
+from outergrad.star.frames import ALL, Frame, Kind, MalformedError
 from outergrad.star.member import Member, relay
+from outergrad.star.slots import Slots
 from outergrad.star.sums import added
 from outergrad.star.window import cost_of
 
 Told = Callable[..., None]
 """Is told what happened: its name, and facts of it."""
 _MOST_TEXT = 1 << 15
+_MOST_PARTS = 1 << 10
+"""Of which not all sites have said yet that they took part."""
 
 
 class Run:
@@ -31,7 +33,8 @@ class Run:
         self.members: dict[int, Member] = {}
         self.is_ready = False
         self._sums: dict[tuple[int, int, int], dict[int, Frame]] = {}
-        self._votes: dict[int, dict[str, int]] = {}
+        self._parts: dict[tuple[int, int, int], set[str]] = {}
+        self._slots = Slots()
 
     def join(self, member: Member) -> None:
         """One more."""
@@ -84,8 +87,6 @@ class Run:
 
     def _gather(self, member: Member, frame: Frame) -> None:
         self._to_others(member, frame, [(member, frame.lane, cost_of(frame))])
-        if frame.lane == VOTES and frame.offset == 0:
-            self._note_vote(member, frame)
 
     def _each(self, member: Member, frame: Frame) -> None:
         to = self.members.get(frame.recipient)
@@ -109,7 +110,7 @@ class Run:
             return
         total = added([part.payload for part in ordered], frame.dtype)
         owed = [(self.members[part.sender], part.lane, cost_of(part)) for part in ordered]
-        summed = replace(frame, payload=total, sender=ALL, checksum=None)
+        summed = frame._replace(payload=total, sender=ALL, checksum=None)
         relay(summed, _reached(list(self.members.values())), owed)
 
     def _fault(self, why: str) -> None:
@@ -122,6 +123,10 @@ class Run:
             raise MalformedError(f"a text of {len(frame.payload)} bytes")
         self._to_others(member, frame, [])
 
+    def _answer(self, member: Member, frame: Frame) -> None:
+        answer = self._slots.answer(frame)
+        member.answer(Frame(Kind.ANSWER, answer, run=self.number, number=frame.number))
+
     def _left(self, member: Member, frame: Frame) -> None:
         member.has_left = True
         self.leave(member, "it left")
@@ -129,15 +134,26 @@ class Run:
     def _to_others(self, member: Member, frame: Frame, owed: list) -> None:
         relay(frame, _reached([m for m in self.members.values() if m is not member]), owed)
 
-    def _note_vote(self, member: Member, frame: Frame) -> None:
-        """Of a vote: when all have one, they took part in that step."""
-        steps = self._votes.setdefault(frame.number, {})
-        steps[member.name] = frame.step
-        if len(steps) < len(self.names):
-            return
-        del self._votes[frame.number]
-        step = frame.step if len({*steps.values()}) == 1 else steps
-        self._tell("step", run=self.number, vote=frame.number, step=step, sites=sorted(steps))
+    def _part(self, member: Member, frame: Frame) -> None:
+        """Of some steps: when all sites have said so, they took part in them."""
+        steps = _steps_in(frame)
+        sites = self._parts.setdefault(steps, set())
+        sites.add(member.name)
+        if len(sites) == len(self.names):
+            del self._parts[steps]
+            session, first, last = steps
+            about = {"session": session, "first": first, "step": last}
+            self._tell("step", run=self.number, **about, sites=sorted(sites))
+        elif len(self._parts) > _MOST_PARTS:
+            del self._parts[next(iter(self._parts))]
+
+
+def _steps_in(frame: Frame) -> tuple[int, int, int]:
+    try:
+        session, first, last = map(int, bytes(frame.payload).split())
+    except ValueError:
+        raise MalformedError("steps that cannot be read") from None
+    return session, first, last
 
 
 def _reached(members: list[Member]) -> list[Member]:
@@ -151,4 +167,8 @@ _ACTIONS: dict[Kind, Callable[[Run, Member, Frame], None]] = {
     Kind.SUM: Run._sum,
     Kind.TEXT: Run._text,
     Kind.GONE: Run._left,
+    Kind.FIRST: Run._answer,
+    Kind.PUT: Run._answer,
+    Kind.GET: Run._answer,
+    Kind.PART: Run._part,
 }

@@ -47,7 +47,7 @@ class Seal:
         self._private, self._key = X25519PrivateKey.generate(), AESGCM.generate_key(256)
         self._own = AESGCM(self._key)
         self._pairs: dict[int, AESGCM] = {}
-        self._senders: dict[int, AESGCM] = {}
+        self._senders = {rank: self._own}
 
     def announcement(self) -> str:
         """This site's public key, signed."""

@@ -127,6 +127,8 @@ class Ballot:
             self._vote = replace(self._vote, verdict=verdict, param=index, site=NOTHING)
         good = verdict == Verdict.GOOD
         self._vote = replace(self._vote, digest=int(self.digest) if good else 0)
+        if good:
+            self.note_part()
         words, began = self._comm.control(self._vote.words()), time.monotonic()
         self._is_cast = True  # if this raises, some site may have it
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
@@ -134,6 +136,11 @@ class Ballot:
             # It was stopped between: the others' votes may be here, and they gone without its own.
             told = "this site stood still for longer than the others wait"
             raise ExchangeError(told, kind=Failure.LOCAL)
+
+    def note_part(self) -> None:
+        """Tells the transport that this site has all of what it is about."""
+        first = self.step if self._first is None else self._first
+        self._comm.took_part(self.session, first, self.step)
 
     @property
     def is_good(self) -> bool:

@@ -103,9 +103,13 @@ class LateVotes:
         Args:
             digests: of what came to each, where that is known.
         """
-        decision = None if self._ballot is None else self._ballot.compared(digests)
+        ballot = self._ballot
         self.forget()
-        return None if decision is None or decision.good else decision.drift()
+        if ballot is None:
+            return None
+        ballot.note_part()
+        decision = ballot.compared(digests)
+        return None if decision.good else decision.drift()
 
     def forget(self) -> None:
         """Nobody will ask for the last step any more."""

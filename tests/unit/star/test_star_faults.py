@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from test_own_transport import build, pooled, train
+from test_own_transport import METHODS, STEPS, build, pooled, train
 
 import outergrad as og
 from cases import relative_error
@@ -242,3 +242,40 @@ def test_a_process_that_starts_again_takes_the_place_of_the_one_before(tmp_path)
         coming.join()
         for one in (*first, again, anew):
             one.close()
+
+
+@pytest.mark.parametrize("name", ["dad forced", "dense"])
+def test_those_that_are_left_agree_on_the_step_and_name_who_is_lost(name):
+    """The third site's line is cut, for good, in the middle of the training."""
+    with hub(3, grace_s=0.4) as server:
+        proxy = Proxy(server.port)
+        stars = [star(server, 0), star(server, 1), star(server, 2, proxy.port)]
+
+        def cut_off():
+            proxy.is_up = False
+            proxy.cut()
+
+        def body(rank, one):
+            model, found, session = build(), [], None
+            try:
+                session = og.distribute(model, METHODS[name], transport=one, timeout=10)
+                for step, gradients in enumerate(train(model, rank)):
+                    found.append(gradients)
+                    if rank == 2 and step == STEPS - 3:
+                        cut_off()
+            except og.SiteLostError as error:
+                proxy.is_up = True  # the third one may hear that it is too late
+                return found, error, session
+            raise AssertionError(f"site {rank} lost nobody")
+
+        first, second, third = both(body, range(3), stars)
+        for found, error, _ in (first, second):
+            assert (error.sites, error.step) == ((2,), len(found))
+            assert error.may_differ == (2,)
+        assert len(first[0]) == len(second[0])
+        assert len(third[0]) - len(first[0]) in (0, 1)  # who is cut off may have heard the others
+        assert all(map(torch.equal, first[0][-1], second[0][-1]))
+        assert "away for longer than 0.4 s" in str(third[1].__cause__)
+        for one in stars:
+            one.close()
+        proxy.close()

@@ -230,7 +230,7 @@ def test_whatever_one_site_sends_the_others_go_on(seed):
     assert [facts["site"] for what, facts in told if what == "refused"] == ["c"] * refused
     for rank, name in enumerate("ab"):
         run, member, stream = lines[name]
-        mine = replace(usual, sender=rank, sequence=1, number=5, lane=3)
+        mine = usual._replace(sender=rank, sequence=1, number=5, lane=3)
         a_hub.take(run, member, stream, mine.packed())
     for other, name in ((1, "a"), (0, "b")):
         frames = lines[name][1].pipe.batch(1 << 20)
@@ -258,9 +258,9 @@ def test_a_frame_that_is_wrong_is_refused_by_name(change, told):
     usual = Frame(Kind.GATHER, b"12345678", run=1, sequence=1, number=1, sender=2, total=8)
     if change.get("kind") == Kind.SUM:
         for rank, name in enumerate("ab"):
-            a_hub.take(*lines[name], replace(usual, sender=rank, **change).packed())
+            a_hub.take(*lines[name], usual._replace(sender=rank, **change).packed())
     with pytest.raises(MalformedError, match=told):
-        a_hub.take(*lines["c"], replace(usual, **change).packed())
+        a_hub.take(*lines["c"], usual._replace(**change).packed())
 
 
 def test_a_frame_that_comes_again_is_not_heard_again():
@@ -277,7 +277,7 @@ def test_a_site_cannot_fill_the_memory_of_the_hub():
     a_hub = Hub(["a", "b", "c"])
     lines = {name: entered(a_hub, name) for name in ("a", "b", "c")}
     usual = Frame(Kind.GATHER, bytes(MOST_BYTES), run=1, number=1, sender=2, total=1 << 40)
-    parts = [replace(usual, sequence=k + 1, offset=k * MOST_BYTES) for k in range(9)]
+    parts = [usual._replace(sequence=k + 1, offset=k * MOST_BYTES) for k in range(9)]
     for part in parts[:8]:
         a_hub.take(*lines["c"], part.packed())
     with pytest.raises(MalformedError, match="more than a window"):

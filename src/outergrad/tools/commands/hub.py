@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -137,14 +137,32 @@ def verify(
     with _hub_errors():
         from outergrad.star.journal import TamperedError, verified
 
-        hub, steps, count = _folder(folder), Counter[str](), 0
+        hub, parts, count = _folder(folder), defaultdict[str, _Parts](_Parts), 0
         try:
             for line in verified(log or hub.log_file, hub.certificate_file.read_text()):
                 count += 1
                 if line["what"] == "step":
-                    steps[f"run {line['run']}: {', '.join(line['sites'])}"] += 1
+                    parts[f"run {line['run']}: {', '.join(line['sites'])}"].add(line)
         except TamperedError as error:
             raise CheckError(str(error)) from None
         print(f"{count} lines, all signed by the hub, none changed or missing before the last")
-        for sites, number in steps.items():
-            print(f"{sites}: {number} steps")
+        for sites, found in parts.items():
+            print(f"{sites}: {found.count} steps")
+
+
+class _Parts:
+    """Steps in which the same sites took part.
+
+    A line tells of all since the last vote, also of those that a session has settled since.
+    """
+
+    def __init__(self) -> None:
+        self.count, self._last = 0, dict[int, int]()
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Takes one line of the log."""
+        session, first, last = line["session"], line["first"], line["step"]
+        known = self._last.get(session, -1)
+        is_longer = first <= known < last
+        self.count += last - (known if is_longer else first - 1)
+        self._last[session] = last

@@ -12,7 +12,8 @@ import typer
 
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
-from outergrad.star.transport import KIT_VARIABLE, leave_all_stars
+from outergrad.session.farewell import leave_all
+from outergrad.star.transport import KIT_VARIABLE
 
 
 def site(
@@ -36,6 +37,6 @@ def site(
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit:
-        leave_all_stars()
+        leave_all()
         raise
-    leave_all_stars()  # the command ends without what Python does at its end
+    leave_all()  # the command ends without what Python does at its end

@@ -1,0 +1,190 @@
+"""A step around a hub, beside one over torch.distributed: milliseconds, over shaped links.
+
+    python benchmarks/star.py --sites 4 --kilobytes 200 --links none,100mbit-40ms
+
+Every site and the hub have a network of their own, joined as by `outergrad bench` (Linux, root,
+iproute2). The line of the hub has the delay of the link, and `--hub-rate`. `gather` and `sum` are
+bare collectives in which each site has so many kilobytes; `dad` and `dense` are steps of a small
+model in which as much travels. The table shows the median over steps at the slowest site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import outergrad as og
+from outergrad.comm.process_group import TorchDistributed
+from outergrad.core.transport import Comm, Transport
+from outergrad.launch.links import Place, ShapedLink, parse_link, places
+from outergrad.launch.namespaces import INTERFACE, qdiscs
+from outergrad.launch.processes import run_processes
+from outergrad.star.folder import HubFolder
+from outergrad.star.server import HubServer
+
+PORT = 8443
+KINDS = ("gather", "sum", "dad", "dense")
+CPU = torch.device("cpu")
+_WIDTH = 128
+_FLOAT_BYTES = 4
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sites", type=int, default=4)
+    parser.add_argument("--kilobytes", type=float, default=200.0)
+    parser.add_argument("--links", type=_listed, default=["none", "100mbit-40ms"])
+    parser.add_argument("--hub-rate", default="1gbit", help="of the hub's line, or none")
+    parser.add_argument("--transports", type=_listed, default=["star", "torch"])
+    parser.add_argument("--kinds", type=_listed, default=list(KINDS))
+    parser.add_argument("--steps", type=int, default=30)
+    return parser.parse_args()
+
+
+def _listed(text: str) -> list[str]:
+    return text.split(",")
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Prints the table."""
+    print("| link | transport |", " | ".join(options.kinds), "|")
+    print("|---" * (2 + len(options.kinds)) + "|")
+    for name in options.links:
+        rate, _, rtt = name.partition("-")
+        link = parse_link(rate, rtt or "0ms")
+        for transport in options.transports:
+            medians = _medians(options, link, transport)
+            print(f"| {name} | {transport} |", " | ".join(f"{m:.1f}" for m in medians), "|")
+
+
+def _medians(options: argparse.Namespace, link: ShapedLink, transport: str) -> list[float]:
+    """Milliseconds of each kind."""
+    with TemporaryDirectory() as folder, places(options.sites + 1, link) as (*sites, hub):
+        _widen(hub, link, parse_link(options.hub_rate).rate_bit_per_s)
+        own = partial(run_site, options, transport, Path(folder))
+        works = [partial(own, rank, place) for rank, place in enumerate(sites)]
+        if transport == "star":
+            works.append(partial(run_hub, Path(folder), hub, options.sites))
+        found = run_processes(works)[: options.sites]
+    return [1e3 * max(times) for times in zip(*found, strict=True)]
+
+
+def _widen(hub: Place, link: ShapedLink, rate_bit_per_s: float | None) -> None:
+    """Gives both ends of the hub's cable another rate."""
+    if link.rate_bit_per_s is None or hub.namespace is None:
+        return
+    bridge, _, number = hub.namespace.rpartition("-")
+    for namespace, interface in ((hub.namespace, INTERFACE), (f"{bridge}-hub", f"port{number}")):
+        at = ["dev", interface]
+        subprocess.run(["tc", "-n", namespace, "qdisc", "del", *at, "root"], check=True)
+        for discipline in qdiscs(rate_bit_per_s):
+            add = ["tc", "-n", namespace, "qdisc", "add", *at, *discipline]
+            subprocess.run(add, check=True)
+
+
+def run_hub(folder: Path, place: Place, sites: int) -> list[float]:
+    """Relays until all sites are done."""
+    place.enter()
+    made = HubFolder(folder / "hub")
+    made.create(f"10.77.0.{sites + 1}:{PORT}", [])
+    for rank in range(sites):
+        made.invite(f"site-{rank}").write(folder / f"{rank}.part")
+        os.rename(folder / f"{rank}.part", folder / f"{rank}.kit")
+    server = HubServer(made, f"0.0.0.0:{PORT}")
+    server.start()
+    (folder / "listening").touch()
+    while len(list(folder.glob("*.done"))) < sites:
+        time.sleep(0.1)
+    server.stop()
+    return []
+
+
+def run_site(
+    options: argparse.Namespace, transport: str, folder: Path, rank: int, place: Place
+) -> list[float]:
+    """Seconds of each kind."""
+    place.enter()
+    torch.set_num_threads(1)
+    way = _star(folder, rank) if transport == "star" else _torch(folder, rank, options.sites)
+    found = []
+    for kind in options.kinds:
+        with _stepping(kind, way, options) as step:
+            found.append(_median(step, options.steps))
+    (folder / f"{rank}.done").touch()
+    return found
+
+
+def _star(folder: Path, rank: int) -> Transport:
+    while not (folder / "listening").exists():
+        time.sleep(0.05)
+    return og.Star(kit=folder / f"{rank}.kit")
+
+
+def _torch(folder: Path, rank: int, sites: int) -> Transport:
+    where = (folder / "group").as_uri()
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=sites)
+    return TorchDistributed()
+
+
+def _median(step: Callable[[], object], steps: int) -> float:
+    """After a few; the time between two ends of steps, which are the same on all sites."""
+    for _ in range(5):
+        step()
+    ends = [time.perf_counter()]
+    for _ in range(steps):
+        step()
+        ends.append(time.perf_counter())
+    return statistics.median(b - a for a, b in pairwise(ends))
+
+
+@contextmanager
+def _stepping(
+    kind: str, way: Transport, options: argparse.Namespace
+) -> Iterator[Callable[[], object]]:
+    """What makes one step, or one collective."""
+    numbers = int(1000 * options.kilobytes / _FLOAT_BYTES)
+    if kind in ("gather", "sum"):
+        yield _collective(kind, way.open(CPU), torch.ones(numbers))
+        return
+    rows = numbers // (6 * _WIDTH)
+    width = _WIDTH if kind == "dad" else round((numbers / 3) ** 0.5)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+    method = og.DAD(always=True) if kind == "dad" else og.Dense()
+    session = og.distribute(model, method, transport=way)
+    yield _training(model, torch.randn(rows, width))
+    session.detach()
+
+
+def _collective(kind: str, comm: Comm, own: torch.Tensor) -> Callable[[], object]:
+    if kind == "sum":
+        return lambda: comm.all_reduce(own.clone()).wait()
+    return lambda: comm.all_gather(own, [len(own)] * comm.world_size).wait()
+
+
+def _training(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    measure(parse())

@@ -1,0 +1,111 @@
+"""The hub's board: slots that every site of a run can write to and read, over its own line."""
+
+from __future__ import annotations
+
+from copy import copy
+
+from outergrad.core.errors import BoardGoneError, ExchangeError
+from outergrad.core.transport import Board
+from outergrad.star.frames import Kind
+from outergrad.star.line import Line
+from outergrad.star.place import Place
+from outergrad.star.sealing import Seal
+from outergrad.star.slots import asked
+
+AT_EXIT, AT_END = "exit", "end/{}"
+"""Names of the texts that sites leave when they end."""
+_PIECE_BYTES = 1 << 19
+"""Of a large content."""
+_MOST_PIECES = 1 << 20
+
+
+class StarBoard(Board):
+    """By one question to the hub for each slot.
+
+    A question outlives its stream, as everything on a line. So it is given up only when this site
+    has waited for as long as for any message, or the hub is out of reach for good.
+
+    Args:
+        line: of this process.
+        limit_s: how long a question may take.
+        seal: what encrypts contents, if the hub must not read them.
+    """
+
+    def __init__(self, line: Line, limit_s: float, seal: Seal | None = None) -> None:
+        self._line, self._seal = line, seal
+        self._limit_s: float | None = limit_s
+
+    def without_limit(self) -> StarBoard:
+        """The same slots for a thread that may wait."""
+        board = copy(self)
+        board._limit_s = None
+        return board
+
+    def first(self, key: str, text: str) -> str:
+        """Writes a text into a slot, unless one stands there; returns what stands there then."""
+        return self._written(Kind.FIRST, key, text.encode()).decode(errors="replace")
+
+    def slot(self, key: str) -> str | None:
+        """What was written so; None if nothing was."""
+        found = self._ask(Kind.GET, key)
+        return found.decode(errors="replace") if found else None
+
+    def put(self, key: str, content: bytes) -> None:
+        """Writes to slots of this site's own, piece by piece; where these are comes last."""
+        number = self._line.count()
+        if self._seal is not None:
+            content = self._seal.sealed(_place(number), asked(key, content))
+        pieces = range(0, len(content), _PIECE_BYTES)
+        for k, at in enumerate(pieces):
+            piece = content[at : at + _PIECE_BYTES]
+            self._written(Kind.PUT, _piece(key, self._line.rank, number, k), piece)
+        self._written(Kind.PUT, key, f"{self._line.rank} {number} {len(pieces)}".encode())
+
+    def get(self, key: str) -> bytes | None:
+        """What was put there; None if nothing was, or it cannot be read."""
+        try:
+            rank, number, count = map(int, self._ask(Kind.GET, key).split())
+        except ValueError:
+            return None
+        if not (0 <= rank < len(self._line.names) and 0 <= count <= _MOST_PIECES):
+            return None
+        pieces = [self._ask(Kind.GET, _piece(key, rank, number, k)) for k in range(count)]
+        return self._opened(key, rank, number, b"".join(pieces)) if all(pieces) else None
+
+    def farewell(self, site: int, session: int) -> str | None:
+        """What a site has left by its `Notes`, of its end or that of the session."""
+        left = self._line.texts
+        names = (AT_EXIT, AT_END.format(session))
+        return next((left[site, name] for name in names if (site, name) in left), None)
+
+    def _opened(self, key: str, rank: int, number: int, content: bytes) -> bytes | None:
+        """None where another site, or for another key, has encrypted it."""
+        if self._seal is None:
+            return content
+        try:
+            opened = self._seal.opened(_place(number), rank, memoryview(content), of_all=True)
+        except ExchangeError:
+            return None
+        own = asked(key)
+        return opened.removeprefix(own) if opened.startswith(own) else None
+
+    def _written(self, kind: Kind, key: str, content: bytes) -> bytes:
+        found = self._ask(kind, key, content)
+        if not found:
+            raise BoardGoneError("the hub has no room for what sites write on its board")
+        return found
+
+    def _ask(self, kind: Kind, key: str, content: bytes = b"") -> bytes:
+        answer = self._line.ask(kind, asked(key, content), self._limit_s)
+        if answer is None:
+            raise BoardGoneError("the hub does not answer")
+        return answer
+
+
+def _place(number: int) -> Place:
+    """Of a content, for a seal."""
+    return Place(Kind.PUT, 0, number)
+
+
+def _piece(key: str, rank: int, number: int, k: int) -> str:
+    return f"{key}/{rank}/{number}/{k}"
