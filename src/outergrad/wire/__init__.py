@@ -1,0 +1,11 @@
+"""Codecs: rows of activations and deltas in fewer bytes on the wire, at a loss that is asked for.
+
+Every exchange of factors takes `wire=`: one codec or a sequence of them, of which each encodes the
+values that the one before it left, as in `wire=(TopK(0.1), Int8())`. Without any, rows travel as
+they are.
+"""
+
+from outergrad.wire.codecs import BF16, Codec, Int8, Plain, TopK
+from outergrad.wire.few_bits import Int2, Int3, Int4
+
+__all__ = ["BF16", "Codec", "Int2", "Int3", "Int4", "Int8", "Plain", "TopK"]
