@@ -57,6 +57,7 @@ class Injector:
         self._busy_step, self._store = trial.fault.step, int(address.rsplit(":", 1)[1])
         self._timeout_s, self._tell = trial.timeout_s, tell
         self.fired, self._sent, self._received = False, 0, 0
+        self._fired_in_step = False
         self.armed = self.mine and self.fault.moment == "distribute"
         self.is_bad = False
         """Whether the next loss is not finite."""
@@ -65,6 +66,7 @@ class Injector:
         """A step begins."""
         self.armed = self.mine and not self.fired and step == self.fault.step
         self._sent = self._received = 0
+        self._fired_in_step = False
         if self.armed and self.fault.moment == "any":
             threading.Timer(self.fault.after_s, self.fire).start()
         self.at("forward")
@@ -86,6 +88,11 @@ class Injector:
             self.at("message")
             self.at("distribute")
 
+    def heads(self) -> None:
+        """It is about to exchange headers: behind the fault all sites throw away what came."""
+        if self._fired_in_step:
+            self._tell("began again")
+
     def corrupts(self, kind: str) -> bool:
         """Whether what arrives now is to be changed."""
         if not (self.armed and self.fault.kind == "corrupt" and self.fault.moment == kind):
@@ -102,7 +109,7 @@ class Injector:
         self._tell("went on")
 
     def _note(self) -> None:
-        self.fired, self.armed = True, False
+        self.fired, self.armed, self._fired_in_step = True, False, True
         self._tell("injected")
 
     note = _note
@@ -199,6 +206,8 @@ class HarnessComm(TorchComm):
         self.injector.message()
         vote = t.dtype == torch.int64 and len(t) == WORDS
         kind = "vote" if vote else "header" if t.dtype == torch.int64 else "payload"
+        if kind == "header":
+            self.injector.heads()
         return self._perhaps_changed(kind, super().all_gather(t, sizes, lane))
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Any:

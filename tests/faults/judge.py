@@ -251,7 +251,7 @@ class _Judgement:
             "corrupt": any(
                 one.told(what)
                 for one in self.sites
-                for what in ("asked", "discarded", "lost", "noted")
+                for what in ("asked", "began again", "discarded", "lost", "noted")
             ),
         }
         return checks[fault.kind]
@@ -343,7 +343,8 @@ class _Judgement:
         """All heard of the step that came to nothing."""
         expected = {"raise": "discarded", "nan": "skipped", "corrupt": "discarded"}
         noted = any(seen.told("noted") for seen in self.sites)  # a vote on the last step
-        noted = noted or self._is_too_late(fault) or any(seen.told("asked") for seen in self.sites)
+        noted = noted or self._is_too_late(fault)
+        noted = noted or any(seen.told("asked") or seen.told("began again") for seen in self.sites)
         if fault.kind in expected and not noted:
             counts = {r: len(seen.told(expected[fault.kind])) for r, seen in enumerate(self.sites)}
             if set(counts.values()) != {1}:

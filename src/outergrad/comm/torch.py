@@ -18,7 +18,7 @@ from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
 from outergrad.comm.tags import CLOSING_TAG, SUMS_LANE, tag_of
-from outergrad.comm.work import Ready, TorchWork, room, transport
+from outergrad.comm.work import Ready, TorchWork, if_open, room, transport
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
@@ -97,10 +97,7 @@ class TorchComm(Comm):
     def _added_up(self, t: Tensor) -> TorchWork:
         own = self._staged(t).view(-1)
 
-        def add(parts: list[Tensor]) -> Tensor:
-            torch.add(*parts, out=t.view(-1))
-            return t
-
+        add = lambda parts: torch.add(*parts, out=t.view(-1)).view_as(t)  # noqa: E731
         return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, add)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
@@ -225,8 +222,13 @@ class TorchComm(Comm):
         return [(self._started(dist.irecv, part, o, tag), (o,)) for o, part in wanted]
 
     def _sends(self, outgoing: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        parts = [(o, part) for o in self._others for part in self.pace.parts(outgoing[o])]
-        return [self._started(dist.isend, part, o, tag) for o, part in parts]
+        """What can be sent: of a site that is gone it is heard where its own message is missed."""
+        works: list[dist.Work] = []
+        for o in self._others:
+            with if_open():
+                parts = self.pace.parts(outgoing[o])
+                works.extend(self._started(dist.isend, part, o, tag) for part in parts)
+        return works
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> dist.Work:
         with transport((other,)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +37,16 @@ def _kind(error: str) -> Failure:
     if "imed out" in error:
         return Failure.TIMEOUT
     return Failure.CLOSED if any(words in error for words in _ENDS) else Failure.TRANSPORT
+
+
+@contextmanager
+def if_open() -> Iterator[None]:
+    """Around what is sent to a site: nothing more, where it has closed the connection."""
+    try:
+        yield
+    except ExchangeError as error:
+        if error.kind != Failure.CLOSED:
+            raise
 
 
 class Ready:
