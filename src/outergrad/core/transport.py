@@ -79,6 +79,10 @@ class Board(Protocol):
         """What a site has left by its `Notes`, of its end or that of the session."""
         ...
 
+    def is_gone(self, site: int) -> bool:
+        """Whether a site is known to write nothing more."""
+        return False
+
 
 class Comm(Protocol):
     """The few collectives that outergrad needs; every site calls them in the same order.
@@ -111,6 +115,12 @@ class Comm(Protocol):
     """Where sites that lost others agree on what counts, and no step has to wait for votes."""
     holds_board: bool = False
     """Whether the board ends with this process: then it goes last."""
+    names: Sequence[str] = ()
+    """Of all sites, in the order of ranks, where they have some."""
+    epoch: int = 0
+    """How many times sites have gone on without others, or with more."""
+    min_sites: int | None = None
+    """How many have to be left to go on without others; None where a lost site ends it for all."""
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""
@@ -216,6 +226,18 @@ class Comm(Protocol):
     def close(self) -> None:
         """Closes the connections: the other sites hear at once that this one is gone."""
         ...
+
+    def go_on(self, sites: Sequence[int]) -> Callable[[], Comm]:
+        """Begins to reach these sites alone, after others were lost; where `min_sites` is set.
+
+        Args:
+            sites: ranks, of which this site's is one; the new ranks are the places among them.
+
+        Returns:
+            What waits until they are there, and opens that for one session. It raises a
+            `RuntimeError` where that cannot be.
+        """
+        raise RuntimeError(f"{type(self).__name__} reaches the same sites for ever")
 
 
 class Transport(Protocol):

@@ -15,6 +15,8 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 
 VERSION = 2
+_COUNTED = ("sparse", "policy", "owing")
+"""What is common to the sites because they have made the same steps."""
 _REMEDY = "load on every site what all sites saved after the same step"
 
 
@@ -209,6 +211,34 @@ def _inheritance(
         weight=sites / old,
         predecessors=[site % old for site in range(sites)],
     )
+
+
+def survived(
+    states: Sequence[StateDict],
+    owner: Owner,
+    predecessors: Sequence[int],
+    weight: float,
+    device: torch.device,
+) -> list[Inheritance]:
+    """What the compressors of a site go on from where other sites were lost, or more have come.
+
+    Each keeps what it has not sent itself. What sites know of each other is forgotten: one that
+    took the last step from another may not have heard all of it.
+
+    Args:
+        states: what its compressors remember.
+        owner: whose they are.
+        predecessors: of each site, its rank until now.
+        weight: how many sites there are for each one that there was.
+        device: of its tensors.
+    """
+    found: list[Inheritance] = []
+    for state in map(_copied, states):
+        common = {what: {} for what in state.get("common", {})}
+        common |= {k: v for k, v in state.get("common", {}).items() if k in _COUNTED}
+        first = {"common": common, "own": {**state.get("own", {}), "memories": {}}}
+        found.append(Inheritance(owner.places, first, state, [state], weight, predecessors))
+    return found
 
 
 def _places(unit: Unit) -> list[Place]:

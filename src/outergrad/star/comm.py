@@ -33,6 +33,7 @@ class StarComm(Comm):
         device: of the tensors.
         patience_s: how long a message may take.
         seal: what encrypts, if the hub must not read what it relays: then sites add up themselves.
+        min_sites: how many have to be left to go on without others, if they do.
     """
 
     def __init__(
@@ -42,9 +43,12 @@ class StarComm(Comm):
         device: torch.device,
         patience_s: float,
         seal: Seal | None = None,
+        min_sites: int | None = None,
     ) -> None:
-        self._line, self.key, self.device, self._seal = line, key, device, seal
+        self._line, self._home, self.device, self._seal = line, key, device, seal
+        self.key = key
         self.rank, self.world_size = line.rank, len(line.names)
+        self.names, self.epoch, self.min_sites = line.names, line.epoch, min_sites
         self.cost = (StarCost if seal is None else BlindStarCost)(self.world_size)
         self.patience_s = patience_s
         self.sent_bytes = self.received_bytes = 0
@@ -117,6 +121,17 @@ class StarComm(Comm):
     def close(self) -> None:
         """The others hear that this site has left."""
         self._line.leave()
+
+    def go_on(self, sites: Sequence[int]) -> Callable[[], StarComm]:
+        """In a new run at the hub, by a line of its own."""
+        before, again = self._home, self._home.go_on(sites)
+
+        def opened() -> StarComm:
+            comm = again.open(self.device, self.patience_s)
+            before.dialler.end()
+            return comm
+
+        return opened
 
     def _texts(self, session: int) -> list[str | None]:
         """The word that a site has given up counts before that of its end."""

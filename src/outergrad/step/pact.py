@@ -18,18 +18,8 @@ from weakref import ref
 from outergrad.comm.standing import Standing
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Board, Comm
-from outergrad.step.agreement import (
-    TROUBLE,
-    Agreement,
-    Farewell,
-    First,
-    Get,
-    Outcome,
-    Put,
-    Request,
-    Rest,
-    Slot,
-)
+from outergrad.step.agreement import TROUBLE, Agreement, Outcome
+from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Request, Rest, Slot
 from outergrad.step.brought import Brought
 from outergrad.step.digests import Digests
 
@@ -84,6 +74,7 @@ class Pact:
         session: the one whose step came to its end last.
         asked: questions of other sites that were read.
         digests: by session, of what came in its last steps; only of those that nobody voted on.
+        opens: opens the transport of those that go on without others, once that is agreed.
     """
 
     def __init__(self) -> None:
@@ -95,6 +86,7 @@ class Pact:
         self._current: ref[Any] | None = None
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._outcome: Outcome | None = None
+        self.opens: Callable[[], Comm] | None = None
 
     # -- what the loop tells --------------------------------------------------------------------
 
@@ -167,6 +159,11 @@ class Pact:
         step = None if found is None else found()
         return None if step is None else step.message_to(site, place)
 
+    @property
+    def going_on(self) -> tuple[int, ...]:
+        """Sites that go on without the others, if any do."""
+        return () if self._outcome is None else self._outcome.sites
+
     # -- when others are lost -------------------------------------------------------------------
 
     def agree(self, comm: Comm, standing: Standing) -> Outcome:
@@ -186,9 +183,11 @@ class Pact:
             return self._outcome
         assert comm.board is not None
         own = comm.rank, comm.world_size, comm.host, comm.patience_s
-        agreement = Agreement(*own, word, self._content, time.monotonic, comm.close)
+        how = self._content, time.monotonic, comm.close, comm.min_sites
         try:
-            self._outcome = _gone_through(agreement, comm.board, word.session)
+            self._outcome = _gone_through(Agreement(*own, word, *how), comm.board, word.session)
+            if self._outcome.sites:  # at once, also while the loop computes: the others wait
+                self.opens = comm.go_on(self._outcome.sites)
         finally:
             self._ended.set()
         return self._outcome
@@ -230,6 +229,7 @@ def _answer(board: Board, request: Request, session: int) -> Any:
         Put: lambda one: board.put(one.key, one.content),
         Get: lambda one: board.get(one.key),
         Farewell: lambda one: board.farewell(one.site, session),
+        Gone: lambda one: board.is_gone(one.site),
         Rest: lambda one: time.sleep(_POLL_S),
     }
     return answers[type(request)](request)
