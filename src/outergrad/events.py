@@ -2,7 +2,7 @@
 
 First a `Run`; then, at every recorded step, a `Layer` for each layer and a `Step` behind them;
 `Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing or
-the replicas are found to differ; a `Trial` whenever `og.Auto()` has tried something; an `Epoch`
+the replicas are found to differ; a `Trial` whenever `og.Auto()` has tried something; a `Change`
 whenever other sites take part; an `End` when the session is detached or its program ends.
 """
 
@@ -205,7 +205,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Epoch:
+class Change:
     """Other sites take part from now on (`og.Star(when_lost="go on")`).
 
     Told of whatever a recorder's `every`.
@@ -246,4 +246,4 @@ class End:
     error: str = ""
 
 
-Event = Run | Layer | Step | Scalars | Mishap | Trial | Epoch | End
+Event = Run | Layer | Step | Scalars | Mishap | Trial | Change | End

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outergrad.events import End, Epoch, Event, Layer, Mishap, Run, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Trial
 from outergrad.record.figures import about, figures
 from outergrad.record.recorders import checked
 
@@ -66,8 +66,8 @@ class TensorBoard:
         elif isinstance(event, Trial):
             about = f"{event.outcome}: {', '.join(event.methods)}"
             writer.add_text("trial", about, event.step)
-        elif isinstance(event, Epoch):
-            writer.add_text("epoch", f"{event.epoch}: {', '.join(event.sites)}", event.step)
+        elif isinstance(event, Change):
+            writer.add_text("sites", f"{event.epoch}: {', '.join(event.sites)}", event.step)
 
     def close(self) -> None:
         """Writes what is left and closes the file; a later event opens another."""

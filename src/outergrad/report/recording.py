@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import Entry
-from outergrad.events import Epoch, Layer, Mishap, Run, Step, Trial
+from outergrad.events import Change, Layer, Mishap, Run, Step, Trial
 from outergrad.report.files import File, thin
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Recording:
         scalars: what the training loop logged, one row per name: site, step, time, name, value.
         mishaps: steps that came to nothing, one row per site that told of it.
         trials: what `og.Auto()` tried, one row per site that told of it.
-        epochs: changes of the sites that take part, one row per site that told of it.
+        changes: changes of the sites that take part, one row per site that told of it.
         problems: what could not be read or looks wrong, a line of text each.
     """
 
@@ -48,7 +48,7 @@ class Recording:
     scalars: DataFrame
     mishaps: DataFrame
     trials: DataFrame
-    epochs: DataFrame
+    changes: DataFrame
     problems: tuple[str, ...]
 
 
@@ -92,7 +92,7 @@ def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
         raise UnreadableRunError(f"{run}: {problems[0] if problems else 'its files are empty'}")
     tables = _tables(by_site)
     problems += [*_doubts(tables["runs"], tables["steps"]), *_mishaps(tables["mishaps"])]
-    problems += _epochs(tables["epochs"])
+    problems += _changes(tables["changes"])
     return Recording(**tables, problems=tuple(problems))
 
 
@@ -132,7 +132,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     events = [event for _, found in by_site.values() for event in found]
     tables = {
         f"{kind.__name__.lower()}s": _table(kind, events)
-        for kind in (Run, Step, Mishap, Trial, Epoch)
+        for kind in (Run, Step, Mishap, Trial, Change)
     }
     layers = _table(Layer, events)
     layers["discarded_energy"] = layers["relative_error"] ** 2
@@ -142,7 +142,7 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
 
 
 def _table(
-    kind: type[Run | Layer | Step | Mishap | Trial | Epoch], events: Iterable[Entry]
+    kind: type[Run | Layer | Step | Mishap | Trial | Change], events: Iterable[Entry]
 ) -> DataFrame:
     from pandas import DataFrame
 
@@ -193,9 +193,9 @@ def _doubts(runs: DataFrame, steps: DataFrame) -> list[str]:
     return doubts
 
 
-def _epochs(epochs: DataFrame) -> list[str]:
+def _changes(changes: DataFrame) -> list[str]:
     """Who took part from which step on, as the first site has told."""
-    rows = epochs[epochs["site"] == epochs["site"].min()].itertuples()
+    rows = changes[changes["site"] == changes["site"].min()].itertuples()
     return [f"from step {row.step} on: {', '.join(row.sites)} took part" for row in rows]
 
 

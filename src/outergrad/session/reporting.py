@@ -18,7 +18,7 @@ from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Recorder
 from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
-from outergrad.events import End, Epoch, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
 from outergrad.record.recorders import Client, Ending
@@ -140,7 +140,7 @@ class Reporter:
         lost = tuple(name for name in before if name not in comm.names)
         back = tuple(name for name in comm.names if name not in before)
         about = {"epoch": comm.epoch, "sites": self._took_part, "lost": lost, "back": back}
-        self._tell_everybody(Epoch(rank=self._rank, step=step, time=time.time(), **about))
+        self._tell_everybody(Change(rank=self._rank, step=step, time=time.time(), **about))
 
     def resumed(self) -> None:
         """Other steps follow than those that were told of."""
@@ -187,7 +187,7 @@ class Reporter:
             torch=torch.__version__,
         )
 
-    def _tell_everybody(self, event: Scalars | Mishap | Trial | Epoch) -> None:
+    def _tell_everybody(self, event: Scalars | Mishap | Trial | Change) -> None:
         self._begin(event.step)
         for client in list(self._clients):
             self._tell(client, event)

@@ -167,7 +167,7 @@ def test_who_took_part_stands_in_every_record():
     for events in (recorders[0].events, recorders[1].events):
         took_part = {e.step: e.took_part for e in events if isinstance(e, og.events.Step)}
         assert took_part == {k: NAMES[: 3 if k < void else 2] for k in range(BATCHES - 1)}
-        (change,) = [e for e in events if isinstance(e, og.events.Epoch)]
+        (change,) = [e for e in events if isinstance(e, og.events.Change)]
         assert (change.step, change.epoch, change.lost, change.back) == (void, 1, NAMES[2:3], ())
     lines = lines_of_log()[len(before) :]
     (change,) = [line for line in lines if line["what"] == "epoch"]
