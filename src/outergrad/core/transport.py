@@ -119,6 +119,8 @@ class Comm(Protocol):
     """Of all sites, in the order of ranks, where they have some."""
     epoch: int = 0
     """How many times sites have gone on without others, or with more."""
+    coming: Sequence[int] = ()
+    """Sites that have come while the others train, and have to be told how far these are."""
     min_sites: int | None = None
     """How many have to be left to go on without others; None where a lost site ends it for all."""
 
@@ -227,11 +229,20 @@ class Comm(Protocol):
         """Closes the connections: the other sites hear at once that this one is gone."""
         ...
 
-    def go_on(self, sites: Sequence[int]) -> Callable[[], Comm]:
+    def sealed(self) -> Comm:
+        """The same sites, where nobody between them reads what is sent; called on all at once.
+
+        Raises:
+            ExchangeError: they cannot agree on keys.
+        """
+        return self
+
+    def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> Callable[[], Comm]:
         """Begins to reach these sites alone, after others were lost; where `min_sites` is set.
 
         Args:
             sites: ranks, of which this site's is one; the new ranks are the places among them.
+            coming: names of sites that take part besides, behind them.
 
         Returns:
             What waits until they are there, and opens that for one session. It raises a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
-from outergrad.comm.agree import all_came, fingerprint
+from outergrad.comm.agree import agree, all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.protocols import Method, Policy, Rules
@@ -29,10 +30,11 @@ from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
 from outergrad.session.going_on import refuse_to_go_on
-from outergrad.session.inspect import inspect
+from outergrad.session.handover import Handover, taken
+from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
 from outergrad.session.mesh.topology import MeshTopology
-from outergrad.session.pricing import settle
+from outergrad.session.pricing import settle, settle_again
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
 from outergrad.session.topology import Topology, opened
@@ -156,25 +158,25 @@ def distribute(
         error = raised
     end_unfinished(comm.key)
     lines = [] if inspection is None else describe(model, method, inspection)
-    lines += transport_lines(comm)
     lines += [f"session {count_session(comm.key)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     lines += [f"verify_every: {verify_every}, on_drift: {on_drift}", f"transform: {transform!r}"]
+    handed_over = None
     with lost_sites_told(comm, "og.distribute on all sites"):
-        agreed = topology.agree(lines, error)
-        assert inspection is not None
-        tensors = topology.make_equal(model, inspection)
-        settle(
-            inspection.compressors,
-            inspection.model,
-            comm,
-            lambda: measured_link(comm),
-            lambda: measured_flops(comm),
-        )
-        all_came(comm, combined(checksums(tensors)))
+        if comm.rank in comm.coming:
+            agreed, handed_over = _told_by_others(comm, lines, error)
+            assert inspection is not None
+            settle_again(inspection.compressors, inspection.model, comm)
+        else:
+            agreed = topology.agree([*lines, *transport_lines(comm)], error)
+            assert inspection is not None
+            tensors = topology.make_equal(model, inspection)
+            _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
+            all_came(comm, combined(checksums(tensors)))
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
         method=repr(method),
+        lines=lines,
         not_auto=not_auto,
         recorders=recorders,
         max_bad_steps=max_bad_steps,
@@ -191,7 +193,33 @@ def distribute(
     say_farewell(comm, agreed)
     if comm.board is not None:
         on_transport(comm.key).watch(comm)
+    if handed_over is not None:
+        session.take(handed_over)
     return session
+
+
+def _told_by_others(
+    comm: Comm, lines: Sequence[str], error: Exception | None
+) -> tuple[int, Handover]:
+    """What a site hears that has come while others train: their fingerprint, and how far they are.
+
+    Raises:
+        ValueError: it differs from them.
+        ExchangeError: they are gone.
+    """
+    sealed = comm.sealed()
+    agree(sealed, [*lines, *transport_lines(comm)], error)
+    found = taken(sealed)
+    return found.number, found
+
+
+def _settle(
+    inspection: Inspection,
+    comm: Comm,
+    measured: Callable[[], Link],
+    flops_per_s: Callable[[], float],
+) -> None:
+    settle(inspection.compressors, inspection.model, comm, measured, flops_per_s)
 
 
 def _topology(
@@ -255,7 +283,7 @@ def attach(
     """
     inspection = inspect(model, method, rules)
     refuse_incapable(repr(method), inspection.compressors, comm)
-    settle(inspection.compressors, inspection.model, comm, lambda: link, lambda: math.inf)
+    _settle(inspection, comm, lambda: link, lambda: math.inf)
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
     agreed = fingerprint(describe(model, method, inspection))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Comm
 from outergrad.methods import LocalSteps
 from outergrad.session.backward_hooks import BackwardHooks
@@ -13,7 +14,8 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.pricing import settle_again
 from outergrad.session.state import survived
 from outergrad.step import param_grad
-from outergrad.step.groups import end_unfinished, on_transport
+from outergrad.step.groups import end_unfinished, note_lost, on_transport
+from outergrad.step.lost import Findings
 
 
 class GoingOn(BackwardHooks):
@@ -33,6 +35,7 @@ class GoingOn(BackwardHooks):
         """
         end_unfinished(self._comm.key)
         self._hear_of_end()
+        self._take_in()
         group = on_transport(self._comm.key)
         told, group.untold = group.untold, None
         if told is not None:
@@ -56,12 +59,26 @@ class GoingOn(BackwardHooks):
         try:
             comms = {session: opens() for session in sessions}
         except RuntimeError as error:
-            assert before.lost is not None
-            raise before.lost.again() from error
+            cause = ExchangeError(str(error), kind=Failure.TRANSPORT)
+            raise (before.lost or self._lost_with(cause)).again() from error
         for session, comm in comms.items():
             session.move(comm)
         after = on_transport(self._comm.key)
         after.count, after.untold = before.count, before.untold
+        if self._comm.coming:
+            self._hand_over()
+
+    def _lost_with(self, error: ExchangeError) -> SiteLostError:
+        place, nobody = "the sites that go on", Findings(())
+        return note_lost(self._comm, self._stats.step, place, error, nobody)
+
+    def _take_in(self) -> None:
+        """Agrees with those that have come, where some have."""
+        raise NotImplementedError
+
+    def _hand_over(self) -> None:
+        """Tells them how far the others are."""
+        raise NotImplementedError
 
     def move(self, comm: Comm) -> None:
         """Takes part on another transport from now on; `comm` is this session's own."""
@@ -71,7 +88,8 @@ class GoingOn(BackwardHooks):
         step = self._stats.step if self._lost_step is None else self._lost_step
         self._planner.commit(applied=False)
         states = self._compressors.states()
-        predecessors = [before.names.index(name) for name in comm.names]
+        known = {name: rank for rank, name in enumerate(before.names)}
+        predecessors = [known.get(name, 0) for name in comm.names]
         self._comm, self._lost_step, self._pattern = comm, None, None
         comm.sent_bytes, comm.received_bytes = before.sent_bytes, before.received_bytes
         settle_again(self._compressors, self._model, comm)

@@ -15,14 +15,14 @@ from outergrad.record.stats import Stats
 from outergrad.record.trials import trials_noted
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
+from outergrad.session.taking_in import TakingIn
 from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.usual_method import usual_noted
-from outergrad.session.verified import Verified
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
 from outergrad.step.pact import is_in_trouble
 
 
-class Session(Verified):
+class Session(TakingIn):
     """What `distribute` returns: the model's gradients are shared as long as it is attached."""
 
     @contextmanager

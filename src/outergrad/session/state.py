@@ -234,11 +234,39 @@ def survived(
     """
     found: list[Inheritance] = []
     for state in map(_copied, states):
-        common = {what: {} for what in state.get("common", {})}
-        common |= {k: v for k, v in state.get("common", {}).items() if k in _COUNTED}
+        common = {what: {} for what in state.get("common", {})} | _counted(state)
         first = {"common": common, "own": {**state.get("own", {}), "memories": {}}}
         found.append(Inheritance(owner.places, first, state, [state], weight, predecessors))
     return found
+
+
+def known_to_all(state: StateDict) -> StateDict:
+    """What a site that comes is told of a compressor: all sites know it, and nobody's residual."""
+    way = {k: v for k, v in state.get("common", {}).items() if k == "way"}
+    return {"common": {**_counted(state), **way}}
+
+
+def arrived(
+    own: Sequence[StateDict], found: Sequence[StateDict], owner: Owner, sites: int
+) -> list[Inheritance]:
+    """What the compressors of a site go on from that has come while others train.
+
+    Args:
+        own: what they remember, which is nothing.
+        found: what all others know of each.
+        owner: whose they are.
+        sites: how many there are.
+    """
+    inheritances: list[Inheritance] = []
+    for state, told in zip(own, found, strict=True):
+        common = {what: {} for what in state.get("common", {})} | told["common"]
+        first = {**state, "common": common}
+        inheritances.append(Inheritance(owner.places, first, first, [], 1.0, [0] * sites))
+    return inheritances
+
+
+def _counted(state: StateDict) -> StateDict:
+    return {k: v for k, v in state.get("common", {}).items() if k in _COUNTED}
 
 
 def _places(unit: Unit) -> list[Place]:

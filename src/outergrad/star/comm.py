@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outergrad.comm.cost import BlindStarCost, StarCost
 from outergrad.comm.work import Ready
+from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
 from outergrad.star.arrivals import Arrival
 from outergrad.star.board import AT_END, AT_EXIT, StarBoard
@@ -122,9 +123,16 @@ class StarComm(Comm):
         """The others hear that this site has left."""
         self._line.leave()
 
-    def go_on(self, sites: Sequence[int]) -> Callable[[], StarComm]:
+    def sealed(self) -> StarComm:
+        """By the keys of the sites' certificates."""
+        try:
+            return self._home.sealed(self)
+        except (RuntimeError, ValueError) as error:
+            raise ExchangeError(str(error), kind=Failure.TRANSPORT) from error
+
+    def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> Callable[[], StarComm]:
         """In a new run at the hub, by a line of its own."""
-        before, again = self._home, self._home.go_on(sites)
+        before, again = self._home, self._home.go_on(sites, coming)
 
         def opened() -> StarComm:
             comm = again.open(self.device, self.patience_s)

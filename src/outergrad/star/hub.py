@@ -97,8 +97,10 @@ class Hub:
             if own is not None and not own.is_gone:
                 own.has_left = True
                 before.leave(own, f"it goes on with {', '.join(hello.sites)}")
-            if not any(run.continues(hello.after, hello.sites) for run in self._runs):
+            if not any(run.is_after(hello.after) for run in self._runs):
                 self._check_going_on(name, hello, before)
+                for run in self._runs:
+                    run.invite(hello.sites, before)
                 return self._new_run(hello.sites, before)
         for run in self._runs:
             if run.continues(hello.after, hello.sites) and run.is_open_to(name):
@@ -107,11 +109,14 @@ class Hub:
             f"the others have gone on without {name!r}, or run {hello.after} is over"
         )
 
-    @staticmethod
-    def _check_going_on(name: str, hello: Hello, before: Run) -> None:
+    def _check_going_on(self, name: str, hello: Hello, before: Run) -> None:
         sites = set(hello.sites)
-        if before.member_of(name) is None or name not in sites or not sites <= set(before.names):
+        known = {*before.names, *self._waiting_names()}
+        if before.member_of(name) is None or name not in sites or not sites <= known:
             raise RefusedError(f"{name!r} cannot go on from run {hello.after} so")
+
+    def _waiting_names(self) -> list[str]:
+        return [member.name for run in self._runs for member in run.waiting]
 
     def _new_run(self, names: Sequence[str], after: Run | None = None) -> Run:
         self._count += 1
@@ -174,7 +179,10 @@ class Hub:
         """
         now = time.monotonic()
         with self._lock:
+            waiting = self._waiting_names()
             for run in list(self._runs):
+                if run.is_ready:
+                    run.note_coming(waiting)
                 if run.epoch and not run.is_ready and now - run.began_at > self._comes_s:
                     run.begin_without_absent()
                 for member in list(run.members.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
@@ -56,6 +57,8 @@ class Line(Telling):
         self.failure: ExchangeError | None = None
         """Why nothing can come any more."""
         self.is_ready = False
+        self.invitation: tuple[int, Sequence[str]] | None = None
+        """The run that takes this site in, and who takes part then, if one does."""
         self.has_left = False
         self.gone: dict[int, str] = {}
         """Sites that left or are lost, and why."""
@@ -129,6 +132,9 @@ class Line(Telling):
             self._arrivals[frame.lane, frame.number].take(frame)
         elif frame.kind == Kind.ANSWER:
             self._questions.take(frame)
+        elif frame.kind == Kind.INVITED:
+            after, sites = json.loads(bytes(frame.payload))
+            self.invitation = after, sites
         elif frame.kind == Kind.READY:
             self.is_ready = True
         elif frame.kind == Kind.GONE:

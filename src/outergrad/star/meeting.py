@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def wait_until_ready(line: Line, wait_s: float) -> None:
-    """Until all sites are there.
+    """Until all sites are there, or those that train take this one in.
 
     Raises:
         RuntimeError: they have not come, or the hub cannot be reached.
     """
-    if line.wait_for(lambda: line.is_ready, wait_s):
+    if line.wait_for(lambda: line.is_ready or line.invitation is not None, wait_s):
         return
     if line.failure is not None:
         raise RuntimeError(str(line.failure)) from line.failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,8 @@ from outergrad.star.slots import Slots
 from outergrad.star.sums import added
 from outergrad.star.window import cost_of
 
+COMING = "coming"
+"""The slot that says who waits to be taken in; as in `step/going_on.py`, which a hub has not."""
 Told = Callable[..., None]
 """Is told what happened: its name, and facts of it."""
 _MOST_TEXT = 1 << 15
@@ -43,6 +46,7 @@ class Run:
         self.members: dict[int, Member] = {}
         self.is_ready = False
         self._lost: set[str] = set()
+        self._waiting: list[str] = []
         self._sums: dict[tuple[int, int, int], dict[int, Frame]] = {}
         self._parts: dict[tuple[int, int, int], set[str]] = {}
         self._slots = Slots()
@@ -73,11 +77,34 @@ class Run:
         sites, (after, before) = list(self.names), self._before
         if after:
             without = [name for name in before if name not in sites]
-            about = {"after": after, "epoch": self.epoch, "without": without}
+            back = [name for name in sites if name not in before]
+            about = {"after": after, "epoch": self.epoch, "without": without, "back": back}
             self._tell("epoch", run=self.number, sites=sites, **about)
         else:
             self._tell("began", run=self.number, sites=sites)
         self._to_all(Frame(Kind.READY, run=self.number))
+
+    def note_coming(self, names: Sequence[str]) -> None:
+        """These wait to be taken in: the sites read it on the board."""
+        lives = [one.name for one in self.members.values() if not one.is_gone]
+        waiting = [name for name in names if name not in lives] if lives else []
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._slots.write(COMING, " ".join(waiting))
+
+    @property
+    def waiting(self) -> list[Member]:
+        """Those that are there, where a run has not begun because others are missing."""
+        if self.is_ready or self.epoch:
+            return []
+        return [one for one in self.members.values() if one.stream is not None]
+
+    def invite(self, names: Sequence[str], after: Run) -> None:
+        """Those of these that wait here hear that others take them in."""
+        about = json.dumps([after.number, list(names)]).encode()
+        for member in self.waiting:
+            if member.name in names:
+                member.push(Frame(Kind.INVITED, about, run=self.number))
 
     def is_open_to(self, name: str) -> bool:
         """Whether a new process of a site may join."""
@@ -85,9 +112,13 @@ class Run:
             return False
         return self.names.index(name) not in self.members
 
+    def is_after(self, after: int) -> bool:
+        """Whether sites of that run go on in it."""
+        return bool(after) and self._before[0] == after
+
     def continues(self, after: int, names: Sequence[str]) -> bool:
         """Whether it is the one in which these sites go on from another."""
-        return bool(after) and (self._before[0], self.names) == (after, tuple(names))
+        return self.is_after(after) and self.names == tuple(names)
 
     def member_of(self, name: str) -> Member | None:
         """The process of a site that takes part, or did."""

@@ -98,15 +98,24 @@ class _Line:
         kit: of the site.
         patience_s: how long the hub may be out of reach.
         line: where sites go on from an earlier run, that of the new one.
+        coming: names of those that did not take part in that.
     """
 
-    def __init__(self, star: Star, kit: Kit, patience_s: float, line: Line | None = None) -> None:
+    def __init__(
+        self,
+        star: Star,
+        kit: Kit,
+        patience_s: float,
+        line: Line | None = None,
+        coming: Sequence[str] = (),
+    ) -> None:
         from outergrad.star.dial import Dialler
         from outergrad.star.line import Line
 
         self._line, self._star, self._kit = line or Line(), star, kit
         self._met, self._seal, self._patience_s = False, None, patience_s
         self._next: _Line | None = None
+        self._coming = tuple(coming)
         self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
         end = weakref.finalize(self, self.dialler.end)
         end.atexit = False  # the dialler has its own way then
@@ -121,13 +130,16 @@ class _Line:
         """How many have to be left to go on without others; None where a lost site ends the run."""
         return self._star.min_sites if self._star.when_lost == "go on" else None
 
-    def go_on(self, sites: Sequence[int]) -> _Line:
-        """Begins to reach these sites alone."""
+    def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> _Line:
+        """Begins to reach these sites alone, and those that come."""
+        names = [self._line.names[site] for site in sites]
+        return self._continued(self._line.run, [*names, *coming], coming)
+
+    def _continued(self, run: int, names: Sequence[str], coming: Sequence[str]) -> _Line:
         from outergrad.star.line import Line
 
-        line = self._line
-        again = Line(line.run, [line.names[site] for site in sites])
-        self._next = _Line(self._star, self._kit, self._patience_s, again)
+        again = Line(run, names)
+        self._next = _Line(self._star, self._kit, self._patience_s, again, coming)
         for key in [key for key, known in _lines.items() if known is self]:
             _lines[key] = self._next
         return self._next
@@ -142,18 +154,36 @@ class _Line:
         from outergrad.star.meeting import wait_until_ready
 
         wait_until_ready(self._line, self._star.wait_s)
+        if self._line.invitation is not None and not self._line.is_ready:
+            return self._taken_in(*self._line.invitation).open(device, patience_s)
         if not self._met:
             self._seal, self._met = self._agree(patience_s), True
-        return StarComm(self._line, self, device, patience_s, self._seal, self.min_sites)
+        comm = StarComm(self._line, self, device, patience_s, self._seal, self.min_sites)
+        comm.coming = [self._line.names.index(name) for name in self._coming]
+        return comm
+
+    def _taken_in(self, run: int, names: Sequence[str]) -> _Line:
+        """This site has called anew, and those that train take it in."""
+        known = self._star.when_lost == "go on"
+        if not known:
+            raise RuntimeError("the others train: pass og.Star(when_lost='go on') to be taken in")
+        return self._continued(run, names, [self._kit.site])
+
+    def sealed(self, comm: StarComm) -> StarComm:
+        """By the same line, so that the hub reads nothing; called on all sites at once."""
+        from outergrad.star.comm import StarComm
+
+        seal = self._seal or self._seals("handing over", comm.patience_s)
+        sealed = StarComm(self._line, self, comm.device, comm.patience_s, seal)
+        sealed.coming = comm.coming
+        return sealed
 
     def _agree(self, patience_s: float) -> Seal | None:
         """Whether to encrypt, and by which keys."""
         from outergrad.star.meeting import exchange_texts
-        from outergrad.star.sealing import Seal
 
         line = self._line
-        blind = self._star.blind
-        seal = Seal(self._kit, line.names, line.rank, line.run) if blind else None
+        seal = self._new_seal() if self._star.blind else None
         own = "" if seal is None else seal.announcement()
         told = exchange_texts(line, "keys", own, patience_s)
         if len({bool(one) for one in (own, *told.values())}) > 1:
@@ -164,6 +194,19 @@ class _Line:
             )
         if seal is not None:
             seal.learn(exchange_texts(line, "sender keys", seal.meet(told), patience_s))
+        return seal
+
+    def _new_seal(self) -> Seal:
+        from outergrad.star.sealing import Seal
+
+        return Seal(self._kit, self._line.names, self._line.rank, self._line.run)
+
+    def _seals(self, what: str, patience_s: float) -> Seal:
+        from outergrad.star.meeting import exchange_texts
+
+        seal, line = self._new_seal(), self._line
+        told = exchange_texts(line, f"{what}: keys", seal.announcement(), patience_s)
+        seal.learn(exchange_texts(line, f"{what}: sender keys", seal.meet(told), patience_s))
         return seal
 
 

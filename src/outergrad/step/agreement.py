@@ -18,6 +18,7 @@ from typing import Any
 from outergrad.comm.standing import Standing
 from outergrad.core.errors import BoardGoneError
 from outergrad.step.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
+from outergrad.step.going_on import GOING_ON, GoesOn
 from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, told_by
 
 ANSWERS_S = 2.0
@@ -27,8 +28,6 @@ STEP_S = 30.0
 STAYS_S = 2.0
 """How long the site that holds the store waits until the others have read."""
 GIVEN_UP, THERE, NOWHERE = "given up", "there", "nowhere"
-GOING_ON = "going on"
-"""The slot that says which sites go on without the others, and from how many steps on."""
 TROUBLE = "trouble"
 """The slot that says that some site has given up."""
 
@@ -40,12 +39,12 @@ class Outcome:
     Attributes:
         findings: of its error.
         content: what the step brought that this site has still to take; None if there is none.
-        sites: that go on without the others, if any do; this one, too.
+        goes_on: who goes on without the others, if any do; this site, too.
     """
 
     findings: Findings
     content: Any = None
-    sites: tuple[int, ...] = ()
+    goes_on: GoesOn | None = None
 
 
 def word_slot(site: int) -> str:
@@ -88,7 +87,7 @@ class Agreement:
     def reach(self) -> Asking[Outcome]:
         """All of it."""
         made, words, numbers, confirmed = self._word.made, dict[int, Standing](), {}, set[int]()
-        content, sites = None, ()
+        content = goes_on = None
         try:
             words = yield from self._words()
             numbers = {site: one.made for site, one in words.items()}
@@ -106,14 +105,14 @@ class Agreement:
             said = yield from self._confirmed(asked)
             confirmed = ended | said.keys()
             level = {self._rank, *(site for site, number in said.items() if number == str(made))}
-            sites = yield from self._going_on(words, level, made)
+            goes_on = yield from self._going_on(words, level, made)
             words = {**words, **(yield from self._reasons(words))}
             yield from self._leave(asked)
         except BoardGoneError:
             self._on_left()
             if not confirmed and content is None:
                 return Outcome(self._alone())
-        return Outcome(self._findings(words, numbers, made, confirmed), content, sites)
+        return Outcome(self._findings(words, numbers, made, confirmed), content, goes_on)
 
     # -- on the board -----------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ class Agreement:
 
     def _going_on(
         self, words: Mapping[int, Standing], level: set[int], made: int
-    ) -> Asking[tuple[int, ...]]:
+    ) -> Asking[GoesOn | None]:
         """Those that go on without others, as the first site says that has got here.
 
         Args:
@@ -185,14 +184,13 @@ class Agreement:
             made: so many.
         """
         if self._min_sites is None or self._rank not in words:
-            return ()
+            return None
         lost = self._lost_as_seen_by(None, words, set(self._others) - words.keys())
         left = sorted(level - set(lost))
         if not lost or len(left) < self._min_sites:
-            return ()
-        text = yield First(GOING_ON, " ".join(map(str, (made, *left))))
-        number, *sites = _numbers(text) or [-1]
-        return tuple(sites) if number == made and self._rank in sites else ()
+            return None
+        text = yield First(GOING_ON, GoesOn.proposed(made, left))
+        return GoesOn.of(text, self._rank, made)
 
     def _reasons(self, words: Mapping[int, Standing]) -> Asking[dict[int, Standing]]:
         """Why sites closed their connections that were about to end: they say so a little later."""
@@ -263,11 +261,3 @@ class Agreement:
             may_differ=tuple(self._others),
             doubt="the store of the group is gone",
         )
-
-
-def _numbers(text: str) -> list[int]:
-    """Nothing where it cannot be read: other sites may write what they like."""
-    try:
-        return list(map(int, text.split()))
-    except ValueError:
-        return []

@@ -124,8 +124,9 @@ def note_lost(
     """Lets nobody use the transport any more; returns what all who try are told."""
     sessions = on_transport(comm.key)
     sessions.lost = lost_error(comm.rank, step, place, error, found)
-    if sessions.pact.opens is not None:
-        sessions.untold = _changed_error(comm, sessions.lost, sessions.pact.going_on)
+    goes_on = sessions.pact.goes_on
+    if sessions.pact.opens is not None and goes_on is not None and not goes_on.coming:
+        sessions.untold = _changed_error(comm, sessions.lost, goes_on.sites)
     return sessions.lost
 
 

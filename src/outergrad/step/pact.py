@@ -22,6 +22,7 @@ from outergrad.step.agreement import TROUBLE, Agreement, Outcome
 from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Request, Rest, Slot
 from outergrad.step.brought import Brought
 from outergrad.step.digests import Digests
+from outergrad.step.turning import Turning
 
 MOST_SESSIONS = 64
 """Of the latest ones something is told to other sites."""
@@ -65,7 +66,7 @@ class _Step:
         return None if step is None else step.brought().packed()
 
 
-class Pact:
+class Pact(Turning):
     """Of one site with the others of a transport.
 
     Attributes:
@@ -74,7 +75,6 @@ class Pact:
         session: the one whose step came to its end last.
         asked: questions of other sites that were read.
         digests: by session, of what came in its last steps; only of those that nobody voted on.
-        opens: opens the transport of those that go on without others, once that is agreed.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Pact:
         self._current: ref[Any] | None = None
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._outcome: Outcome | None = None
-        self.opens: Callable[[], Comm] | None = None
+        super().__init__()
 
     # -- what the loop tells --------------------------------------------------------------------
 
@@ -131,10 +131,6 @@ class Pact:
             del self.digests[next(iter(self.digests))]
         self.digests[session] = digest
 
-    def _refuse_frozen(self) -> None:
-        if self.frozen:
-            raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
-
     # -- what the watcher answers ---------------------------------------------------------------
 
     @property
@@ -159,11 +155,6 @@ class Pact:
         step = None if found is None else found()
         return None if step is None else step.message_to(site, place)
 
-    @property
-    def going_on(self) -> tuple[int, ...]:
-        """Sites that go on without the others, if any do."""
-        return () if self._outcome is None else self._outcome.sites
-
     # -- when others are lost -------------------------------------------------------------------
 
     def agree(self, comm: Comm, standing: Standing) -> Outcome:
@@ -186,8 +177,7 @@ class Pact:
         how = self._content, time.monotonic, comm.close, comm.min_sites
         try:
             self._outcome = _gone_through(Agreement(*own, word, *how), comm.board, word.session)
-            if self._outcome.sites:  # at once, also while the loop computes: the others wait
-                self.opens = comm.go_on(self._outcome.sites)
+            self._begin_to_go_on(comm)
         finally:
             self._ended.set()
         return self._outcome
