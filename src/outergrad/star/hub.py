@@ -73,7 +73,7 @@ class Hub:
                         raise RefusedError(f"{name!r} was away for longer than {self._grace_s:g} s")
                     return run, member
         if hello.run:
-            raise RefusedError(f"the hub knows nothing of run {hello.run}: it was started anew")
+            raise RefusedError(f"run {hello.run} is over, or the hub was started anew")
         return None
 
     def _new(self, name: str, hello: Hello) -> tuple[Run, Member]:
@@ -92,11 +92,12 @@ class Hub:
 
     def _run_after(self, name: str, hello: Hello) -> Run:
         """In which sites go on that have agreed on it. The run before is left in order."""
-        for before in (run for run in self._runs if run.number == hello.after):
-            own = before.member_of(name)
-            if own is not None and not own.is_gone:
+        for run in self._runs:
+            own = run.member_of(name)
+            if own is not None and (run.number == hello.after or own in run.waiting):
                 own.has_left = True
-                before.leave(own, f"it goes on with {', '.join(hello.sites)}")
+                run.leave(own, f"it goes on with {', '.join(hello.sites)}")
+        for before in (run for run in self._runs if run.number == hello.after):
             if not any(run.is_after(hello.after) for run in self._runs):
                 self._check_going_on(name, hello, before)
                 for run in self._runs:

@@ -155,7 +155,9 @@ class _Line:
 
         wait_until_ready(self._line, self._star.wait_s)
         if self._line.invitation is not None and not self._line.is_ready:
-            return self._taken_in(*self._line.invitation).open(device, patience_s)
+            comm = self._taken_in(*self._line.invitation).open(device, patience_s)
+            self.dialler.end()
+            return comm
         if not self._met:
             self._seal, self._met = self._agree(patience_s), True
         comm = StarComm(self._line, self, device, patience_s, self._seal, self.min_sites)
