@@ -298,7 +298,7 @@ def judged(folder: Path, trial: _Trial) -> list[str]:
     hub = HubFolder(folder / "hub")
     log = list(verified(hub.log_file, hub.certificate_file.read_text()))
     wrong, digests, parts = [], defaultdict(set), defaultdict(set)
-    for lines in found.values():
+    for lines in map(_known_to_others, found.values()):
         for one in lines:
             if one["what"] == "made":
                 digests[one["step"]].add(one["digest"])
@@ -327,6 +327,14 @@ def judged(folder: Path, trial: _Trial) -> list[str]:
         near = [t for t in times if one.at - 0.1 < t < one.at + TIMEOUT_S]
         one.still_s = max((then - now for now, then in pairwise(near)), default=0.0)
     return wrong
+
+
+def _known_to_others(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the last step of a process that was lost: it may have it alone."""
+    if any(one["what"] == "done" for one in lines):
+        return lines
+    last = max((one.get("step", -1) for one in lines), default=-1)
+    return [one for one in lines if one.get("step") != last]
 
 
 def _not_logged(log: list[dict[str, Any]], parts: dict[int, set[tuple[str, ...]]]) -> list[str]:

@@ -43,6 +43,14 @@ class GoingOn(BackwardHooks):
             raise told
         self._refuse_lost()
 
+    def go_on(self) -> None:
+        """Where sites go on with others, does so now; whoever uses its transport calls this.
+
+        Raises:
+            SiteLostError: the transport cannot be used any more.
+        """
+        self._require_group()
+
     def _drop_pass(self) -> None:
         """What this backward, and those in `no_sync` before it, have left."""
         self._accumulator.clear()
@@ -126,7 +134,7 @@ def refuse_to_go_on(comm: Comm, method: Any, inspection: Inspection) -> None:
         why = "with LocalSteps sites differ between two exchanges"
     elif inspection.compressors.chooser is not None:
         why = "og.Auto goes by times that a site may not have heard: name a method, as og.DAD()"
-    elif set(inspection.every.values()) > {1}:
+    elif any(k > 1 for k in inspection.every.values()):
         why = "with every=k sites may differ in how many passes they count: use every=1"
     if why:
         raise ValueError(f"og.Star(when_lost='go on') does not go with method={method!r}: {why}")

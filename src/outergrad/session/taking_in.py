@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.optimizer_steps import listen
 from outergrad.comm.agree import agree
-from outergrad.core.errors import ExchangeError
+from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Comm
 from outergrad.session.capable import transport_lines
 from outergrad.session.handover import Handover
@@ -45,11 +45,14 @@ class TakingIn(Verified):
         """Where others have come, and this is the step before which they take part."""
         if self._comm.min_sites is None:
             return
-        pact, patience_s = on_transport(self._comm.key).pact, self._comm.patience_s
+        pact = on_transport(self._comm.key).pact
         with self._giving_up_behind("the other sites, before more take part"):
-            if pact.is_turn(patience_s):
-                self._make_sure_of_all()
-                pact.turn(self._comm)
+            try:
+                if pact.is_turn(self._comm):
+                    self._make_sure_of_all()
+                    pact.turn(self._comm)
+            except BoardGoneError as error:
+                raise ExchangeError(str(error), kind=Failure.LOCAL) from error
 
     def _make_sure_of_all(self) -> None:
         """Nobody leaves who may have what others lack: all have made the last step."""

@@ -187,7 +187,8 @@ class _Line:
         line = self._line
         seal = self._new_seal() if self._star.blind else None
         own = "" if seal is None else seal.announcement()
-        told = exchange_texts(line, "keys", own, patience_s)
+        first = line.epoch == 0  # who is missing later is lost in the first step
+        told = exchange_texts(line, "keys", own, patience_s, of_gone=first)
         if len({bool(one) for one in (own, *told.values())}) > 1:
             told = {line.rank: own, **told}
             names = sorted(line.names[rank] for rank, one in told.items() if one)
@@ -195,7 +196,8 @@ class _Line:
                 f"og.Star has blind=True on {', '.join(names)} alone: pass the same on every site"
             )
         if seal is not None:
-            seal.learn(exchange_texts(line, "sender keys", seal.meet(told), patience_s))
+            keys = exchange_texts(line, "sender keys", seal.meet(told), patience_s, of_gone=first)
+            seal.learn(keys)
         return seal
 
     def _new_seal(self) -> Seal:

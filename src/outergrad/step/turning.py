@@ -69,14 +69,17 @@ class Turning:
         with self._lock:
             self._turns_at, self.coming = made, tuple(coming)
 
-    def is_turn(self, limit_s: float) -> bool:
+    def is_turn(self, comm: Comm) -> bool:
         """Whether no step must begin before others take part; waits until that is known.
 
         Raises:
-            ExchangeError: it does not become known in time.
+            ExchangeError: it does not become known: a site is gone, or late.
         """
-        until = time.monotonic() + limit_s
-        while self._is_paused:
+        board, until = comm.board, time.monotonic() + comm.patience_s
+        while self._is_paused and board is not None:
+            gone = list(filter(board.is_gone, range(comm.world_size)))
+            if gone and board.slot(GOING_ON) is None:  # else they have turned
+                raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
             if time.monotonic() > until:
                 told = "the sites do not agree on when others take part"
                 raise ExchangeError(told, kind=Failure.LOCAL)
