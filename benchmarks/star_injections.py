@@ -38,7 +38,7 @@ from outergrad.star.server import HubServer
 SITES, GRACE_S, TIMEOUT_S = 4, 0.8, 15.0
 FAULTS = ("cut", "brief stop", "long stop", "kill", "restart")
 _DEADLY = {"long stop", "kill", "restart"}
-_STEP_S, _HANGS_S, _LONG_S, _BRIEF_S = 0.01, 45.0, 7.0, 0.4
+_STEP_S, _HANGS_S, _LONG_S, _BRIEF_S = 0.01, 120.0, 7.0, 0.4
 _METHODS = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),

@@ -15,6 +15,7 @@ from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import agree, all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.process_group import TorchDistributed
+from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
@@ -205,11 +206,16 @@ def _told_by_others(
 
     Raises:
         ValueError: it differs from them.
-        ExchangeError: they are gone.
+        SiteLostError: they are gone. They go on without this site, which gives no word.
     """
-    sealed = comm.sealed()
-    agree(sealed, [*lines, *transport_lines(comm)], error)
-    found = taken(sealed)
+    try:
+        sealed = comm.sealed()
+        agree(sealed, [*lines, *transport_lines(comm)], error)
+        found = taken(sealed)
+    except ExchangeError as failed:
+        comm.close()
+        told = f"the others could not take this site in ({failed}): start it again"
+        raise SiteLostError(told, failed.sites, 0, "what the others have") from failed
     return found.number, found
 
 

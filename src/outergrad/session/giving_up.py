@@ -169,7 +169,7 @@ class GivingUp:
 
     def _refuse_lost(self) -> None:
         self._hear_of_end()
-        if on_transport(self._comm.key).pact.opens is not None:
+        while on_transport(self._comm.key).pact.opens is not None:  # more may be lost meanwhile
             self._go_on()
         refuse_lost(self._comm.key)
 

@@ -36,12 +36,16 @@ class GoingOn(BackwardHooks):
         end_unfinished(self._comm.key)
         self._hear_of_end()
         self._take_in()
+        self._tell_of_change()
+        self._refuse_lost()
+        self._tell_of_change()
+
+    def _tell_of_change(self) -> None:
         group = on_transport(self._comm.key)
         told, group.untold = group.untold, None
         if told is not None:
             self._drop_pass()
             raise told
-        self._refuse_lost()
 
     def go_on(self) -> None:
         """Where sites go on with others, does so now; whoever uses its transport calls this.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,8 @@ from outergrad.session.settings import Settings
 from outergrad.session.state import arrived, known_to_all
 from outergrad.session.verified import Verified
 from outergrad.step.groups import on_transport
+
+_LOG = logging.getLogger("outergrad")
 
 
 class TakingIn(Verified):
@@ -73,7 +75,7 @@ class TakingIn(Verified):
             try:
                 agree(comm, [*self._lines, *transport_lines(self._comm)])
             except ValueError as error:  # they leave; it costs the others a step
-                warnings.warn(f"those that have come cannot take part: {error}", stacklevel=2)
+                _LOG.warning("those that have come cannot take part: %s", error)
             else:
                 self._handover().give(comm)
 

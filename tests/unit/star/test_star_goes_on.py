@@ -200,7 +200,7 @@ def copied(name):
     return shutil.copy(kit_of(name), tempfile.mkdtemp(prefix="outergrad-kit-"))
 
 
-def come_back(sites, method, *, each=lambda rank: {}, **of_star):
+def come_back(sites, method, *, comes=lambda goes, again: goes(2, again), **of_star):
     """The last site is lost; a new process of it calls, and is taken in."""
     with hub(sites, grace_s=0.3) as server:
         cut, back = Cut(server, sites, **of_star), threading.Event()
@@ -208,7 +208,7 @@ def come_back(sites, method, *, each=lambda rank: {}, **of_star):
 
         def goes(rank, transport, *told):
             model, found = build(), {}
-            session = og.distribute(model, method, transport=transport, timeout=10, **each(rank))
+            session = og.distribute(model, method, transport=transport, timeout=10)
             optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
             while (step := session.stats().step) < 60:
                 optimizer.zero_grad()
@@ -219,7 +219,7 @@ def come_back(sites, method, *, each=lambda rank: {}, **of_star):
                 except og.SiteLostError as error:
                     return {**found, "lost": error}, model
                 except og.SitesChangedError as error:
-                    found["changed"] = error
+                    found.setdefault("changed", []).append(error)
                     cut.proxy.is_up = True
                     back.set()
                     continue
@@ -238,7 +238,7 @@ def come_back(sites, method, *, each=lambda rank: {}, **of_star):
         def body(rank):
             if rank == sites:
                 back.wait()
-                return goes(sites - 1, again)
+                return comes(goes, again)
             told = maybe_cut if rank == sites - 1 else slowly
             return goes(rank, cut.stars[rank], told)
 
@@ -349,3 +349,16 @@ def test_what_cannot_go_on_is_refused():
     for settings in ({"when_lost": "wait"}, {"min_sites": 1}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             og.Star("localhost:1", kit="none", **settings)
+
+
+@pytest.mark.slow
+def test_one_that_comes_with_another_method_raises_and_the_others_go_on():
+    def comes(goes, again):
+        with pytest.raises(ValueError, match="do not agree: site 2 has 'method: Dense"):
+            og.distribute(build(), og.Dense(), transport=again, timeout=10)
+        again.close()
+
+    first, second, _, _ = come_back(3, og.DAD(always=True), comes=comes)
+    assert [error.epoch for error in first[0]["changed"]] == [1, 3]
+    assert set(first[0]) == set(second[0]) == {*range(60), "changed"}
+    assert_alike((0, first[1]), (0, second[1]))
