@@ -118,7 +118,7 @@ def test_the_others_go_on_and_stay_replicas(name):
     assert isinstance(third[0][-1], og.SiteLostError)
     assert_alike(first, second)
     if name in EXACT:
-        assert_pooled(first[0], 3, [void], [range(3), range(2)])
+        assert_pooled(first[0], [void], [range(3), range(2)])
 
 
 def assert_alike(first, second):
@@ -126,14 +126,18 @@ def assert_alike(first, second):
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def assert_pooled(found, sites, voids, epochs):
-    """Each gradient is the mean over the sites of its epoch."""
+def assert_pooled(found, voids, epochs):
+    """Each gradient is the mean over the sites of its epoch; the void steps were batches, too."""
+    made = {step: one for step, one in enumerate(found) if step not in voids}
+    assert_means(made, lambda step: epochs[sum(void < step for void in voids)])
+
+
+def assert_means(found, left_at, **settings):
+    """Each gradient is that of one process with the batches of the sites of that step."""
     model = build()
-    optimizer = SGD(model.parameters(), lr=0.05)
-    for step, mine in enumerate(found):
-        if step in voids:
-            continue
-        left = epochs[sum(void < step for void in voids)]
+    optimizer = SGD(model.parameters(), lr=0.05, **settings)
+    for step, mine in sorted(found.items()):
+        left = left_at(step)
         optimizer.zero_grad()
         (sum(loss_of(model, batch(rank, step)) for rank in left) / len(left)).backward()
         wanted = gradients(model)
@@ -152,7 +156,7 @@ def test_with_fewer_than_wanted_all_raise():
 def test_the_hub_that_must_not_read_cannot_read_what_those_send_that_are_left():
     first, second, _ = run(3, og.DAD(always=True), blind=True)
     assert_alike(first, second)
-    assert_pooled(first[0], 3, voids_of(first[0]), [range(3), range(2)])
+    assert_pooled(first[0], voids_of(first[0]), [range(3), range(2)])
 
 
 class Told:
@@ -250,7 +254,7 @@ def come_back(sites, method, *, comes=lambda goes, again: goes(2, again), **of_s
             cut.close()
 
 
-@pytest.mark.parametrize("name", SHOWN if LONG else QUICK)
+@pytest.mark.parametrize("name", SHOWN if LONG else ["dad forced"])
 def test_a_site_comes_back(name):
     first, second, _, again = come_back(3, CASES[name])
     assert set(first[0]) == set(second[0])
@@ -262,6 +266,10 @@ def test_a_site_comes_back(name):
         assert all(torch.equal(*pair) for of_step in pairs for pair in of_step)
     assert_alike((0, first[1]), (0, second[1]))
     assert_alike((0, first[1]), (0, again[1]))
+    (changed,) = first[0].pop("changed")
+    if name in EXACT:
+        alone = range(changed.step, back)
+        assert_means(first[0], lambda k: range(2 if k in alone else 3), momentum=0.9)
 
 
 @pytest.mark.slow
@@ -306,7 +314,7 @@ def test_one_after_the_other():
     assert [first[0][k].lost for k in voids] == [NAMES[3:], NAMES[:1]]
     assert [first[0][k].epoch for k in voids] == [1, 2]
     assert_alike(first, second)
-    assert_pooled(first[0], 4, voids, [range(4), range(3), range(1, 3)])
+    assert_pooled(first[0], voids, [range(4), range(3), range(1, 3)])
 
 
 def test_what_is_saved_when_a_site_is_lost_is_saved_and_the_next_step_says_so():
@@ -362,3 +370,28 @@ def test_one_that_comes_with_another_method_raises_and_the_others_go_on():
     assert [error.epoch for error in first[0]["changed"]] == [1, 3]
     assert set(first[0]) == set(second[0]) == {*range(60), "changed"}
     assert_alike((0, first[1]), (0, second[1]))
+
+
+@pytest.mark.slow
+def test_checkpoints_are_made_anew_by_those_that_go_on(tmp_path):
+    def body(rank, one):
+        model = build()
+        session = og.distribute(model, og.RankDAD(rank=2, min_ratio=1), transport=one, timeout=10)
+        optimizer = SGD(model.parameters(), lr=0.05)
+        for step in range(4):
+            if rank == 2 and step == 2:
+                session.detach()
+                one.close()
+                return None
+            optimizer.zero_grad()
+            try:
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
+            except og.SitesChangedError:
+                checkpoints = og.Checkpoints(tmp_path, session, model=model, optimizer=optimizer)
+                checkpoints.save(step)
+        assert checkpoints.restore().step == 2
+        session.detach()
+        return session.stats().step
+
+    assert on_star(3, body, {"when_lost": "go on"}) == [2, 2, None]
