@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from outergrad.capture.engine import NO_TASK, current_task
-from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
+from outergrad.core.errors import (
+    BoardGoneError,
+    DriftError,
+    ExchangeError,
+    Failure,
+    SiteLostError,
+    SitesChangedError,
+)
 from outergrad.core.protocols import Method
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
@@ -219,6 +226,6 @@ class Session(TakingIn):
         board = self._comm.board
         if board is None or group.lost is not None or group.pact.made == 0:
             return
-        with suppress(BoardGoneError, SiteLostError):
+        with suppress(BoardGoneError, SiteLostError, SitesChangedError):
             if is_in_trouble(board):
                 raise self._lost_by(ExchangeError("others gave up", kind=Failure.CLOSED))
