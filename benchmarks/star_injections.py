@@ -54,7 +54,7 @@ class Injected:
         fault: which.
         site: whose.
         at: when, by the clock of all processes.
-        still_s: the longest that no site made a step behind it.
+        still_s: the longest that no site made a step, from the second behind it on.
     """
 
     fault: str
@@ -323,9 +323,10 @@ def judged(folder: Path, trial: _Trial) -> list[str]:
     if trial.lost > deaths + _lost_while_coming(found):
         wrong.append(f"{trial.lost} sites were lost, where {deaths} died")
     times = sorted(one["time"] for some in found.values() for one in some if one["what"] == "made")
-    for one in trial.injected:
-        near = [t for t in times if one.at - 0.1 < t < one.at + TIMEOUT_S]
-        one.still_s = max((then - now for now, then in pairwise(near)), default=0.0)
+    until = [one.at for one in trial.injected[1:]] + times[-1:]
+    for one, end in zip(trial.injected, until, strict=True):
+        gaps = [(now, then) for now, then in pairwise(times) if one.at - 0.1 < now < one.at + 1.0]
+        one.still_s = max((then - now for now, then in gaps if now < end), default=0.0)
     return wrong
 
 
