@@ -8,7 +8,13 @@ from outergrad import events, report, transforms, wire
 from outergrad._version import __version__
 from outergrad.checkpoint import Checkpoints, DCPState, Restored
 from outergrad.comm.process_group import TorchDistributed
-from outergrad.core.errors import BadStepsError, DriftError, SiteLostError, StepDiscardedError
+from outergrad.core.errors import (
+    BadStepsError,
+    DriftError,
+    SiteLostError,
+    SitesChangedError,
+    StepDiscardedError,
+)
 from outergrad.core.protocols import Rule
 from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
 from outergrad.core.types import Call, Factors, Part, Slot
@@ -60,6 +66,7 @@ __all__ = [
     "Session",
     "SiteGradient",
     "SiteLostError",
+    "SitesChangedError",
     "Slot",
     "Sparse",
     "Star",

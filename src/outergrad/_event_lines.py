@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 Entry = dict[str, Any]
 """A line as JSON has it: the fields of an event, and its kind under "event"."""
@@ -18,7 +18,7 @@ Check = Callable[[Any], bool]
 START = '{"event"'
 _RUN = b'{"event": "run"'
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, Trial, End)
+    kind.__name__.lower(): kind for kind in (Run, Layer, Step, Scalars, Mishap, Trial, Change, End)
 }
 
 

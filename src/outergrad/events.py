@@ -2,8 +2,8 @@
 
 First a `Run`; then, at every recorded step, a `Layer` for each layer and a `Step` behind them;
 `Scalars` whenever the training loop says something; a `Mishap` whenever a step comes to nothing or
-the replicas are found to differ; a `Trial` whenever `og.Auto()` has tried something; an `End` when
-the session is detached or its program ends.
+the replicas are found to differ; a `Trial` whenever `og.Auto()` has tried something; a `Change`
+whenever other sites take part; an `End` when the session is detached or its program ends.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ class Step:
             since the last recorded step, like `seconds`, of which it is a part.
         replay_s: likewise, in which blocks were computed again for all sites.
         wait_s: likewise, in which the training thread waited for other sites.
+        took_part: names of the sites whose gradients it is the mean of, where the transport knows
+            names, as `og.Star`.
     """
 
     rank: int
@@ -131,6 +133,7 @@ class Step:
     compress_s: float
     replay_s: float
     wait_s: float
+    took_part: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,31 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Change:
+    """Other sites take part from now on (`og.Star(when_lost="go on")`).
+
+    Told of whatever a recorder's `every`.
+
+    Attributes:
+        rank: this site: the number that it had in the `Run`.
+        step: synchronised steps before the first with these sites.
+        time: seconds since 1970.
+        epoch: how many times the sites have changed.
+        sites: names of those that take part from now on.
+        lost: names of those that do not any more.
+        back: names of those that did not before.
+    """
+
+    rank: int
+    step: int
+    time: float
+    epoch: int
+    sites: tuple[str, ...]
+    lost: tuple[str, ...]
+    back: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class End:
     """A session ends: it was detached, or its program ended. A process that is killed tells none.
 
@@ -218,4 +246,4 @@ class End:
     error: str = ""
 
 
-Event = Run | Layer | Step | Scalars | Mishap | Trial | End
+Event = Run | Layer | Step | Scalars | Mishap | Trial | Change | End

@@ -196,7 +196,7 @@ def test_a_watcher_stays_as_long_as_any_session():
 class Looked:
     """A transport of which only the board is used."""
 
-    rank = 0
+    rank, min_sites = 0, None
 
     def __init__(self, store):
         self.board = StoreBoard(store)

@@ -50,6 +50,26 @@ class StepDiscardedError(RuntimeError):
     """
 
 
+class SitesChangedError(StepDiscardedError):
+    """Other sites take part from now on; the step is void everywhere.
+
+    Raised once, on all sites that take part, in the same step. After `optimizer.zero_grad()`
+    training goes on with the next, whose gradients are means over these sites.
+
+    Attributes:
+        step: synchronised steps before the one that is void.
+        sites: names of those that take part from now on, in the order of their ranks.
+        lost: names of those that do not any more.
+        epoch: how many times the sites have changed.
+    """
+
+    def __init__(
+        self, message: str, step: int, sites: Sequence[str], lost: Sequence[str], epoch: int
+    ) -> None:
+        super().__init__(message)
+        self.step, self.sites, self.lost, self.epoch = step, tuple(sites), tuple(lost), epoch
+
+
 class BadStepsError(RuntimeError):
     """Too many steps after each other had gradients that were not finite.
 

@@ -79,6 +79,10 @@ class Board(Protocol):
         """What a site has left by its `Notes`, of its end or that of the session."""
         ...
 
+    def is_gone(self, site: int) -> bool:
+        """Whether a site is known to write nothing more."""
+        return False
+
 
 class Comm(Protocol):
     """The few collectives that outergrad needs; every site calls them in the same order.
@@ -111,6 +115,14 @@ class Comm(Protocol):
     """Where sites that lost others agree on what counts, and no step has to wait for votes."""
     holds_board: bool = False
     """Whether the board ends with this process: then it goes last."""
+    names: Sequence[str] = ()
+    """Of all sites, in the order of ranks, where they have some."""
+    epoch: int = 0
+    """How many times sites have gone on without others, or with more."""
+    coming: Sequence[int] = ()
+    """Sites that have come while the others train, and have to be told how far these are."""
+    min_sites: int | None = None
+    """How many have to be left to go on without others; None where a lost site ends it for all."""
 
     def all_reduce(self, t: Tensor) -> Work:
         """Sums t over the sites in place; `wait` returns it, on all sites the same to the bit."""
@@ -225,6 +237,27 @@ class Comm(Protocol):
     def close(self) -> None:
         """Closes the connections: the other sites hear at once that this one is gone."""
         ...
+
+    def sealed(self) -> Comm:
+        """The same sites, where nobody between them reads what is sent; called on all at once.
+
+        Raises:
+            ExchangeError: they cannot agree on keys.
+        """
+        return self
+
+    def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> Callable[[], Comm]:
+        """Begins to reach these sites alone, after others were lost; where `min_sites` is set.
+
+        Args:
+            sites: ranks, of which this site's is one; the new ranks are the places among them.
+            coming: names of sites that take part besides, behind them.
+
+        Returns:
+            What waits until they are there, and opens that for one session. It raises a
+            `RuntimeError` where that cannot be.
+        """
+        raise RuntimeError(f"{type(self).__name__} reaches the same sites for ever")
 
 
 class Transport(Protocol):

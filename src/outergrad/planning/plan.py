@@ -43,11 +43,17 @@ class Planner:
     """
 
     def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
-        self._model, self._compressors, self._cost = model, compressors, cost
+        self._model, self._compressors = model, compressors
         self._units = frozenset(model.units)
         self._index = model.index
         self._has_autograd_grad: set[Unit] = set()
         """What travels dense because autograd has a gradient for it besides its factors."""
+        self.begin_anew(cost)
+
+    def begin_anew(self, cost: CostModel) -> None:
+        """Nothing is known of the steps until now, and a step costs what this says."""
+        model, compressors, self._cost = self._model, self._compressors, cost
+        self._has_autograd_grad.clear()
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], list[tuple[Hashable, ...]], Choice] | None = None
         """What the last choice was made from: what is known here, and what all announced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 STEP = (
     "seconds",
@@ -43,7 +43,7 @@ def figures(event: Event) -> dict[str, float]:
     """
     if isinstance(event, Scalars):
         return dict(event.values)
-    if isinstance(event, Run | End):
+    if isinstance(event, Run | Change | End):
         return {}
     if isinstance(event, Mishap):
         return {f"mishap/{event.what}": 1.0}

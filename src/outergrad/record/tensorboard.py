@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Trial
 from outergrad.record.figures import about, figures
 from outergrad.record.recorders import checked
 
@@ -63,10 +63,11 @@ class TensorBoard:
         elif isinstance(event, Mishap):
             about = f"site {', '.join(map(str, event.sites))}: {event.layer or 'no layer known'}"
             writer.add_text(f"mishap/{event.what}", about, event.step)
-
         elif isinstance(event, Trial):
             about = f"{event.outcome}: {', '.join(event.methods)}"
             writer.add_text("trial", about, event.step)
+        elif isinstance(event, Change):
+            writer.add_text("sites", f"{event.epoch}: {', '.join(event.sites)}", event.step)
 
     def close(self) -> None:
         """Writes what is left and closes the file; a later event opens another."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.figures import GROUPS, about, figures
 from outergrad.record.recorders import checked
 
@@ -47,7 +47,7 @@ class WandB:
         elif isinstance(event, Layer):
             self._layers[f"travels/{event.layer}"] = event.travels
             self._layers.update(figures(event))
-        elif not isinstance(event, End):
+        elif not isinstance(event, End | Change):
             self._log(event)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._event_lines import Entry
-from outergrad.events import Layer, Mishap, Run, Step, Trial
+from outergrad.events import Change, Layer, Mishap, Run, Step, Trial
 from outergrad.report.files import File, thin
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Recording:
         scalars: what the training loop logged, one row per name: site, step, time, name, value.
         mishaps: steps that came to nothing, one row per site that told of it.
         trials: what `og.Auto()` tried, one row per site that told of it.
+        changes: changes of the sites that take part, one row per site that told of it.
         problems: what could not be read or looks wrong, a line of text each.
     """
 
@@ -47,6 +48,7 @@ class Recording:
     scalars: DataFrame
     mishaps: DataFrame
     trials: DataFrame
+    changes: DataFrame
     problems: tuple[str, ...]
 
 
@@ -90,6 +92,7 @@ def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
         raise UnreadableRunError(f"{run}: {problems[0] if problems else 'its files are empty'}")
     tables = _tables(by_site)
     problems += [*_doubts(tables["runs"], tables["steps"]), *_mishaps(tables["mishaps"])]
+    problems += _changes(tables["changes"])
     return Recording(**tables, problems=tuple(problems))
 
 
@@ -128,7 +131,8 @@ def _by_site(
 def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]:
     events = [event for _, found in by_site.values() for event in found]
     tables = {
-        f"{kind.__name__.lower()}s": _table(kind, events) for kind in (Run, Step, Mishap, Trial)
+        f"{kind.__name__.lower()}s": _table(kind, events)
+        for kind in (Run, Step, Mishap, Trial, Change)
     }
     layers = _table(Layer, events)
     layers["discarded_energy"] = layers["relative_error"] ** 2
@@ -137,7 +141,9 @@ def _tables(by_site: dict[int, tuple[str, list[Entry]]]) -> dict[str, DataFrame]
     return {**tables, "layers": layers, "scalars": _scalars(events)}
 
 
-def _table(kind: type[Run | Layer | Step | Mishap | Trial], events: Iterable[Entry]) -> DataFrame:
+def _table(
+    kind: type[Run | Layer | Step | Mishap | Trial | Change], events: Iterable[Entry]
+) -> DataFrame:
     from pandas import DataFrame
 
     chosen = [event for event in events if event["event"] == kind.__name__.lower()]
@@ -185,6 +191,12 @@ def _doubts(runs: DataFrame, steps: DataFrame) -> list[str]:
         told = ", ".join(f"site {site} at step {step}" for site, step in ends.items())
         doubts.append(f"the sites' records do not end at the same step: {told}")
     return doubts
+
+
+def _changes(changes: DataFrame) -> list[str]:
+    """Who took part from which step on, as the first site has told."""
+    rows = changes[changes["site"] == changes["site"].min()].itertuples()
+    return [f"from step {row.step} on: {', '.join(row.sites)} took part" for row in rows]
 
 
 def _mishaps(mishaps: DataFrame) -> list[str]:

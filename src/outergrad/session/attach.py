@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -12,19 +12,16 @@ from torch import nn
 
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
-from outergrad.comm.agree import all_came, fingerprint
+from outergrad.comm.agree import agree, all_came, fingerprint
 from outergrad.comm.link import measured_link
 from outergrad.comm.process_group import TorchDistributed
-from outergrad.core.model import Model
+from outergrad.core.errors import ExchangeError, SiteLostError
 from outergrad.core.protocols import Method, Policy, Rules
-from outergrad.core.step_size import Whole
 from outergrad.core.transform import GradientTransform
 from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
-from outergrad.messages.header import Header, SlotUse
-from outergrad.messages.vote import WORDS
 from outergrad.methods import LocalSteps
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
@@ -33,9 +30,12 @@ from outergrad.session.choosing import measured_flops
 from outergrad.session.description import describe
 from outergrad.session.drift import checksums
 from outergrad.session.farewell import say_farewell
+from outergrad.session.going_on import refuse_to_go_on
+from outergrad.session.handover import Handover, taken
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
 from outergrad.session.mesh.topology import MeshTopology
+from outergrad.session.pricing import settle, settle_again
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
 from outergrad.session.topology import Topology, opened
@@ -82,10 +82,10 @@ def distribute(
             steps shorter here, as the sites find out while they train; exact, and other sites see
             no more than this site's gradient. What it has chosen differs from run to run, and with
             it rounding: a run that has to repeat to the bit names its method, as `og.DAD()` or
-            `og.Dense()`, or `og.Auto(frozen=choice)`. With `mesh=` or `transform=` the default is
-            `og.DAD()`. `og.PerLayer({...})` for a method per part of the model, `og.Local()` for a
-            part that is not shared; `og.LocalSteps(k)` to share not gradients but what k steps of
-            each site have changed.
+            `og.Dense()`, or `og.Auto(frozen=choice)`. With `mesh=`, `transform=`, or a star whose
+            sites go on without others, the default is `og.DAD()`. `og.PerLayer({...})` for a method
+            per part of the model, `og.Local()` for a part that is not shared; `og.LocalSteps(k)` to
+            share not gradients but what k steps of each site have changed.
         group: the sites; the default group if None.
         mesh: instead of a group, sites of several ranks: a `DeviceMesh` with the dimensions "site"
             and "local". The gradients of a site's ranks are pooled before they travel, so that
@@ -132,10 +132,11 @@ def distribute(
         SiteLostError: another site does not come, or went.
     """
     model, not_auto = _uncompiled(model), ""
-    if method is None:
-        method, not_auto = usual_method(mesh=mesh, transform=transform)
     topology = _topology(transport, group, mesh, _device(model), time_span(timeout))
     comm = topology.site
+    if method is None:
+        goes_on = comm.min_sites is not None
+        method, not_auto = usual_method(mesh=mesh, transform=transform, goes_on=goes_on)
     refuse_lost(comm.key)
     error, inspection, recorders = None, None, ()
     try:
@@ -153,23 +154,30 @@ def distribute(
             transform=transform,
         )
         check_settings(inspection.every, weighting, buffers, verify_every, on_drift)
+        refuse_to_go_on(comm, method, inspection)
     except (ValueError, TypeError) as raised:
         error = raised
     end_unfinished(comm.key)
     lines = [] if inspection is None else describe(model, method, inspection)
-    lines += transport_lines(comm)
     lines += [f"session {count_session(comm.key)} of the group", f"weighting: {weighting}"]
     lines += [f"buffers: {buffers}", f"max_bad_steps: {max_bad_steps}"]
     lines += [f"verify_every: {verify_every}, on_drift: {on_drift}", f"transform: {transform!r}"]
+    handed_over = None
     with lost_sites_told(comm, "og.distribute on all sites"):
-        agreed = topology.agree(lines, error)
-        assert inspection is not None
-        tensors = topology.make_equal(model, inspection)
-        _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
-        all_came(comm, combined(checksums(tensors)))
+        if comm.rank in comm.coming:
+            agreed, handed_over = _told_by_others(comm, lines, error)
+            assert inspection is not None
+            settle_again(inspection.compressors, inspection.model, comm)
+        else:
+            agreed = topology.agree([*lines, *transport_lines(comm)], error)
+            assert inspection is not None
+            tensors = topology.make_equal(model, inspection)
+            _settle(inspection, comm, lambda: measured_link(comm), lambda: measured_flops(comm))
+            all_came(comm, combined(checksums(tensors)))
     counted, kind = Weighting(weighting), buffers or topology.buffers
     settings = Settings(
         method=repr(method),
+        lines=lines,
         not_auto=not_auto,
         recorders=recorders,
         max_bad_steps=max_bad_steps,
@@ -186,7 +194,38 @@ def distribute(
     say_farewell(comm, agreed)
     if comm.board is not None:
         on_transport(comm.key).watch(comm)
+    if handed_over is not None:
+        session.take(handed_over)
     return session
+
+
+def _told_by_others(
+    comm: Comm, lines: Sequence[str], error: Exception | None
+) -> tuple[int, Handover]:
+    """What a site hears that has come while others train: their fingerprint, and how far they are.
+
+    Raises:
+        ValueError: it differs from them.
+        SiteLostError: they are gone. They go on without this site, which gives no word.
+    """
+    try:
+        sealed = comm.sealed()
+        agree(sealed, [*lines, *transport_lines(comm)], error)
+        found = taken(sealed)
+    except ExchangeError as failed:
+        comm.close()
+        told = f"the others could not take this site in ({failed}): start it again"
+        raise SiteLostError(told, failed.sites, 0, "what the others have") from failed
+    return found.number, found
+
+
+def _settle(
+    inspection: Inspection,
+    comm: Comm,
+    measured: Callable[[], Link],
+    flops_per_s: Callable[[], float],
+) -> None:
+    settle(inspection.compressors, inspection.model, comm, measured, flops_per_s)
 
 
 def _topology(
@@ -225,37 +264,6 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _whole(model: Model) -> Whole:
-    """What there is to send of a model."""
-    params, used = model.params, (False,) * len(model.params)
-    header = Header(0, 0, 0, used, (SlotUse(0, False, torch.float32),) * len(model.index))
-    sizes = {name: p.nbytes for name, p in params.items()}
-    dtypes = {name: p.dtype for name, p in params.items()}
-    return Whole(sizes, dtypes, 8 * (header.length + WORDS))
-
-
-def _settle(
-    inspection: Inspection,
-    comm: Comm,
-    measured: Callable[[], Link],
-    flops_per_s: Callable[[], float],
-) -> None:
-    """Tells the methods of the transport; measures link and machine where one goes by them."""
-    for compressor, _ in inspection.compressors.items():
-        compressor.settle(comm.cost, comm.capabilities)
-    for compressor, units in inspection.compressors.items():
-        compressor.settle_budget(units, _whole(inspection.model))
-    sites = comm.world_size
-    asking = [(e, units) for e, units in inspection.compressors.items() if e.wants_link(sites)]
-    chooser = inspection.compressors.chooser if sites > 1 and inspection.model.units else None
-    link = measured() if asking or chooser else None
-    for compressor, units in asking:
-        assert link is not None
-        compressor.settle_reduce(units, sites, link)
-    if chooser is not None and link is not None:
-        chooser.settle(comm.cost, link, flops_per_s())
 
 
 def attach(

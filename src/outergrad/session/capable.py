@@ -48,4 +48,6 @@ def transport_lines(comm: Comm) -> list[str]:
     """What plans follow from, for the sites to compare."""
     shares = ", ".join(f"{way.value} {comm.cost.share(1, way):.6g}" for way in Route)
     able = ", ".join(one.value for one in Capability if one in comm.capabilities)
-    return [f"cost of a byte: {shares}, sent {comm.cost.copies} times", f"transport can: {able}"]
+    goes_on = [] if comm.min_sites is None else [f"goes on from {comm.min_sites} sites on"]
+    cost = f"cost of a byte: {shares}, sent {comm.cost.copies} times"
+    return [cost, f"transport can: {able}", *goes_on]

@@ -45,7 +45,7 @@ class FollowingUp(Settling):
             return
         if self._next_forward.follow(step.units, step.choice):
             self._chosen.update(zip(step.units, step.choice.reasons, strict=True))
-        self._stats = step.stats(self._stats.step + 1)
+        self._stats = step.stats(self._steps_with(step))
         if step.decision is not None:
             self._note_end(counted=step.applied)
         if step.applied:
@@ -55,6 +55,13 @@ class FollowingUp(Settling):
         if self._transform is None:
             self._next_forward.let_rest(self._compressors.counting)
         self._pattern = self._pattern_of(step)
+
+    def _steps_with(self, step: SharedStep) -> int:
+        """Synchronised steps so far; one in which sites were lost, and others go on, is none."""
+        is_void = step.decision is None and self._lost_step is not None
+        if is_void and on_transport(self._comm.key).pact.opens is not None:
+            return self._stats.step
+        return self._stats.step + 1
 
     def _pattern_of(self, step: SharedStep) -> Pattern | None:
         """What the steps behind one may have in common with it."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from outergrad.comm.standing import LastStep
-from outergrad.core.errors import ExchangeError, Failure, SiteLostError
+from outergrad.core.errors import ExchangeError, Failure, SiteLostError, SitesChangedError
 from outergrad.core.model import Model
 from outergrad.core.transport import Comm
 from outergrad.record.stats import Stats
@@ -34,6 +34,8 @@ class GivingUp:
     _model: Model
     _mishaps: Mishaps
     _votes: LateVotes
+    _lost_step: int | None = None
+    """Synchronised steps before the one in which sites were lost, if some were."""
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -47,7 +49,7 @@ class GivingUp:
         except ExchangeError as error:
             raise self._lost_by(error) from error
 
-    def _lost_by(self, error: ExchangeError) -> SiteLostError:
+    def _lost_by(self, error: ExchangeError) -> SiteLostError | SitesChangedError:
         """Gives up: the transport failed, and its group must not be used again."""
         self._give_up(error)
         return self._lost_error()
@@ -61,6 +63,23 @@ class GivingUp:
         if counted and isinstance(step, SharedStep):
             step.settle(Decision.all_good(step.context.header))
         return counted
+
+    @contextmanager
+    def _giving_up_behind(self, place: str) -> Iterator[None]:
+        """Around what uses the transport between two steps; who can go on is told in the next one.
+
+        Args:
+            place: what this site waits for, in words.
+
+        Raises:
+            SiteLostError: it failed, and sites cannot go on.
+        """
+        try:
+            yield
+        except ExchangeError as error:
+            self._lose_behind(error, place)
+            if on_transport(self._comm.key).untold is None:
+                raise self._lost_error() from error
 
     @property
     def _place(self) -> str:
@@ -76,8 +95,7 @@ class GivingUp:
     def _give_up(self, error: ExchangeError) -> bool:
         place, outcome = self._place, self._find_out(error)
         found = self._taken(outcome) if outcome.content is not None else outcome.findings
-        number = self._stats.step + found.counted
-        self._mishaps.lost(note_lost(self._comm, number, place, error, found))
+        self._note_lost(place, error, found)
         if not found.counted:
             param_grad.drop(self._model.params.values())
         return found.counted
@@ -92,14 +110,36 @@ class GivingUp:
             brought = None
         if brought is None:
             told = "what the step brought cannot be read"
+            self._stay_behind()
             known = {"counted": False, "certain": False, "may_differ": tuple(self._others)}
             return replace(found, **known, doubt=told)
         return replace(found, counted=brought.applied)
 
+    def _tell_part(self, step: int, *, counted: bool = False) -> None:
+        """Of the steps before this one that nobody has voted on; the last one may be another's."""
+        first = self._votes.first
+        if counted and first is None:
+            first = step - 1
+        if first is not None and first < step:
+            self._comm.took_part(self._number, first, step - 1)
+
+    def _stay_behind(self) -> None:
+        """The others go on, if they do, without this site."""
+        pact = on_transport(self._comm.key).pact
+        opens, pact.opens = pact.opens, None
+        if opens is not None:
+            with suppress(RuntimeError):
+                opens().close()
+
     def _lose_behind(self, error: ExchangeError, place: str) -> None:
         """Gives up behind a step that is over on all sites: its gradients stay, the next raises."""
-        found = self._find_out(error).findings
-        self._mishaps.lost(note_lost(self._comm, self._stats.step, place, error, found))
+        self._note_lost(place, error, self._find_out(error).findings)
+
+    def _note_lost(self, place: str, error: ExchangeError, found: Findings) -> None:
+        """The step that does not count any more is known, and what came before it is told."""
+        step = self._lost_step = self._stats.step + found.counted
+        self._tell_part(step, counted=found.counted)
+        self._mishaps.lost(note_lost(self._comm, step, place, error, found))
 
     def _in_full(self) -> Any:
         """The step that runs, as one that can take what other sites have of it."""
@@ -129,7 +169,13 @@ class GivingUp:
 
     def _refuse_lost(self) -> None:
         self._hear_of_end()
+        while on_transport(self._comm.key).pact.opens is not None:  # more may be lost meanwhile
+            self._go_on()
         refuse_lost(self._comm.key)
+
+    def _go_on(self) -> None:
+        """Goes on with the sites that are left."""
+        raise NotImplementedError
 
     def _hear_of_end(self) -> None:
         """The others gave up while this site computed."""
@@ -138,7 +184,8 @@ class GivingUp:
             error = ExchangeError("the other sites gave up", kind=Failure.CLOSED)
             self._lose_behind(error, "the others")
 
-    def _lost_error(self) -> SiteLostError:
-        lost = on_transport(self._comm.key).lost
-        assert lost is not None
-        return lost.again()
+    def _lost_error(self) -> SiteLostError | SitesChangedError:
+        group = on_transport(self._comm.key)
+        told, group.untold = group.untold, None
+        assert group.lost is not None
+        return group.lost.again() if told is None else told

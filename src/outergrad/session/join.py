@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from outergrad.capture.loop_watch import LoopWatch
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.messages.header import Header, Join
-from outergrad.session.backward_hooks import BackwardHooks
+from outergrad.session.going_on import GoingOn
 from outergrad.session.made_equal import ReplicaState
 from outergrad.step import param_grad
 from outergrad.step.groups import on_transport
@@ -25,7 +25,7 @@ from outergrad.step.header_builder import Loop
 from outergrad.step.step import SharedStep
 
 
-class Joining(BackwardHooks):
+class Joining(GoingOn):
     """The hooks of a site whose loop may be shorter or longer than the others'."""
 
     _watch: LoopWatch | None = None
@@ -165,6 +165,11 @@ class Joining(BackwardHooks):
             "several sessions are on this process group, and a site that has run out could not "
             "tell whose step is next: give each model a group of its own, "
             "og.distribute(model, group=dist.new_group()), or detach() those that are done",
+        )
+        yield (
+            self._comm.min_sites is not None,
+            "og.Star(when_lost='go on'): a site that has run out could not tell which step is void "
+            "when another one is lost: use loops of equal length",
         )
         yield (
             self._joint is not None,

@@ -48,7 +48,7 @@ class ReplicaState:
         Raises:
             ExchangeError: what came is not what that site has.
         """
-        structure, parts = flattened({n: self._state(one) for n, one in self.optimizers.items()})
+        structure, parts = flattened(self.optimizer_states)
         told = json.dumps({"states": structure, "tensors": [_described(t) for t in parts]})
         layout = str([(t.dtype, t.shape) for t in self.buffers])
         words = [digest(b"", self.parameters), digest(told.encode(), parts)]
@@ -85,6 +85,15 @@ class ReplicaState:
         except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
             what = "the optimizer states of site"
             raise ExchangeError(f"{what} {source} do not fit this site's: {error}") from error
+
+    @property
+    def optimizer_states(self) -> dict[str, Any]:
+        """Of each optimizer that is known here, by the first parameter that it holds."""
+        return {name: self._state(one) for name, one in self.optimizers.items()}
+
+    def take_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Gives an optimizer the state that one had which holds the same parameters."""
+        self._load_into(optimizer, state)
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Settings of its groups, and what it remembers of shared parameters."""

@@ -71,6 +71,10 @@ class Repeating(FollowingUp):
         """Begins a step that may go every way; what was begun of one like the last goes on."""
         raise NotImplementedError
 
+    def _require_step(self) -> None:
+        """Ends what was begun, and tells the loop that the sites have changed."""
+        raise NotImplementedError
+
     def _close(self, step: Any) -> None:
         """What follows from the end of a step."""
         raise NotImplementedError

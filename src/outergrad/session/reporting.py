@@ -16,8 +16,9 @@ from outergrad.comm.cost import RingCost
 from outergrad.core import choosing
 from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Recorder
+from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.gauge import Gauge, Reading
 from outergrad.record.quietly import warn
 from outergrad.record.recorders import Client, Ending
@@ -52,6 +53,7 @@ class Reporter:
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._layers = model, LayerEvents(rank, model, compressors, every)
         self._told_s, self._steps = 0.0, 0
+        self._took_part: tuple[str, ...] = ()
         self._ending = Ending(self)
         matrices: defaultdict[str, list[Slot]] = defaultdict(list)
         for matrix in (matrix for unit in model.units for matrix in unit.matrices):
@@ -127,6 +129,19 @@ class Reporter:
         told = {**vars(trial), "outcome": trial.outcome.value}
         self._tell_everybody(Trial(rank=self._rank, time=time.time(), **told))
 
+    def take_part(self, comm: Comm) -> None:
+        """These sites do."""
+        self._took_part = tuple(comm.names)
+
+    def sites_changed(self, step: int, comm: Comm) -> None:
+        """Tells that other sites take part from a step on."""
+        before = self._took_part
+        self.take_part(comm)
+        lost = tuple(name for name in before if name not in comm.names)
+        back = tuple(name for name in comm.names if name not in before)
+        about = {"epoch": comm.epoch, "sites": self._took_part, "lost": lost, "back": back}
+        self._tell_everybody(Change(rank=self._rank, step=step, time=time.time(), **about))
+
     def resumed(self) -> None:
         """Other steps follow than those that were told of."""
         for client in self._clients:
@@ -172,7 +187,7 @@ class Reporter:
             torch=torch.__version__,
         )
 
-    def _tell_everybody(self, event: Scalars | Mishap | Trial) -> None:
+    def _tell_everybody(self, event: Scalars | Mishap | Trial | Change) -> None:
         self._begin(event.step)
         for client in list(self._clients):
             self._tell(client, event)
@@ -191,6 +206,7 @@ class Reporter:
             sent_bytes=stats.sent_bytes,
             received_bytes=stats.received_bytes,
             total_sent_bytes=stats.total_sent_bytes,
+            took_part=self._took_part,
             **client.pace(step)._asdict(),
         )
 

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from outergrad.capture.engine import NO_TASK, current_task
-from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Failure, SiteLostError
+from outergrad.core.errors import (
+    BoardGoneError,
+    DriftError,
+    ExchangeError,
+    Failure,
+    SiteLostError,
+    SitesChangedError,
+)
 from outergrad.core.protocols import Method
 from outergrad.core.types import StateDict
 from outergrad.record.coverage import Coverage, coverage
@@ -15,14 +22,14 @@ from outergrad.record.stats import Stats
 from outergrad.record.trials import trials_noted
 from outergrad.session.farewell import end_session
 from outergrad.session.state import Progress, resumed, saved
+from outergrad.session.taking_in import TakingIn
 from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.usual_method import usual_noted
-from outergrad.session.verified import Verified
 from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
 from outergrad.step.pact import is_in_trouble
 
 
-class Session(Verified):
+class Session(TakingIn):
     """What `distribute` returns: the model's gradients are shared as long as it is attached."""
 
     @contextmanager
@@ -219,6 +226,6 @@ class Session(Verified):
         board = self._comm.board
         if board is None or group.lost is not None or group.pact.made == 0:
             return
-        with suppress(BoardGoneError, SiteLostError):
+        with suppress(BoardGoneError, SiteLostError, SitesChangedError):
             if is_in_trouble(board):
                 raise self._lost_by(ExchangeError("others gave up", kind=Failure.CLOSED))

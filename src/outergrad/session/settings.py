@@ -21,6 +21,7 @@ class Settings:
 
     Attributes:
         method: how gradients travel, as text.
+        lines: what the sites have compared.
         not_auto: why it is not `og.Auto()`, where the user named none.
         recorders: are told of steps.
         max_bad_steps: how many steps after each other may be skipped because a gradient is not
@@ -33,6 +34,7 @@ class Settings:
     """
 
     method: str
+    lines: Sequence[str] = ()
     not_auto: str = ""
     recorders: Sequence[Recorder] = ()
     max_bad_steps: int | None = None

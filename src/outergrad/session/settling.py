@@ -33,7 +33,7 @@ class Settling(GivingUp):
         """
         drift, patience_s = None, self._comm.patience_s
         if not self._votes.is_settled:
-            with self._giving_up():
+            with self._giving_up_behind(self._place):
                 drift = self._count_at_end(2 * patience_s, patience_s)
         if drift is not None:
             raise drift
@@ -100,8 +100,11 @@ class Settling(GivingUp):
         about = "" if group.lost is not None or self._votes.is_settled else self._votes.about
         try:
             if group.lost is None:
-                self._refuse_lost()
+                self._hear_of_end()
+            if group.lost is None:
                 self._settle()
+            if group.lost is not None:
+                raise group.lost.again()
         except SiteLostError as error:
             return self._unknown(about, error.sites, error.__cause__) if about else None
         except DriftError as drift:

@@ -15,6 +15,8 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import Inheritance, Place, StateDict, Unit, place_name
 
 VERSION = 2
+_COUNTED = ("sparse", "policy", "owing")
+"""What is common to the sites because they have made the same steps."""
 _REMEDY = "load on every site what all sites saved after the same step"
 
 
@@ -209,6 +211,62 @@ def _inheritance(
         weight=sites / old,
         predecessors=[site % old for site in range(sites)],
     )
+
+
+def survived(
+    states: Sequence[StateDict],
+    owner: Owner,
+    predecessors: Sequence[int],
+    weight: float,
+    device: torch.device,
+) -> list[Inheritance]:
+    """What the compressors of a site go on from where other sites were lost, or more have come.
+
+    Each keeps what it has not sent itself. What sites know of each other is forgotten: one that
+    took the last step from another may not have heard all of it.
+
+    Args:
+        states: what its compressors remember.
+        owner: whose they are.
+        predecessors: of each site, its rank until now.
+        weight: how many sites there are for each one that there was.
+        device: of its tensors.
+    """
+    found: list[Inheritance] = []
+    for state in map(_copied, states):
+        common = {what: {} for what in state.get("common", {})} | _counted(state)
+        first = {"common": common, "own": {**state.get("own", {}), "memories": {}}}
+        found.append(Inheritance(owner.places, first, state, [state], weight, predecessors))
+    return found
+
+
+def known_to_all(state: StateDict) -> StateDict:
+    """What a site that comes is told of a compressor: all sites know it, and nobody's residual."""
+    way = {k: v for k, v in state.get("common", {}).items() if k == "way"}
+    return {"common": {**_counted(state), **way}}
+
+
+def arrived(
+    own: Sequence[StateDict], found: Sequence[StateDict], owner: Owner, sites: int
+) -> list[Inheritance]:
+    """What the compressors of a site go on from that has come while others train.
+
+    Args:
+        own: what they remember, which is nothing.
+        found: what all others know of each.
+        owner: whose they are.
+        sites: how many there are.
+    """
+    inheritances: list[Inheritance] = []
+    for state, told in zip(own, found, strict=True):
+        common = {what: {} for what in state.get("common", {})} | told["common"]
+        first = {**state, "common": common}
+        inheritances.append(Inheritance(owner.places, first, first, [], 1.0, [0] * sites))
+    return inheritances
+
+
+def _counted(state: StateDict) -> StateDict:
+    return {k: v for k, v in state.get("common", {}).items() if k in _COUNTED}
 
 
 def _places(unit: Unit) -> list[Place]:

@@ -71,6 +71,7 @@ class Stepping(Repeating):
         self._norms_over_sites = inspection.norms_over_sites
         told = (method, model, compressors, inspection.every)
         self._reporter = Reporter(settings.recorders, comm.rank, comm.world_size, *told)
+        self._reporter.take_part(comm)
         self._owner = Owner(method, model, comm.rank, comm.world_size, tuple(inspection.local))
         self._planner = Planner(model, compressors, comm.cost)
         self._next_forward = NextForward(model.units, self._planner.first_tap_next())
@@ -109,7 +110,7 @@ class Stepping(Repeating):
 
     def _begin(self, task: int) -> Step:
         refuse_nested_backward()
-        self._require_group()
+        self._require_step()
         used = accumulating(list(self._watched.values()))
         self._refuse_changed(used)
         begin = self._synchronised if self._synchronise else self._unsynchronised
@@ -254,17 +255,21 @@ class Stepping(Repeating):
         for layer in self._next_forward.layers:
             layer.forget_awaited()
         if shared or not self._several:  # else they add up
-            self._weighting.settle()
-            self._blocks.forget()
-            for layer in self._next_forward.layers:
-                if not layer.rests and (due_parts is None or due_parts.shares(layer.slots)):
-                    layer.forget_untapped()
+            self._forget_pass(due_parts)
         if shared:
             self._follow_up(step)
         elif due_parts is not None and due_parts.due is not None:  # a single site's
             total = self._stats.total_sent_bytes
             self._stats = Stats(self._stats.step + 1, total_sent_bytes=total)
             self._reporter.report_alone(self._stats)
+
+    def _forget_pass(self, due_parts: DueParts | None) -> None:
+        """What layers and blocks have counted since the last shared backward."""
+        self._weighting.settle()
+        self._blocks.forget()
+        for layer in self._next_forward.layers:
+            if not layer.rests and (due_parts is None or due_parts.shares(layer.slots)):
+                layer.forget_untapped()
 
     # -- when something went wrong --------------------------------------------------------------
 
@@ -280,8 +285,9 @@ class Stepping(Repeating):
             if on_transport(self._comm.key).lost is None:
                 step.abandon()
         except ExchangeError as error:
-            self._lost_by(error)
+            self._give_up(error)
         finally:
+            on_transport(self._comm.key).untold = None  # the loop knows that this step is void
             self._close(step)
             self._take_note(step)
 

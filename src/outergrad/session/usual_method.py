@@ -13,13 +13,17 @@ from outergrad.record.coverage import Coverage
 _STILL = ("local", "not trained")
 
 
-def usual_method(*, mesh: Any, transform: Any) -> tuple[Method | Policy, str]:
+def usual_method(
+    *, mesh: Any, transform: Any, goes_on: bool = False
+) -> tuple[Method | Policy, str]:
     """`og.Auto()`, or `og.DAD()` where nothing can be chosen by the time of steps, and why.
 
     Both are exact and show no more of a site than its gradient.
     """
     if mesh is not None:
         return DAD(), "the ranks of a site (mesh=) do not tell each other how long steps take"
+    if goes_on:
+        return DAD(), "sites go on where others are lost, who may have heard other times of steps"
     if transform is not None:
         return DAD(), "transform= changes every gradient before it travels"
     return Auto(), ""

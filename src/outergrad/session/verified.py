@@ -91,6 +91,11 @@ class Verified(Watching):
         pairs = self._model.params.items()
         return [p.grad for name, p in pairs if name in shared and p.grad is not None]
 
+    def move(self, comm: Comm) -> None:
+        """Also with the counting: not all sites may have counted the last step."""
+        super().move(comm)
+        self._unverified = 0
+
     # -- after a step ---------------------------------------------------------------------------
 
     def _finish(self, step: Any) -> None:
@@ -108,7 +113,7 @@ class Verified(Watching):
 
     def _verify(self) -> None:
         tensors: dict[str, Tensor | None] = {**self._model.params, **self._frozen}
-        with self._giving_up():
+        with self._giving_up_behind("the other sites' checksums"):
             drift = compared(self._comm, tensors | self._buffers.by_name)
             if drift is not None:
                 self._tell_of_drift(drift)

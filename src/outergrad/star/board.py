@@ -78,6 +78,10 @@ class StarBoard(Board):
         names = (AT_EXIT, AT_END.format(session))
         return next((left[site, name] for name in names if (site, name) in left), None)
 
+    def is_gone(self, site: int) -> bool:
+        """The hub says so."""
+        return site in self._line.gone
+
     def _opened(self, key: str, rank: int, number: int, content: bytes) -> bytes | None:
         """None where another site, or for another key, has encrypted it."""
         if self._seal is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outergrad.comm.cost import BlindStarCost, StarCost
 from outergrad.comm.work import Ready
+from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
 from outergrad.star.arrivals import Arrival
 from outergrad.star.board import AT_END, AT_EXIT, StarBoard
@@ -33,6 +34,7 @@ class StarComm(Comm):
         device: of the tensors.
         patience_s: how long a message may take.
         seal: what encrypts, if the hub must not read what it relays: then sites add up themselves.
+        min_sites: how many have to be left to go on without others, if they do.
     """
 
     def __init__(
@@ -42,9 +44,12 @@ class StarComm(Comm):
         device: torch.device,
         patience_s: float,
         seal: Seal | None = None,
+        min_sites: int | None = None,
     ) -> None:
-        self._line, self.key, self.device, self._seal = line, key, device, seal
+        self._line, self._home, self.device, self._seal = line, key, device, seal
+        self.key = key
         self.rank, self.world_size = line.rank, len(line.names)
+        self.names, self.epoch, self.min_sites = line.names, line.epoch, min_sites
         self.cost = (StarCost if seal is None else BlindStarCost)(self.world_size)
         self.patience_s = patience_s
         self.sent_bytes = self.received_bytes = 0
@@ -117,6 +122,24 @@ class StarComm(Comm):
     def close(self) -> None:
         """The others hear that this site has left."""
         self._line.leave()
+
+    def sealed(self) -> StarComm:
+        """By the keys of the sites' certificates."""
+        try:
+            return self._home.sealed(self)
+        except (RuntimeError, ValueError) as error:
+            raise ExchangeError(str(error), kind=Failure.TRANSPORT) from error
+
+    def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> Callable[[], StarComm]:
+        """In a new run at the hub, by a line of its own."""
+        before, again = self._home, self._home.go_on(sites, coming)
+
+        def opened() -> StarComm:
+            comm = again.open(self.device, self.patience_s)
+            before.dialler.end()
+            return comm
+
+        return opened
 
     def _texts(self, session: int) -> list[str | None]:
         """The word that a site has given up counts before that of its end."""

@@ -55,6 +55,8 @@ class Kind(IntEnum):
     """What stands on the board then; `number` is that of the question."""
     PART = 15
     """The sender took part in some steps: for the log."""
+    INVITED = 16
+    """Those that train take the site in: their run, and who takes part then."""
 
 
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.ACK})

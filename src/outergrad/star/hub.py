@@ -2,91 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-from outergrad.star.frames import Frame, Kind, MalformedError, packed, unpacked
+from outergrad.star.frames import packed, unpacked
+from outergrad.star.greetings import Hello, Welcome
 from outergrad.star.member import Member, Stream
 from outergrad.star.run import Run, Told
 
 GRACE_S = 0.8
 """How long a site may be away before the others are told that it is lost."""
+_COMES_S = 4.0
+"""How long sites that go on together may differ in having agreed on it, besides."""
 _BATCH_BYTES = 1 << 18
-_LONGEST_INSTANCE = 64
 
 
 class RefusedError(Exception):
     """A site, or its process, may not take part."""
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What a site says first.
-
-    Attributes:
-        instance: of its process.
-        run: that it is in, 0 if in none.
-        heard: number of the last frame that it has.
-    """
-
-    instance: str
-    run: int = 0
-    heard: int = 0
-
-    def frame(self) -> Frame:
-        """As it travels."""
-        return Frame(Kind.HELLO, json.dumps(vars(self)).encode())
-
-    @staticmethod
-    def of(frame: Frame) -> Hello:
-        """As it came.
-
-        Raises:
-            MalformedError: it is none.
-        """
-        try:
-            told = json.loads(bytes(frame.payload))
-            hello = Hello(**told)
-        except (ValueError, TypeError, RecursionError):
-            raise MalformedError("a greeting that cannot be read") from None
-        numbers = (hello.run, hello.heard)
-        is_known = isinstance(hello.instance, str) and 0 < len(hello.instance) <= _LONGEST_INSTANCE
-        if frame.kind != Kind.HELLO or not is_known:
-            raise MalformedError("a stream that does not begin with a greeting")
-        if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
-            raise MalformedError("a greeting with numbers out of range")
-        return hello
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """What the hub answers.
-
-    Attributes:
-        run: which the site is in.
-        rank: of the site.
-        names: of all sites.
-        heard: number of the last frame that the hub has of it.
-        grace_s: how long a site may be away.
-    """
-
-    run: int
-    rank: int
-    names: Sequence[str]
-    heard: int
-    grace_s: float
-
-    def frame(self) -> Frame:
-        """As it travels."""
-        return Frame(Kind.WELCOME, json.dumps(vars(self)).encode())
-
-    @staticmethod
-    def of(frame: Frame) -> Welcome:
-        """As it came."""
-        return Welcome(**json.loads(bytes(frame.payload)))
 
 
 class Hub:
@@ -102,6 +35,7 @@ class Hub:
         self, names: Sequence[str], tell: Told = lambda *_, **__: None, grace_s: float = GRACE_S
     ) -> None:
         self._names, self._tell, self._grace_s = tuple(names), tell, grace_s
+        self._comes_s = grace_s + _COMES_S
         self._lock = threading.RLock()
         self._runs: list[Run] = []
         self._count = 0
@@ -139,23 +73,55 @@ class Hub:
                         raise RefusedError(f"{name!r} was away for longer than {self._grace_s:g} s")
                     return run, member
         if hello.run:
-            raise RefusedError(f"the hub knows nothing of run {hello.run}: it was started anew")
+            raise RefusedError(f"run {hello.run} is over, or the hub was started anew")
         return None
 
     def _new(self, name: str, hello: Hello) -> tuple[Run, Member]:
         """A process that was not there before; another of the same site has ended by that."""
-        rank = self._names.index(name)
-        for run in list(self._runs):
-            if before := run.members.get(rank):
-                self._lose(run, before, "another process of the site has begun")
-        member = Member(name, rank, hello.instance, self._lock)
-        run = next((run for run in self._runs if run.is_open_to(rank)), None) or self._new_run()
+        run = self._run_after(name, hello) if hello.after else self._run_from_the_start(name)
+        member = Member(name, run.names.index(name), hello.instance, self._lock)
         run.join(member)
         return run, member
 
-    def _new_run(self) -> Run:
+    def _run_from_the_start(self, name: str) -> Run:
+        for run in list(self._runs):
+            if before := run.member_of(name):
+                self._lose(run, before, "another process of the site has begun")
+        open_to = (run for run in self._runs if run.is_open_to(name) and not run.epoch)
+        return next(open_to, None) or self._new_run(self._names)
+
+    def _run_after(self, name: str, hello: Hello) -> Run:
+        """In which sites go on that have agreed on it. The run before is left in order."""
+        for run in self._runs:
+            own = run.member_of(name)
+            if own is not None and (run.number == hello.after or own in run.waiting):
+                own.has_left = True
+                run.leave(own, f"it goes on with {', '.join(hello.sites)}")
+        for before in (run for run in self._runs if run.number == hello.after):
+            if not any(run.is_after(hello.after) for run in self._runs):
+                self._check_going_on(name, hello, before)
+                for run in self._runs:
+                    run.invite(hello.sites, before)
+                return self._new_run(hello.sites, before)
+        for run in self._runs:
+            if run.continues(hello.after, hello.sites) and run.is_open_to(name):
+                return run
+        raise RefusedError(
+            f"the others have gone on without {name!r}, or run {hello.after} is over"
+        )
+
+    def _check_going_on(self, name: str, hello: Hello, before: Run) -> None:
+        sites = set(hello.sites)
+        known = {*before.names, *self._waiting_names()}
+        if before.member_of(name) is None or name not in sites or not sites <= known:
+            raise RefusedError(f"{name!r} cannot go on from run {hello.after} so")
+
+    def _waiting_names(self) -> list[str]:
+        return [member.name for run in self._runs for member in run.waiting]
+
+    def _new_run(self, names: Sequence[str], after: Run | None = None) -> Run:
         self._count += 1
-        run = Run(self._count, self._names, self._tell)
+        run = Run(self._count, names, self._tell, after)
         self._runs.append(run)
         return run
 
@@ -189,8 +155,8 @@ class Hub:
     def messages(self, run: Run, member: Member, stream: Stream) -> Iterator[bytes]:
         """What goes out on a stream, until it ends."""
         with self._lock:
-            names = list(self._names)
-            welcome = Welcome(run.number, member.rank, names, member.pipe.heard, self._grace_s)
+            own = run.number, member.rank, run.names, member.pipe.heard
+            welcome = Welcome(*own, self._grace_s, run.epoch)
         yield welcome.frame().packed()
         while (message := self._next(member, stream)) is not None:
             yield message
@@ -214,7 +180,12 @@ class Hub:
         """
         now = time.monotonic()
         with self._lock:
+            waiting = self._waiting_names()
             for run in list(self._runs):
+                if run.is_ready:
+                    run.note_coming(waiting)
+                if run.epoch and not run.is_ready and now - run.began_at > self._comes_s:
+                    run.begin_without_absent()
                 for member in list(run.members.values()):
                     if member.away_since is not None and now - member.away_since > self._grace_s:
                         self._lose(run, member, f"its line was down for {self._grace_s:g} s")

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.star.arrivals import Arrival
 from outergrad.star.frames import ALL, DATA, Frame, Kind, packed, unpacked
-from outergrad.star.hub import Hello, Welcome
+from outergrad.star.greetings import Hello, Welcome
 from outergrad.star.outgoing import Outgoing
 from outergrad.star.pipe import Pipe
 from outergrad.star.place import Place, Stream
 from outergrad.star.questions import Questions
+from outergrad.star.telling import Telling
 from outergrad.star.window import WINDOW_BYTES, Window, cost_of, heard_in
 
 _BATCH_BYTES = 1 << 16
@@ -26,18 +28,24 @@ _WAIT_S = 1.0
 """Nobody waits for longer without looking."""
 
 
-class Line:
+class Line(Telling):
     """One process's place in a run; knows of no network (`dial.py` does).
+
+    Args:
+        after: the run that some of its sites go on from; 0 where a run begins anew.
+        sites: names of those that go on.
 
     Attributes:
         rank: of this site, once welcome.
         names: of all sites, in the order of ranks.
         run: number of the run, once welcome.
+        epoch: how many runs there were of which this one is the continuation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after: int = 0, sites: Sequence[str] = ()) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self.rank, self.names, self.run = 0, (), 0
+        self.rank, self.names, self.run, self.epoch = 0, (), 0, 0
+        self._after, self._sites = after, tuple(sites)
         self.instance = secrets.token_hex(16)
         self._pipe, self._window = Pipe(), Window()
         self._out = Outgoing(self._pipe, self._window)
@@ -49,6 +57,8 @@ class Line:
         self.failure: ExchangeError | None = None
         """Why nothing can come any more."""
         self.is_ready = False
+        self.invitation: tuple[int, Sequence[str]] | None = None
+        """The run that takes this site in, and who takes part then, if one does."""
         self.has_left = False
         self.gone: dict[int, str] = {}
         """Sites that left or are lost, and why."""
@@ -61,7 +71,8 @@ class Line:
         """The first message on a stream."""
         with self.changed:
             run = self.run if self.is_ready else 0
-            return Hello(self.instance, run, self._pipe.heard).frame().packed()
+            going_on = self._after, self._sites
+            return Hello(self.instance, run, self._pipe.heard, *going_on).frame().packed()
 
     def messages(self, stream: Stream) -> Iterator[bytes]:
         """What goes out on a stream, until it ends."""
@@ -112,6 +123,7 @@ class Line:
 
     def _welcome(self, stream: Stream, welcome: Welcome) -> None:
         self.rank, self.names, self.run = welcome.rank, tuple(welcome.names), welcome.run
+        self.epoch = welcome.epoch
         self._pipe.resume(welcome.heard)
         stream.is_welcome = True
 
@@ -120,6 +132,9 @@ class Line:
             self._arrivals[frame.lane, frame.number].take(frame)
         elif frame.kind == Kind.ANSWER:
             self._questions.take(frame)
+        elif frame.kind == Kind.INVITED:
+            after, sites = json.loads(bytes(frame.payload))
+            self.invitation = after, sites
         elif frame.kind == Kind.READY:
             self.is_ready = True
         elif frame.kind == Kind.GONE:
@@ -226,74 +241,6 @@ class Line:
             raise self.failure
         if self.has_left:
             raise ExchangeError("this site has left", kind=Failure.LOCAL)
-
-    # -- what sites tell ---------------------------------------------------------------------------
-
-    def tell(self, kind: Kind, payload: bytes, number: int = 0) -> None:
-        """Tells the hub something, beside what collectives send."""
-        with self.changed:
-            told = Frame(kind, payload, run=self.run, number=number, sender=self.rank)
-            self._pipe.push(told)
-            self.changed.notify_all()
-
-    def leave_text(self, name: str, text: str) -> None:
-        """Leaves a text for all others."""
-        with self.changed:
-            self.texts[self.rank, name] = text
-            self.tell(Kind.TEXT, f"{name}\n{text}".encode())
-
-    def ask(self, kind: Kind, payload: bytes, limit_s: float | None) -> bytes | None:
-        """Asks the hub something; returns its answer, or None if there is none in time.
-
-        Args:
-            kind: of the question.
-            payload: of it.
-            limit_s: how long to wait; None for as long as the hub may be reached.
-        """
-        with self.changed:
-            questions = self._questions
-            number = questions.begin()
-            self.tell(kind, payload, number)
-            self.changed.wait_for(lambda: questions.is_answered(number) or self._is_cut, limit_s)
-            return questions.end(number)
-
-    def count(self) -> int:
-        """A number that nothing else has which this site writes on the board."""
-        with self.changed:
-            return self._questions.count()
-
-    @property
-    def _is_cut(self) -> bool:
-        return self.failure is not None and self.failure.kind == Failure.TRANSPORT
-
-    def leave(self) -> None:
-        """The others hear that this site has gone; what was sent before comes before that."""
-        with self.changed:
-            if not self.has_left:
-                self.has_left = True
-                self._out.end(Frame(Kind.GONE, run=self.run, sender=self.rank))
-            self.changed.notify_all()
-
-    def abandon(self) -> None:
-        """What has not been sent yet is not meant to arrive any more."""
-        with self.changed:
-            self._out.clear()
-
-    def wait_for(self, done: Callable[[], bool], wait_s: float) -> bool:
-        """Until something holds, or nothing can come any more; returns whether it does."""
-        with self.changed:
-            self.changed.wait_for(lambda: done() or self.failure is not None, wait_s)
-            return done()
-
-    @property
-    def is_flushed(self) -> bool:
-        """Whether the hub has all that this site sent."""
-        return self._out.is_empty
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the hub cannot be reached."""
-        return self.failure is not None
 
 
 def _text(frame: Frame) -> str:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outergrad.star.frames import HEADER_BYTES, UNNUMBERED, Frame, MalformedError
+from outergrad.star.frames import DATA, HEADER_BYTES, UNNUMBERED, Frame, MalformedError
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,19 @@ class Pipe:
         return True
 
     def acknowledge(self, sequence: int) -> bool:
-        """The other side has all up to this one; returns whether that is news.
+        """The other side has all up to this one; returns whether messages of sites are among it.
 
         Raises:
             MalformedError: it was never sent.
         """
         if sequence > self._pushed - len(self._unsent):
             raise MalformedError(f"frame {sequence} was never sent")
-        before = len(self._unheard)
+        has_moved = False
         while self._unheard and self._unheard[0].frame.sequence <= sequence:
-            _let_go(self._unheard.popleft())
-        return len(self._unheard) < before
+            kept = self._unheard.popleft()
+            has_moved = has_moved or kept.frame.kind in DATA
+            _let_go(kept)
+        return has_moved
 
     def resume(self, sequence: int) -> None:
         """A new stream: the other side has all up to this one, and needs the others again.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Sequence
 
 from outergrad.star.frames import ALL, Frame, Kind, MalformedError
@@ -10,6 +12,8 @@ from outergrad.star.slots import Slots
 from outergrad.star.sums import added
 from outergrad.star.window import cost_of
 
+COMING = "coming"
+"""The slot that says who waits to be taken in; as in `step/going_on.py`, which a hub has not."""
 Told = Callable[..., None]
 """Is told what happened: its name, and facts of it."""
 _MOST_TEXT = 1 << 15
@@ -26,12 +30,23 @@ class Run:
         number: counts the runs of the hub.
         names: of the sites, in the order of their ranks.
         tell: hears what happens.
+        after: the run that these sites go on from, if they do.
+
+    Attributes:
+        epoch: how many runs there were of which this one is the continuation.
+        began_at: when its first site came, by the monotonic clock.
     """
 
-    def __init__(self, number: int, names: Sequence[str], tell: Told) -> None:
+    def __init__(
+        self, number: int, names: Sequence[str], tell: Told, after: Run | None = None
+    ) -> None:
         self.number, self.names, self._tell = number, tuple(names), tell
+        self.epoch, self.began_at = 0 if after is None else after.epoch + 1, time.monotonic()
+        self._before = (0, ()) if after is None else (after.number, after.names)
         self.members: dict[int, Member] = {}
         self.is_ready = False
+        self._lost: set[str] = set()
+        self._waiting: list[str] = []
         self._sums: dict[tuple[int, int, int], dict[int, Frame]] = {}
         self._parts: dict[tuple[int, int, int], set[str]] = {}
         self._slots = Slots()
@@ -45,14 +60,69 @@ class Run:
         """Where all lines stand, the sites hear of it: one that is away may be gone for good."""
         stand = [one for one in self.members.values() if one.stream is not None]
         if not self.is_ready and len(stand) == len(self.names):
-            self.is_ready = True
-            self._tell("began", run=self.number, sites=list(self.names))
-            for one in self.members.values():
-                one.push(Frame(Kind.READY, run=self.number))
+            self._begin()
 
-    def is_open_to(self, rank: int) -> bool:
+    def begin_without_absent(self) -> None:
+        """Those that are there go on, and hear that the others did not come."""
+        self._begin()
+        for rank, name in enumerate(self.names):
+            if rank not in self.members:
+                why = "it did not come"
+                self._lost.add(name)
+                self._tell("lost", run=self.number, site=name, why=why)
+                self._to_all(Frame(Kind.GONE, why.encode(), run=self.number, sender=rank))
+
+    def _begin(self) -> None:
+        self.is_ready = True
+        sites, (after, before) = list(self.names), self._before
+        if after:
+            without = [name for name in before if name not in sites]
+            back = [name for name in sites if name not in before]
+            about = {"after": after, "epoch": self.epoch, "without": without, "back": back}
+            self._tell("epoch", run=self.number, sites=sites, **about)
+        else:
+            self._tell("began", run=self.number, sites=sites)
+        self._to_all(Frame(Kind.READY, run=self.number))
+
+    def note_coming(self, names: Sequence[str]) -> None:
+        """These wait to be taken in: the sites read it on the board."""
+        lives = [one.name for one in self.members.values() if not one.is_gone]
+        waiting = [name for name in names if name not in lives] if lives else []
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._slots.write(COMING, " ".join(waiting))
+
+    @property
+    def waiting(self) -> list[Member]:
+        """Those that are there, where a run has not begun because others are missing."""
+        if self.is_ready or self.epoch:
+            return []
+        return [one for one in self.members.values() if one.stream is not None]
+
+    def invite(self, names: Sequence[str], after: Run) -> None:
+        """Those of these that wait here hear that others take them in."""
+        about = json.dumps([after.number, list(names)]).encode()
+        for member in self.waiting:
+            if member.name in names:
+                member.push(Frame(Kind.INVITED, about, run=self.number))
+
+    def is_open_to(self, name: str) -> bool:
         """Whether a new process of a site may join."""
-        return not self.is_ready and rank not in self.members
+        if self.is_ready or name not in self.names:
+            return False
+        return self.names.index(name) not in self.members
+
+    def is_after(self, after: int) -> bool:
+        """Whether sites of that run go on in it."""
+        return bool(after) and self._before[0] == after
+
+    def continues(self, after: int, names: Sequence[str]) -> bool:
+        """Whether it is the one in which these sites go on from another."""
+        return self.is_after(after) and self.names == tuple(names)
+
+    def member_of(self, name: str) -> Member | None:
+        """The process of a site that takes part, or did."""
+        return next((one for one in self.members.values() if one.name == name), None)
 
     def leave(self, member: Member, why: str) -> None:
         """A site has left, or is lost: the others hear of it. Before the begin it may come back."""
@@ -65,6 +135,9 @@ class Run:
         if not self.is_ready:
             del self.members[member.rank]
             return
+        if not member.has_left:
+            self._lost.add(member.name)
+            self._note_parts()
         gone = Frame(Kind.GONE, why.encode(), run=self.number, sender=member.rank)
         self._to_others(member, gone, [])
 
@@ -115,8 +188,11 @@ class Run:
 
     def _fault(self, why: str) -> None:
         self._tell("fault", run=self.number, why=why)
+        self._to_all(Frame(Kind.FAULT, why.encode(), run=self.number))
+
+    def _to_all(self, frame: Frame) -> None:
         for member in _reached(list(self.members.values())):
-            member.push(Frame(Kind.FAULT, why.encode(), run=self.number))
+            member.push(frame)
 
     def _text(self, member: Member, frame: Frame) -> None:
         if len(frame.payload) > _MOST_TEXT:
@@ -135,17 +211,22 @@ class Run:
         relay(frame, _reached([m for m in self.members.values() if m is not member]), owed)
 
     def _part(self, member: Member, frame: Frame) -> None:
-        """Of some steps: when all sites have said so, they took part in them."""
-        steps = _steps_in(frame)
-        sites = self._parts.setdefault(steps, set())
-        sites.add(member.name)
-        if len(sites) == len(self.names):
-            del self._parts[steps]
-            session, first, last = steps
-            about = {"session": session, "first": first, "step": last}
-            self._tell("step", run=self.number, **about, sites=sorted(sites))
-        elif len(self._parts) > _MOST_PARTS:
+        """Of some steps: all sites took part in them, as it has the messages of all."""
+        self._parts.setdefault(_steps_in(frame), set()).add(member.name)
+        self._note_parts()
+        if len(self._parts) > _MOST_PARTS:
             del self._parts[next(iter(self._parts))]
+
+    def _note_parts(self) -> None:
+        """Of which all sites have said so that are not lost; those that did not are named."""
+        for steps, told in list(self._parts.items()):
+            silent = set(self.names) - told
+            if silent <= self._lost:
+                del self._parts[steps]
+                session, first, last = steps
+                about = {"session": session, "first": first, "step": last}
+                lost = {"lost since": sorted(silent)} if silent else {}
+                self._tell("step", run=self.number, **about, sites=sorted(self.names), **lost)
 
 
 def _steps_in(frame: Frame) -> tuple[int, int, int]:

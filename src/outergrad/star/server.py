@@ -12,7 +12,8 @@ import grpc
 from outergrad.star.authority import name_in, read_certificate
 from outergrad.star.folder import HubFolder
 from outergrad.star.frames import MOST_MESSAGE_BYTES, MalformedError, unpacked
-from outergrad.star.hub import GRACE_S, Hello, Hub, RefusedError
+from outergrad.star.greetings import Hello
+from outergrad.star.hub import GRACE_S, Hub, RefusedError
 from outergrad.star.journal import Journal
 from outergrad.star.member import Member, Stream
 from outergrad.star.run import Run

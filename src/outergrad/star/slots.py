@@ -23,6 +23,10 @@ class Slots:
         self._contents: dict[bytes, bytes] = {}
         self._nbytes = 0
 
+    def write(self, key: str, text: str) -> None:
+        """Writes what the hub has to say."""
+        self._written(key.encode(), text.encode())
+
     def answer(self, frame: Frame) -> bytes:
         """Does what a frame asks for.
 

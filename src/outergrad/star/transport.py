@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 if TYPE_CHECKING:
     from outergrad.star.comm import StarComm
     from outergrad.star.dial import Dialler
+    from outergrad.star.kit import Kit
+    from outergrad.star.line import Line
     from outergrad.star.sealing import Seal
 
 TIMEOUT_S = 30.0
 WAIT_S = 600.0
+WhenLost = Literal["raise", "go on"]
+FEWEST_SITES = 2
 
 
 @dataclass(eq=False)
@@ -35,14 +39,31 @@ class Star:
         wait_s: how long to wait until all sites have come.
         blind: whether the hub must not read what it relays. Sites then encrypt for each other, and
             add up themselves what the hub would add up: what travels dense is gathered.
+        when_lost: what becomes of the training when a site stays away: "raise"
+            `og.SiteLostError` on the others, or "go on" without it. Then the step under way counts
+            on all that are left or on none; where it does not, or in the next one, all that are
+            left raise `og.SitesChangedError` once, and go on.
+        min_sites: how many have to be left to go on; with fewer all raise.
+
+    Raises:
+        ValueError: a setting cannot be.
     """
 
     hub: str | None = None
     kit: str | os.PathLike[str] | None = None
     wait_s: float = WAIT_S
     blind: bool = False
+    when_lost: WhenLost = "raise"
+    min_sites: int = FEWEST_SITES
     settings: Set[str] = field(default=frozenset({"timeout"}), init=False, repr=False)
     _line: _Line | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        if self.when_lost not in get_args(WhenLost):
+            raise ValueError(f"og.Star: when_lost={self.when_lost!r}: pass 'raise' or 'go on'")
+        if self.min_sites < FEWEST_SITES:
+            raise ValueError(f"og.Star: min_sites={self.min_sites}: sites go on from 2 on")
 
     def open(
         self, device: torch.device, *_: Any, timeout: timedelta | None = None, **__: Any
@@ -60,29 +81,68 @@ class Star:
         patience_s = TIMEOUT_S if timeout is None else timeout.total_seconds()
         if self._line is None:
             self._line = _line_of(self, patience_s)
+        self._line = self._line.latest
         return self._line.open(device, patience_s)
 
     def close(self) -> None:
         """Leaves, when what was sent has arrived. A process that ends does it by itself."""
         if self._line is not None:
-            self._line.dialler.finish()
+            self._line.latest.dialler.finish()
 
 
 class _Line:
-    """The line of a process; ends with the last that holds it."""
+    """The line of a process; ends with the last that holds it.
 
-    def __init__(self, star: Star, kit_file: str | os.PathLike[str], patience_s: float) -> None:
-        _check_extra()
+    Args:
+        star: what the user has said.
+        kit: of the site.
+        patience_s: how long the hub may be out of reach.
+        line: where sites go on from an earlier run, that of the new one.
+        coming: names of those that did not take part in that.
+    """
+
+    def __init__(
+        self,
+        star: Star,
+        kit: Kit,
+        patience_s: float,
+        line: Line | None = None,
+        coming: Sequence[str] = (),
+    ) -> None:
         from outergrad.star.dial import Dialler
-        from outergrad.star.kit import read_kit
         from outergrad.star.line import Line
 
-        kit = read_kit(kit_file)
-        self._line, self._kit, self._star_wait_s = Line(), kit, star.wait_s
-        self._blind, self._met, self._seal = star.blind, False, None
+        self._line, self._star, self._kit = line or Line(), star, kit
+        self._met, self._seal, self._patience_s = False, None, patience_s
+        self._next: _Line | None = None
+        self._coming = tuple(coming)
         self.dialler: Dialler = Dialler(self._line, star.hub or kit.hub, kit, patience_s)
         end = weakref.finalize(self, self.dialler.end)
         end.atexit = False  # the dialler has its own way then
+
+    @property
+    def latest(self) -> _Line:
+        """This one, or that by which its site has gone on without others."""
+        return self if self._next is None else self._next.latest
+
+    @property
+    def min_sites(self) -> int | None:
+        """How many have to be left to go on without others; None where a lost site ends the run."""
+        return self._star.min_sites if self._star.when_lost == "go on" else None
+
+    def go_on(self, sites: Sequence[int], coming: Sequence[str] = ()) -> _Line:
+        """Begins to reach these sites alone, and those that come."""
+        names = [self._line.names[site] for site in sites]
+        return self._continued(self._line.run, [*names, *coming], coming)
+
+    def _continued(self, run: int, names: Sequence[str], coming: Sequence[str]) -> _Line:
+        from outergrad.star.line import Line
+
+        again = Line(run, names)
+        self._next = _Line(self._star, self._kit, self._patience_s, again, coming)
+        for key in [key for key, known in _lines.items() if known is self]:
+            _lines[key] = self._next
+        return self._next
 
     @property
     def is_over(self) -> bool:
@@ -93,28 +153,64 @@ class _Line:
         from outergrad.star.comm import StarComm
         from outergrad.star.meeting import wait_until_ready
 
-        wait_until_ready(self._line, self._star_wait_s)
+        wait_until_ready(self._line, self._star.wait_s)
+        if self._line.invitation is not None and not self._line.is_ready:
+            comm = self._taken_in(*self._line.invitation).open(device, patience_s)
+            self.dialler.end()
+            return comm
         if not self._met:
             self._seal, self._met = self._agree(patience_s), True
-        return StarComm(self._line, self, device, patience_s, self._seal)
+        comm = StarComm(self._line, self, device, patience_s, self._seal, self.min_sites)
+        comm.coming = [self._line.names.index(name) for name in self._coming]
+        return comm
+
+    def _taken_in(self, run: int, names: Sequence[str]) -> _Line:
+        """This site has called anew, and those that train take it in."""
+        known = self._star.when_lost == "go on"
+        if not known:
+            raise RuntimeError("the others train: pass og.Star(when_lost='go on') to be taken in")
+        return self._continued(run, names, [self._kit.site])
+
+    def sealed(self, comm: StarComm) -> StarComm:
+        """By the same line, so that the hub reads nothing; called on all sites at once."""
+        from outergrad.star.comm import StarComm
+
+        seal = self._seal or self._seals("handing over", comm.patience_s)
+        sealed = StarComm(self._line, self, comm.device, comm.patience_s, seal)
+        sealed.coming = comm.coming
+        return sealed
 
     def _agree(self, patience_s: float) -> Seal | None:
         """Whether to encrypt, and by which keys."""
         from outergrad.star.meeting import exchange_texts
-        from outergrad.star.sealing import Seal
 
         line = self._line
-        seal = Seal(self._kit, line.names, line.rank, line.run) if self._blind else None
+        seal = self._new_seal() if self._star.blind else None
         own = "" if seal is None else seal.announcement()
-        told = exchange_texts(line, "keys", own, patience_s)
+        first = line.epoch == 0  # who is missing later is lost in the first step
+        told = exchange_texts(line, "keys", own, patience_s, of_gone=first)
         if len({bool(one) for one in (own, *told.values())}) > 1:
-            blind = [line.names[rank] for rank, one in {line.rank: own, **told}.items() if one]
+            told = {line.rank: own, **told}
+            names = sorted(line.names[rank] for rank, one in told.items() if one)
             raise ValueError(
-                f"og.Star has blind=True on {', '.join(sorted(blind))} alone: pass the same on "
-                f"every site"
+                f"og.Star has blind=True on {', '.join(names)} alone: pass the same on every site"
             )
         if seal is not None:
-            seal.learn(exchange_texts(line, "sender keys", seal.meet(told), patience_s))
+            keys = exchange_texts(line, "sender keys", seal.meet(told), patience_s, of_gone=first)
+            seal.learn(keys)
+        return seal
+
+    def _new_seal(self) -> Seal:
+        from outergrad.star.sealing import Seal
+
+        return Seal(self._kit, self._line.names, self._line.rank, self._line.run)
+
+    def _seals(self, what: str, patience_s: float) -> Seal:
+        from outergrad.star.meeting import exchange_texts
+
+        seal, line = self._new_seal(), self._line
+        told = exchange_texts(line, f"{what}: keys", seal.announcement(), patience_s)
+        seal.learn(exchange_texts(line, f"{what}: sender keys", seal.meet(told), patience_s))
         return seal
 
 
@@ -128,8 +224,11 @@ def _line_of(star: Star, patience_s: float) -> _Line:
     kit = star.kit or os.environ.get(KIT_VARIABLE) or _missing_kit()
     key = star.hub or "", os.path.realpath(kit), star.blind
     line = _lines.get(key)
-    if line is None or line.is_over:
-        line = _lines[key] = _Line(star, kit, patience_s)
+    if line is None or line.latest.is_over:
+        _check_extra()
+        from outergrad.star.kit import read_kit
+
+        line = _lines[key] = _Line(star, read_kit(kit), patience_s)
     return line
 
 

@@ -11,15 +11,15 @@ the protocol (`outergrad_lab.checking`) runs the very same lines on a board of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from outergrad.comm.standing import Standing
 from outergrad.core.errors import BoardGoneError
+from outergrad.step.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
+from outergrad.step.going_on import GOING_ON, GoesOn
 from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, told_by
-
-T = TypeVar("T")
 
 ANSWERS_S = 2.0
 """How long to wait for the word of a site: one that lives has a thread that leaves it."""
@@ -33,64 +33,18 @@ TROUBLE = "trouble"
 
 
 @dataclass(frozen=True)
-class First:
-    """Writes a text into a slot, unless one stands there: what does is the answer."""
-
-    key: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Slot:
-    """What stands in such a slot is the answer; None if nothing does."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class Put:
-    """Writes any content."""
-
-    key: str
-    content: Any
-
-
-@dataclass(frozen=True)
-class Get:
-    """What was put there; None if nothing was."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class Farewell:
-    """What a site left when it ended in order; None if it has not."""
-
-    site: int
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Nothing, a little later: when something may have changed, or a time has come."""
-
-    until: float
-
-
-Request = First | Slot | Put | Get | Farewell | Rest
-Asking = Generator[Request, Any, T]
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What a site knows in the end.
 
     Attributes:
         findings: of its error.
         content: what the step brought that this site has still to take; None if there is none.
+        goes_on: who goes on without the others, if any do; this site, too.
     """
 
     findings: Findings
     content: Any = None
+    goes_on: GoesOn | None = None
 
 
 def word_slot(site: int) -> str:
@@ -110,6 +64,7 @@ class Agreement:
         kept: what a step brought, by how many steps there are with it; None if it is not known.
         clock: the time, in seconds.
         on_left: called once the word is there: from then on the others may hear of the trouble.
+        min_sites: how many have to be left to go on without others; None where none do.
     """
 
     def __init__(
@@ -122,15 +77,17 @@ class Agreement:
         kept: Callable[[int], Any],
         clock: Callable[[], float],
         on_left: Callable[[], None],
+        min_sites: int | None = None,
     ) -> None:
         self._rank, self._host, self._patience_s = rank, host, patience_s
+        self._min_sites = min_sites
         self._word, self._kept, self._clock, self._on_left = word, kept, clock, on_left
         self._others = [site for site in range(sites) if site != rank]
 
     def reach(self) -> Asking[Outcome]:
         """All of it."""
         made, words, numbers, confirmed = self._word.made, dict[int, Standing](), {}, set[int]()
-        content = None
+        content = goes_on = None
         try:
             words = yield from self._words()
             numbers = {site: one.made for site, one in words.items()}
@@ -145,14 +102,17 @@ class Agreement:
             yield First(f"made {self._rank}", str(made))
             ended = {site for site, one in words.items() if one.ended and one.made == made}
             asked = set(words) - {self._rank} - ended
-            confirmed = ended | (yield from self._confirmed(asked))
+            said = yield from self._confirmed(asked)
+            confirmed = ended | said.keys()
+            level = {self._rank, *(site for site, number in said.items() if number == str(made))}
+            goes_on = yield from self._going_on(words, level, made)
             words = {**words, **(yield from self._reasons(words))}
             yield from self._leave(asked)
         except BoardGoneError:
             self._on_left()
             if not confirmed and content is None:
                 return Outcome(self._alone())
-        return Outcome(self._findings(words, numbers, made, confirmed), content)
+        return Outcome(self._findings(words, numbers, made, confirmed), content, goes_on)
 
     # -- on the board -----------------------------------------------------------------------------
 
@@ -171,6 +131,7 @@ class Agreement:
     def _word_of(self, site: int, until: float) -> Asking[Standing | None]:
         """What a site has left; of who has left nothing in time, that it was given up."""
         while True:
+            gone = self._min_sites is not None and (yield Gone(site))
             text = yield Slot(word_slot(site))
             if text is None and site != self._rank:
                 text = yield Farewell(site)
@@ -178,7 +139,7 @@ class Agreement:
                 if farewell is not None and not farewell.goes_on:
                     return farewell
                 text = None
-            if text is None and self._clock() >= until:
+            if text is None and (gone or self._clock() >= until):
                 text = yield First(word_slot(site), GIVEN_UP)
             if text is not None:
                 return None if text == GIVEN_UP else Standing.of(text)
@@ -202,14 +163,34 @@ class Agreement:
         found = (yield Get(f"step {goal}")) if way == THERE else None
         return found is not None, found
 
-    def _confirmed(self, sites: set[int]) -> Asking[set[int]]:
-        """Those that have said that they are where all are."""
-        until, found = self._clock() + self._step_s, set[int]()
+    def _confirmed(self, sites: set[int]) -> Asking[dict[int, str]]:
+        """Those that have said that they are where all are, and where that is."""
+        until, found = self._clock() + self._step_s, dict[int, str]()
         for site in sites:
             while (text := (yield Slot(f"made {site}"))) is None and self._clock() < until:
                 yield Rest(until)
-            found |= set() if text is None else {site}
+            if text is not None:
+                found[site] = text
         return found
+
+    def _going_on(
+        self, words: Mapping[int, Standing], level: set[int], made: int
+    ) -> Asking[GoesOn | None]:
+        """Those that go on without others, as the first site says that has got here.
+
+        Args:
+            words: of all sites that were not given up.
+            level: sites that have made as many steps as this one.
+            made: so many.
+        """
+        if self._min_sites is None or self._rank not in words:
+            return None
+        lost = self._lost_as_seen_by(None, words, set(self._others) - words.keys())
+        left = sorted(level - set(lost))
+        if not lost or len(left) < self._min_sites:
+            return None
+        text = yield First(GOING_ON, GoesOn.proposed(made, left))
+        return GoesOn.of(text, self._rank, made)
 
     def _reasons(self, words: Mapping[int, Standing]) -> Asking[dict[int, Standing]]:
         """Why sites closed their connections that were about to end: they say so a little later."""
@@ -260,10 +241,16 @@ class Agreement:
     def _lost(self, words: Mapping[int, Standing], unknown: set[int]) -> tuple[int, ...]:
         if words and self._rank not in words:  # the others gave this site up
             return tuple(self._others)
-        known = {**words, self._rank: self._word}
+        return self._lost_as_seen_by(self._rank, {**words, self._rank: self._word}, unknown)
+
+    @staticmethod
+    def _lost_as_seen_by(
+        rank: int | None, words: Mapping[int, Standing], unknown: set[int]
+    ) -> tuple[int, ...]:
+        """Who has ended in order is to blame only where nobody else is."""
+        own, known = -1 if rank is None else rank, dict(words)
         in_order = {s: replace(one, ended="") for s, one in words.items() if one.ended == "session"}
-        # Who has ended in order is to blame only where nobody else is.
-        return lost_of(self._rank, known | in_order, unknown) or lost_of(self._rank, known, unknown)
+        return lost_of(own, known | in_order, unknown) or lost_of(own, known, unknown)
 
     def _alone(self) -> Findings:
         """Nothing can be known of the others."""

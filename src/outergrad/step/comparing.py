@@ -45,7 +45,10 @@ def heard_from_all(
         digests.tell(board)
     while digests.missing:
         waited_s = time.monotonic() - began  # before it looks: it may be stopped between
+        gone = set(filter(board.is_gone, digests.missing))
         _look(digests, board, word_of)
+        if late := gone.intersection(digests.missing):
+            raise ExchangeError(Failure.CLOSED.value, sorted(late), kind=Failure.CLOSED)
         if digests.missing and waited_s > limit_s:
             raise ExchangeError(Failure.TIMEOUT.value, digests.missing, kind=Failure.TIMEOUT)
         if digests.missing and waited_s > _SOON_S and not is_asked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from outergrad.capture.engine import current_task
 from outergrad.comm.standing import LastStep, Standing
-from outergrad.core.errors import ExchangeError, SiteLostError
+from outergrad.core.errors import ExchangeError, SiteLostError, SitesChangedError
 from outergrad.core.transport import Comm
 from outergrad.step.agreement import Outcome
 from outergrad.step.lost import Findings, find_out, lost_error, standing_of
@@ -38,6 +38,7 @@ class Sessions:
         running: those in a shared step, in the order in which these began.
         turns: of the steps that a session makes while it is alone.
         lost: why the transport must not be used any more, if a site was lost.
+        untold: what the loop has still to be told, where sites go on without others.
         ends: how the last step of each of the latest sessions ended: sites that give up tell it
             each other.
         pact: what this site promises the others, where they have a board.
@@ -49,6 +50,7 @@ class Sessions:
     running: list[Endable] = field(default_factory=list)
     turns: Turns = field(default_factory=Turns)
     lost: SiteLostError | None = None
+    untold: SitesChangedError | None = None
     ends: dict[int, LastStep] = field(default_factory=dict)
     pact: Pact = field(default_factory=Pact)
     watcher: Watcher | None = None
@@ -120,8 +122,33 @@ def note_lost(
     comm: Comm, step: int, place: str, error: Exception, found: Findings
 ) -> SiteLostError:
     """Lets nobody use the transport any more; returns what all who try are told."""
-    lost = on_transport(comm.key).lost = lost_error(comm.rank, step, place, error, found)
-    return lost
+    sessions = on_transport(comm.key)
+    sessions.lost = lost_error(comm.rank, step, place, error, found)
+    goes_on = sessions.pact.goes_on
+    if sessions.pact.opens is not None and goes_on is not None and not goes_on.coming:
+        sessions.untold = _changed_error(comm, sessions.lost, goes_on.sites)
+    return sessions.lost
+
+
+def _changed_error(comm: Comm, lost: SiteLostError, sites: Sequence[int]) -> SitesChangedError:
+    """What the user is told where sites go on without others.
+
+    Args:
+        comm: the transport that they had.
+        lost: what would be told otherwise.
+        sites: those that go on.
+    """
+    named_S = [comm.names[site] for site in sites]
+    gone = [name for name in comm.names if name not in named_S]
+    told = f"{', '.join(gone)} {'was' if len(gone) == 1 else 'were'} lost"
+    return SitesChangedError(
+        f"{told}, and step {lost.step} was not applied on any site. {', '.join(named_S)} go on: "
+        f"call optimizer.zero_grad() and make the next step",
+        lost.step,
+        named_S,
+        gone,
+        comm.epoch + 1,
+    )
 
 
 def refuse_lost(key: Hashable) -> None:

@@ -89,6 +89,10 @@ class HeaderBuilder:
         self._place: dict[Slot, tuple[TappedLayer, int]] = {}
         self._entries: list[_Entry] = []
 
+    def move(self, comm: Comm) -> None:
+        """Headers go to other sites from now on."""
+        self._comm = comm
+
     def add(self, layer: TappedLayer) -> None:
         """Takes note of a layer whose class was swapped."""
         self._place.update({slot: (layer, k) for k, slot in enumerate(layer.slots)})

@@ -18,20 +18,11 @@ from weakref import ref
 from outergrad.comm.standing import Standing
 from outergrad.core.errors import BoardGoneError, ExchangeError, Failure
 from outergrad.core.transport import Board, Comm
-from outergrad.step.agreement import (
-    TROUBLE,
-    Agreement,
-    Farewell,
-    First,
-    Get,
-    Outcome,
-    Put,
-    Request,
-    Rest,
-    Slot,
-)
+from outergrad.step.agreement import TROUBLE, Agreement, Outcome
+from outergrad.step.board_requests import Farewell, First, Get, Gone, Put, Request, Rest, Slot
 from outergrad.step.brought import Brought
 from outergrad.step.digests import Digests
+from outergrad.step.turning import Turning
 
 MOST_SESSIONS = 64
 """Of the latest ones something is told to other sites."""
@@ -75,7 +66,7 @@ class _Step:
         return None if step is None else step.brought().packed()
 
 
-class Pact:
+class Pact(Turning):
     """Of one site with the others of a transport.
 
     Attributes:
@@ -95,6 +86,7 @@ class Pact:
         self._current: ref[Any] | None = None
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._outcome: Outcome | None = None
+        super().__init__()
 
     # -- what the loop tells --------------------------------------------------------------------
 
@@ -139,10 +131,6 @@ class Pact:
             del self.digests[next(iter(self.digests))]
         self.digests[session] = digest
 
-    def _refuse_frozen(self) -> None:
-        if self.frozen:
-            raise ExchangeError("the other sites gave up", kind=Failure.CLOSED)
-
     # -- what the watcher answers ---------------------------------------------------------------
 
     @property
@@ -186,9 +174,10 @@ class Pact:
             return self._outcome
         assert comm.board is not None
         own = comm.rank, comm.world_size, comm.host, comm.patience_s
-        agreement = Agreement(*own, word, self._content, time.monotonic, comm.close)
+        how = self._content, time.monotonic, comm.close, comm.min_sites
         try:
-            self._outcome = _gone_through(agreement, comm.board, word.session)
+            self._outcome = _gone_through(Agreement(*own, word, *how), comm.board, word.session)
+            self._begin_to_go_on(comm)
         finally:
             self._ended.set()
         return self._outcome
@@ -230,6 +219,7 @@ def _answer(board: Board, request: Request, session: int) -> Any:
         Put: lambda one: board.put(one.key, one.content),
         Get: lambda one: board.get(one.key),
         Farewell: lambda one: board.farewell(one.site, session),
+        Gone: lambda one: board.is_gone(one.site),
         Rest: lambda one: time.sleep(_POLL_S),
     }
     return answers[type(request)](request)

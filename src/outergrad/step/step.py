@@ -146,7 +146,7 @@ class SharedStep(StartingStep):
         self.decision = decision
         if self._buffers is not None:
             self._buffers.finish(write=decision.good)
-        self._planner.commit(applied=decision.good and not self.is_taken)
+        self._planner.commit(applied=decision.good)
         self.captured.release()
         if self._transforming is not None:
             self._transforming.drop_unused(self.context.used)

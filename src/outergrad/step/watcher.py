@@ -13,6 +13,7 @@ from outergrad.core.errors import BoardGoneError
 from outergrad.core.transport import Board, Comm
 from outergrad.step.asking import MADE, Question, answer_key, asked_slot
 from outergrad.step.digests import Digests, tell_made
+from outergrad.step.going_on import COME, COMING
 from outergrad.step.pact import Pact, is_in_trouble
 
 POLL_S = 0.25
@@ -37,6 +38,7 @@ class Watcher:
         self._rank, self._board, self._pact, self._ends = comm.rank, board, pact, ends
         self._stop, self._waiting = threading.Event(), set[int]()
         self._unread: Digests | None = None
+        self._pauses = False
         self._process = os.getpid()
         self._comms: WeakSet[Any] = WeakSet([comm])
         self._lock, self._over = threading.Lock(), False
@@ -77,7 +79,8 @@ class Watcher:
 
     @property
     def _poll_s(self) -> float:
-        return POLL_S if self._unread is None else _SOON_S
+        is_awaited = self._unread is not None or (self._pauses and not self._pact.coming)
+        return _SOON_S if is_awaited else POLL_S
 
     def _is_needed(self) -> bool:
         with self._lock:
@@ -94,6 +97,7 @@ class Watcher:
             self._tell(made)
             self._waiting.remove(made)
         self._read(slots)
+        self._hear_of_coming(slots)
 
     def _tell(self, made: int) -> None:
         """Says that this site has made so many steps."""
@@ -104,6 +108,24 @@ class Watcher:
             return
         digests.tell(self._board)
         self._unread = digests
+
+    def _hear_of_coming(self, slots: Board) -> None:
+        """Others wait to be taken in: all sites agree on the step before which they are.
+
+        Each says how many steps it has made, and makes one more at most until all have said so.
+        """
+        comm = next(iter(self._comms), None)
+        if comm is None or comm.min_sites is None or len(self._comms) > 1 or self._pact.coming:
+            return
+        waiting = slots.slot(COMING)
+        if not waiting:
+            return
+        self._pauses = True
+        slots.first(_said_by(self._rank), str(self._pact.pauses()))
+        said = [slots.slot(_said_by(site)) for site in range(comm.world_size)]
+        numbers = [int(one) for one in said if one is not None]
+        if len(numbers) == len(said):
+            self._pact.turns(max(numbers) + 1, slots.first(COME, waiting).split())
 
     def _read(self, slots: Board) -> None:
         """Reads what the others have told, too: they may be gone when this site settles."""
@@ -133,6 +155,10 @@ class Watcher:
             content = self._pact.message_to(asked.by, asked.made, asked.place)
             if content is not None:
                 self._board.put(answer_key(number), content)
+
+
+def _said_by(site: int) -> str:
+    return f"made when others came {site}"
 
 
 _WATCHERS: WeakSet[Watcher] = WeakSet()

@@ -6,17 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from outergrad.core.errors import BoardGoneError
-from outergrad.step.agreement import (
-    Agreement,
-    Farewell,
-    First,
-    Get,
-    Outcome,
-    Put,
-    Request,
-    Rest,
-    Slot,
-)
+from outergrad.step.agreement import Agreement, Outcome
+from outergrad.step.board_requests import Farewell, First, Get, Put, Request, Rest, Slot
 from outergrad_lab.checking.network import Store, StoreGoneError
 from outergrad_lab.checking.world import Process, Waiting
 

@@ -23,7 +23,8 @@ from outergrad.star.frames import (
     MalformedError,
     unpacked,
 )
-from outergrad.star.hub import Hello, Hub, RefusedError, Welcome
+from outergrad.star.greetings import Hello, Welcome
+from outergrad.star.hub import Hub, RefusedError
 from outergrad.star.journal import verified
 from outergrad.star.kit import read_kit
 from outergrad.star.server import METHOD, SERVICE, HubServer

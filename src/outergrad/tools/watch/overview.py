@@ -73,6 +73,7 @@ def traffic(watched: Watched, view: View) -> list[Text]:
         *_silent_ones(watched, view),
         *_trial(watched),
         *_mishaps(watched),
+        *_change(watched),
     ]
 
 
@@ -151,6 +152,15 @@ def _mishaps(watched: Watched) -> list[Text]:
     told = ", ".join(f"{count} {what}" for what, count in counts.items())
     about = f"; step {last.step:,} {last.what}: {who}" + f", {last.layer}" * bool(last.layer)
     return [labelled("mishaps", Text(told + about, "bold yellow"))]
+
+
+def _change(watched: Watched) -> list[Text]:
+    """Who takes part, where that has changed."""
+    changes = [site.change for site in watched.sites if site.change is not None]
+    if not changes:
+        return []
+    last = max(changes, key=lambda change: change.epoch)
+    return [labelled("sites", Text(f"{', '.join(last.sites)} from step {last.step:,} on", "bold"))]
 
 
 def _silent_ones(watched: Watched, view: View) -> list[Text]:

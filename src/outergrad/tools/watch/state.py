@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outergrad.events import End, Event, Layer, Mishap, Run, Scalars, Step, Trial
+from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 
 RECENT = 1024
 PATIENCE_S = 10.0
@@ -62,6 +62,7 @@ class WatchedSite:
         steps: the last ones.
         mishaps: the last steps that came to nothing.
         trial: the last of `og.Auto()`; None before one.
+        change: who takes part, if that has changed.
         scalars: by name, in the order in which they came.
         ended: that its program has ended, and how; None while it goes on.
         agreement: cosine between its own gradient and the mean one, over all layers.
@@ -80,6 +81,7 @@ class WatchedSite:
         self.steps: deque[Step] = deque(maxlen=_SMOOTHED_STEPS)
         self.mishaps: deque[Mishap] = deque(maxlen=_MISHAPS)
         self.trial: Trial | None = None
+        self.change: Change | None = None
         self.scalars: dict[str, Series] = defaultdict(Series)
         self.agreement = Series()
         self.ended: End | None = None
@@ -104,6 +106,8 @@ class WatchedSite:
                 self.mishaps.append(event)
             case Trial():
                 self.trial = event
+            case Change():
+                self.change = event
             case End():
                 self.ended = event
             case Step():

@@ -1,0 +1,144 @@
+"""How a session goes on with other sites: some were lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from outergrad.core.errors import ExchangeError, Failure, SiteLostError
+from outergrad.core.transport import Comm
+from outergrad.methods import LocalSteps
+from outergrad.session.backward_hooks import BackwardHooks
+from outergrad.session.farewell import end_session, say_farewell
+from outergrad.session.inspect import Inspection
+from outergrad.session.pricing import settle_again
+from outergrad.session.state import survived
+from outergrad.step import param_grad
+from outergrad.step.groups import end_unfinished, note_lost, on_transport
+from outergrad.step.lost import Findings
+
+
+class GoingOn(BackwardHooks):
+    """The part of a session that takes it from one transport to the next.
+
+    Where the loss of a site was noticed, nothing is exchanged: what follows for each site follows
+    from what they have agreed on. The loop is told in the step that does not count, or, on a site
+    that had not begun it, when it begins; after that the next step goes on with the others.
+    """
+
+    def _require_step(self) -> None:
+        """Ends what was begun, and tells the loop that the sites have changed.
+
+        Raises:
+            SitesChangedError: they have, and this step is void.
+            SiteLostError: the transport cannot be used any more.
+        """
+        end_unfinished(self._comm.key)
+        self._hear_of_end()
+        self._take_in()
+        self._tell_of_change()
+        self._refuse_lost()
+        self._tell_of_change()
+
+    def _tell_of_change(self) -> None:
+        group = on_transport(self._comm.key)
+        told, group.untold = group.untold, None
+        if told is not None:
+            self._drop_pass()
+            raise told
+
+    def go_on(self) -> None:
+        """Where sites go on with others, does so now; whoever uses its transport calls this.
+
+        Raises:
+            SiteLostError: the transport cannot be used any more.
+        """
+        self._require_group()
+
+    def _drop_pass(self) -> None:
+        """What this backward, and those in `no_sync` before it, have left."""
+        self._accumulator.clear()
+        self._unshared.clear()
+        param_grad.drop(self._model.params.values())
+        self._forget_pass(None)
+
+    def _go_on(self) -> None:
+        """All sessions of the transport, between two steps."""
+        before = on_transport(self._comm.key)
+        opens, before.pact.opens = before.pact.opens, None
+        assert opens is not None
+        sessions = {self, *before.attached}
+        try:
+            comms = {session: opens() for session in sessions}
+        except RuntimeError as error:
+            cause = ExchangeError(str(error), kind=Failure.TRANSPORT)
+            raise (before.lost or self._lost_with(cause)).again() from error
+        for session, comm in comms.items():
+            session.move(comm)
+        after = on_transport(self._comm.key)
+        after.count, after.untold = before.count, before.untold
+        if self._comm.coming:
+            self._hand_over()
+
+    def _lost_with(self, error: ExchangeError) -> SiteLostError:
+        place, nobody = "the sites that go on", Findings(())
+        return note_lost(self._comm, self._stats.step, place, error, nobody)
+
+    def _take_in(self) -> None:
+        """Agrees with those that have come, where some have."""
+        raise NotImplementedError
+
+    def _hand_over(self) -> None:
+        """Tells them how far the others are."""
+        raise NotImplementedError
+
+    def move(self, comm: Comm) -> None:
+        """Takes part on another transport from now on; `comm` is this session's own."""
+        before, sites = self._comm, comm.world_size
+        if self._lost_step is None:
+            self._tell_part(self._stats.step)
+        step = self._stats.step if self._lost_step is None else self._lost_step
+        self._planner.commit(applied=False)
+        states = self._compressors.states()
+        known = {name: rank for rank, name in enumerate(before.names)}
+        predecessors = [known.get(name, 0) for name in comm.names]
+        self._comm, self._lost_step, self._pattern = comm, None, None
+        comm.sent_bytes, comm.received_bytes = before.sent_bytes, before.received_bytes
+        settle_again(self._compressors, self._model, comm)
+        weight = sites / before.world_size
+        self._compressors.load(survived(states, self._owner, predecessors, weight, comm.device))
+        self._owner = replace(self._owner, rank=comm.rank, sites=sites)
+        self._planner.begin_anew(comm.cost)
+        self._header_builder.move(comm)
+        self._votes.restart()
+        self._stats = replace(self._stats, step=step)
+        self._join_registry(before)
+        self._reporter.sites_changed(step, comm)
+
+    def _join_registry(self, before: Comm) -> None:
+        end_session(before)
+        on_transport(before.key).attached.discard(self)
+        group = on_transport(self._comm.key)
+        group.attached.add(self)
+        self._note_end(counted=False)
+        group.watch(self._comm)
+        say_farewell(self._comm, self._number)
+
+
+def refuse_to_go_on(comm: Comm, method: Any, inspection: Inspection) -> None:
+    """Checks a method, where sites go on without others.
+
+    Raises:
+        ValueError: it cannot do that.
+    """
+    if comm.min_sites is None:
+        return
+    why = ""
+    if isinstance(method, LocalSteps):
+        why = "with LocalSteps sites differ between two exchanges"
+    elif inspection.compressors.chooser is not None:
+        why = "og.Auto goes by times that a site may not have heard: name a method, as og.DAD()"
+    elif any(k > 1 for k in inspection.every.values()):
+        why = "with every=k sites may differ in how many passes they count: use every=1"
+    if why:
+        raise ValueError(f"og.Star(when_lost='go on') does not go with method={method!r}: {why}")

@@ -1,0 +1,85 @@
+"""What a site and the hub say first on a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outergrad.star.frames import Frame, Kind, MalformedError
+
+_LONGEST_INSTANCE = 64
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a site says first.
+
+    Attributes:
+        instance: of its process.
+        run: that it is in, 0 if in none.
+        heard: number of the last frame that it has.
+        after: the run that it goes on from with some of the sites; 0 where it begins anew.
+        sites: names of those that go on, in the order of their ranks.
+    """
+
+    instance: str
+    run: int = 0
+    heard: int = 0
+    after: int = 0
+    sites: Sequence[str] = ()
+
+    def frame(self) -> Frame:
+        """As it travels."""
+        return Frame(Kind.HELLO, json.dumps(vars(self)).encode())
+
+    @staticmethod
+    def of(frame: Frame) -> Hello:
+        """As it came.
+
+        Raises:
+            MalformedError: it is none.
+        """
+        try:
+            told = json.loads(bytes(frame.payload))
+            hello = Hello(**told)
+        except (ValueError, TypeError, RecursionError):
+            raise MalformedError("a greeting that cannot be read") from None
+        numbers = (hello.run, hello.heard, hello.after)
+        is_known = isinstance(hello.instance, str) and 0 < len(hello.instance) <= _LONGEST_INSTANCE
+        is_list = isinstance(hello.sites, list) and all(isinstance(s, str) for s in hello.sites)
+        if frame.kind != Kind.HELLO or not (is_known and is_list):
+            raise MalformedError("a stream that does not begin with a greeting")
+        if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
+            raise MalformedError("a greeting with numbers out of range")
+        return hello
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What the hub answers.
+
+    Attributes:
+        run: which the site is in.
+        rank: of the site.
+        names: of all sites.
+        heard: number of the last frame that the hub has of it.
+        grace_s: how long a site may be away.
+        epoch: how many runs there were of which this one is the continuation.
+    """
+
+    run: int
+    rank: int
+    names: Sequence[str]
+    heard: int
+    grace_s: float
+    epoch: int = 0
+
+    def frame(self) -> Frame:
+        """As it travels."""
+        return Frame(Kind.WELCOME, json.dumps(vars(self)).encode())
+
+    @staticmethod
+    def of(frame: Frame) -> Welcome:
+        """As it came."""
+        return Welcome(**json.loads(bytes(frame.payload)))
