@@ -12,8 +12,10 @@ from outergrad._whole_files import whole_file
 from outergrad.report.recording import require
 from outergrad_lab.axes import draw_line
 from outergrad_lab.experiments.frames import OF_METHOD, Result, curves, finals, ranks, varied
+from outergrad_lab.experiments.links import over_links
 from outergrad_lab.experiments.panels import add_legends, label, name_axes, places_of, prepare
 from outergrad_lab.experiments.quantities import QUANTITIES, heading
+from outergrad_lab.experiments.sweeps import with_best
 from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
 from outergrad_lab.labels import LOOKS, OTHER, USUAL, Method, Style, told_apart
 
@@ -104,7 +106,11 @@ def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
     # Over bytes a method is a course, a family the line through its methods.
     spent = x == "sent_bytes" and y in _OF_COURSE and "method" in lines
     course = x in _COURSE or spent or y == "effective_rank"
+    if swept := wanted.get("best"):
+        results = with_best(results, swept)
     frame = (ranks if y == "effective_rank" else curves if course else finals)(results)
+    if links := names(wanted.get("links")):
+        frame = over_links(frame, links)
     what, columns = f"figure {wanted['name']}", [*lines, *panels]
     frame = chosen(what, frame, [x, y, *columns], wanted.get("where"))
     x = "step" if x == "epoch" and frame["epoch"].isna().all() else x
