@@ -28,7 +28,8 @@ from trials import METHODS, Trial, batch, build
 import outergrad as og
 import outergrad.comm.process_group
 from outergrad.comm.board import StoreBoard
-from outergrad.comm.torch import TorchComm, tag_of
+from outergrad.comm.tags import tag_of
+from outergrad.comm.torch import TorchComm
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.digests import Digests

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.pace import LEAST_BYTES, Pace
-from outergrad.comm.torch import TorchComm, tag_of
+from outergrad.comm.tags import tag_of
+from outergrad.comm.torch import TorchComm
 from outergrad.comm.work import TorchWork
 from outergrad.core.errors import ExchangeError
 from outergrad.launch.links import ShapedLink, what_is_missing

@@ -42,13 +42,13 @@ class Bucket(Protocol):
     def lengths(self, context: StepContext) -> object:
         """What the lengths of its messages follow from, the same on all sites.
 
-        None where sums are received, which nobody expects.
+        None where nobody expects them.
         """
 
     def expect(self, context: StepContext, turn: int) -> None:
         """Posts the receives of its messages in a turn; called on all buckets, in their order.
 
-        Does nothing where sums are received, from nobody in particular.
+        Does nothing where sums are received that nobody expects.
         """
 
     def start(self, context: StepContext) -> Pending:

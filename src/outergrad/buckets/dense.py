@@ -35,11 +35,21 @@ class DenseBucket(Bucket):
         self.dense_params: Sequence[str] = tuple(params)
         self._params = dict(params)
         self._buffers: list[_Buffer] = []
+        self._size = sum(p.numel() for p in params.values()) + 2
+        self._dtype = next(iter(params.values())).dtype
 
     @property
     def is_kept(self) -> bool:
         """The sum."""
         return True
+
+    def lengths(self, context: StepContext) -> object:
+        """Its elements, and the two numbers behind them."""
+        return self._size
+
+    def expect(self, context: StepContext, turn: int) -> None:
+        """Posts the receive of what is added up, where a transport does that at every site."""
+        context.comm.expect_sum(self._size, turn, self._dtype)
 
     def start(self, context: StepContext) -> Pending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""

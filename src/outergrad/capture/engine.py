@@ -14,7 +14,7 @@ from torch.autograd.graph import _engine_run_backward
 NO_TASK = -1
 _RUN = _engine_run_backward.__code__
 _NODES = {
-    method.__code__
+    id(method.__code__)
     for name, method in vars(BackwardCFunction).items()
     if name in ("apply", "apply_boxed")
 }
@@ -74,7 +74,7 @@ def is_nested() -> bool:
     """
     runs, frame = 0, sys._getframe()
     while frame is not None:
-        if runs and frame.f_code in _NODES:
+        if runs and id(frame.f_code) in _NODES:  # hashing code would read all of it
             return True
         runs += frame.f_code is _RUN
         frame = frame.f_back

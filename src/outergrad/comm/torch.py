@@ -17,20 +17,19 @@ from outergrad.comm.cost import RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
-from outergrad.comm.work import Ready, TorchWork, transport
+from outergrad.comm.tags import CLOSING_TAG, SUMS_LANE, tag_of
+from outergrad.comm.work import Ready, TorchWork, room, transport
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
 
-_TAG = 0x6F67
-"""Keeps messages apart from point-to-point messages of the user's on the same group."""
-_FIRST_TURN_TAG, _LANES = 1 << 30, 8
-"""Tags of turns begin there; each turn has one for every lane."""
 _Receives = list[tuple[dist.Work, Sequence[int]]]
 """Transfers, each with the sites that it depends on."""
 _Receiving = tuple[list[Tensor], _Receives]
 """What every site sends, and the transfers that bring it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
+_ADDED_BYTES = 1 << 17
+"""Of what two sites add up: for more a ring takes less of the processor (docs/design.md)."""
 _PATIENCE = timedelta(seconds=30)
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
@@ -66,6 +65,7 @@ class TorchComm(Comm):
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
+        self._added_bytes = _ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
@@ -76,10 +76,13 @@ class TorchComm(Comm):
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
 
-        Counts what a ring sends: 2 (S - 1) / S of the tensor.
+        Counts what a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other all of a
+        short one, as many bytes, and both add up: that takes fewer delays.
         """
         if self.world_size == 1:
             return Ready(t)
+        if 0 < t.nbytes <= self._added_bytes:
+            return self._added_up(t)
         nbytes = self.cost.all_reduce(t.nbytes).sent
         self.sent_bytes += nbytes
         self.received_bytes += nbytes
@@ -90,6 +93,15 @@ class TorchComm(Comm):
         assert work is not None
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
         return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
+
+    def _added_up(self, t: Tensor) -> TorchWork:
+        own = self._staged(t).view(-1)
+
+        def add(parts: list[Tensor]) -> Tensor:
+            torch.add(*parts, out=t.view(-1))
+            return t
+
+        return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, add)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -134,8 +146,13 @@ class TorchComm(Comm):
         """
         if self.world_size > 1 and self._wire.type == "cpu":
             tag = tag_of(turn, lane)
-            parts = [_room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
+            parts = [room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
             self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
+
+    def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
+        """The same of an `all_reduce`, if both sites will add up."""
+        if size * dtype.itemsize <= self._added_bytes:
+            self.expect([size, size], turn, dtype, SUMS_LANE)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -157,13 +174,19 @@ class TorchComm(Comm):
         return t if t.device in (self._wire, self._host) else t.to(self._wire)
 
     def _exchanged(
-        self, outgoing: Sequence[Tensor], sizes: Sequence[int], device: torch.device, lane: int = 0
+        self,
+        outgoing: Sequence[Tensor],
+        sizes: Sequence[int],
+        device: torch.device,
+        lane: int = 0,
+        then: Callable[[list[Tensor]], Any] = list,
     ) -> TorchWork:
         """What every site has for this one, on the device."""
         own = outgoing[self.rank]
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
         self.sent_bytes += sent_bytes
-        ready, tag = self.pace.sends(sent_bytes), tag_of(self._turn, lane)
+        self.pace.sends(sent_bytes)
+        tag = tag_of(self._turn, lane)
         if self._posted.get(tag):
             parts, receives = self._posted[tag].popleft()
             if [len(part) for part in parts] != list(sizes):
@@ -171,15 +194,15 @@ class TorchComm(Comm):
                 raise ExchangeError(told, kind=Failure.LOCAL)
             sends = self._sends(outgoing, tag)
         else:
-            parts = [_room(own, size, rank) for rank, size in enumerate(sizes)]
+            parts = [room(own, size, rank) for rank, size in enumerate(sizes)]
             receives, sends = self._exchange(outgoing, parts, tag)
         self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
-        def result() -> list[Tensor]:
+        def result() -> Any:
             parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
-            return [part.to(device) for part in parts]
+            return then([part.to(device) for part in parts])
 
-        return TorchWork(receives, result, self.pace, ready, sends)
+        return TorchWork(receives, result, self.pace, self.pace.all_sent, sends)
 
     def _exchange(
         self, outgoing: Sequence[Tensor], parts: list[Tensor], tag: int
@@ -240,7 +263,7 @@ class TorchComm(Comm):
             return
         for other in self._others:
             with suppress(ExchangeError), transport():
-                work = self._started(dist.irecv, torch.empty(1), other, _TAG - 1)
+                work = self._started(dist.irecv, torch.empty(1), other, CLOSING_TAG)
                 work.wait(AN_INSTANT)
 
     def broadcast(self, t: Tensor) -> None:
@@ -261,24 +284,6 @@ class TorchComm(Comm):
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
-
-
-def tag_of(turn: int, lane: int) -> int:
-    """The tag of messages; no other turn or lane has the same."""
-    assert 0 <= lane < _LANES
-    return _FIRST_TURN_TAG + _LANES * turn + lane if turn else _TAG + lane
-
-
-def _room(like: Tensor, size: int, rank: int) -> Tensor:
-    """Room for the tensor that a site announced; memory is taken as it fills.
-
-    Raises:
-        ExchangeError: there is none for so much.
-    """
-    try:
-        return like.new_empty(size)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
 
 
 def _has_backend(group: dist.ProcessGroup, device: str) -> bool:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from outergrad.comm.pace import Pace
 from outergrad.core.errors import ExchangeError, Failure
@@ -97,3 +98,15 @@ class TorchWork:
             work.wait()
         else:
             work.wait(left)
+
+
+def room(like: Tensor, size: int, rank: int) -> Tensor:
+    """Room for the tensor that a site announced; memory is taken as it fills.
+
+    Raises:
+        ExchangeError: there is none for so much.
+    """
+    try:
+        return like.new_empty(size)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ExchangeError(f"site {rank} announced a message of {size} entries") from error

@@ -153,6 +153,15 @@ class Comm(Protocol):
             lane: as for the collective.
         """
 
+    def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
+        """The same of the next `all_reduce`, in a transport that receives something for it.
+
+        Args:
+            size: of the tensor.
+            turn: this one or the next.
+            dtype: of it.
+        """
+
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
         """Sends every site a 1-D tensor of its own; `wait` returns what each had for this one.
 

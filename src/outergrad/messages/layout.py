@@ -158,8 +158,7 @@ class PieceView:
         """Writes a payload into zeros; one of fewer rows than agreed leaves some."""
         for field, views, t in zip(self._fields, self._written, payload, strict=False):
             if t is not None:
-                parts = t.written if isinstance(t, Encoded) else encode(field.codecs, t)
-                for view, part in zip(views, parts, strict=True):
+                for view, part in zip(views, _parts(field, t), strict=True):
                     _leading(view, part.shape).copy_(part)
 
     def read(self) -> Arrived:
@@ -170,6 +169,13 @@ class PieceView:
             for f, views in pairs
         ]
         return self._piece.form.read(tensors, self._piece.slot, self._piece.rows)
+
+
+def _parts(field: Field, t: Tensor | Encoded) -> Sequence[Tensor]:
+    """What is written of a tensor."""
+    if isinstance(t, Encoded):
+        return t.written
+    return encode(field.codecs, t) if field.codecs else [t]
 
 
 def _leading(view: Tensor, shape: torch.Size) -> Tensor:

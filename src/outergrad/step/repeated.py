@@ -153,7 +153,11 @@ class RepeatedStep:
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
         pact.begins(self)
         comm = self.context.comm
-        comm.take_turn(on_transport(comm.key).turns.begin(pattern.lengths)[0])
+        turn, expected = on_transport(comm.key).turns.begin(pattern.lengths)
+        comm.take_turn(turn)
+        for expected_turn in expected:
+            for bucket in pattern.buckets:
+                bucket.expect(self.context, expected_turn)
 
     @property
     def waits_s(self) -> float:
