@@ -77,6 +77,6 @@ def _at_the_edge(results: Sequence[Result], swept: str) -> str:
         settings = result["settings"]
         key = group(settings, swept)
         tried = [r["settings"][swept] for r in results if group(r["settings"], swept) == key]
-        if best[key] in (min(tried), max(tried)):
+        if len(set(tried)) > 1 and best[key] in (min(tried), max(tried)):
             found[settings["method"]] = f"{Method.parse(settings['method']).label} ({best[key]:g})"
     return "; ".join(found.values())

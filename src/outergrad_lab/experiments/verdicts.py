@@ -1,7 +1,7 @@
 """Methods against a reference and against dense gradients: gaps of the loss, and bytes to a loss.
 
-Courses are means over the seeds that have run. A loss between two tests is taken to lie on the line
-between them; before the first test nothing is.
+Courses are means over the seeds that have run. A loss is reached where no later test is above it,
+on the line between the two tests where that begins; before the first test nothing is.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Course:
         return float(self.sent_bytes[-1]) / self.steps
 
     def bytes_to(self, loss: float) -> float:
-        """What a site has sent when the test loss is as low for the first time; NaN if never."""
-        reached = np.flatnonzero(self.losses <= loss)
-        if not len(reached):
-            return math.nan
-        at = int(reached[0])
-        if at == 0:
+        """What a site has sent when the test loss is as low for good; NaN if it never is."""
+        above = np.flatnonzero(~(self.losses <= loss))
+        if not len(above):
             return float(self.sent_bytes[0])
-        pair = slice(at - 1, at + 1)
+        last = int(above[-1])
+        if last + 1 == len(self.losses):
+            return math.nan
+        pair = slice(last, last + 2)
         return float(np.interp(-loss, -self.losses[pair], self.sent_bytes[pair]))
 
 

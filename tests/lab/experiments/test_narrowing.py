@@ -30,9 +30,6 @@ runs:
 tables:
   - {name: verdict, best: lr, against: {reference: "og-powersgd:rank=4"}, rows: family,
      columns: [workload, sites], value: [bytes_share]}
-figures:
-  - {name: loss, best: lr, links: [10mbit], x: seconds, y: test_loss, lines: method,
-     panels: [workload, link], log: [x]}
 """
 
 
@@ -97,7 +94,6 @@ def test_it_goes_on_where_it_stopped_and_says_what_has_not_run(written, tmp_path
     assert "| 1 of 3 | PowerSGD, rank 4; rank-dAD, rank 2 |" in narrow
     assert wide.startswith(f"| wide | 2 | {NOTHING} of 7 |")
     assert "| 0 of 2 | all |" in wide
-    assert (out / "mine" / "loss.png").is_file()
 
 
 def test_a_method_that_does_not_fit_is_left_out_and_named(written, tmp_path):

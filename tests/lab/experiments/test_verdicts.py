@@ -64,6 +64,15 @@ def test_between_two_tests_a_loss_is_on_the_line():
     assert found["bytes_share"] == pytest.approx(1500 / 3000)  # at the first test already
 
 
+def test_a_loss_that_is_left_again_is_not_reached():
+    lucky = run("rank-dad:budget=1/64", [2.0, 2.6, 2.1, 2.0], 50)
+    late = run("demo", [2.0, 3.1, 3.0, 3.3], 10)
+    found = by("method", [*RESULTS[:2], lucky, late])
+    near = 50 * 10 * (2 + (2.6 - 2.2) / (2.6 - 2.1))
+    assert found["rank-dad:budget=1/64"]["fewer_near"] == pytest.approx(30_000 / near)
+    assert math.isnan(found["demo"]["bytes_share"])
+
+
 def test_of_a_family_the_best_at_no_more_bytes_and_the_fewest_to_a_loss():
     found = by("family")
     assert found["rank-dad"]["gap_share"] == pytest.approx(0.2)  # not that of 150 bytes per step
