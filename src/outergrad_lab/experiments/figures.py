@@ -13,7 +13,14 @@ from outergrad.report.recording import require
 from outergrad_lab.axes import draw_line
 from outergrad_lab.experiments.frames import OF_METHOD, Result, curves, finals, ranks, varied
 from outergrad_lab.experiments.links import over_links
-from outergrad_lab.experiments.panels import add_legends, label, name_axes, places_of, prepare
+from outergrad_lab.experiments.panels import (
+    add_legends,
+    label,
+    legend_height,
+    name_axes,
+    places_of,
+    prepare,
+)
 from outergrad_lab.experiments.quantities import QUANTITIES, heading
 from outergrad_lab.experiments.sweeps import with_best
 from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
@@ -136,7 +143,10 @@ def draw(asked: Asked, results: Sequence[Result]) -> Figure:
 
     panels = groups(asked.points, asked.panels)
     places, rows, columns = places_of(list(panels))
-    height = rows * _HEIGHTS[min(columns, 3)] + 0.5
+    labels = [
+        ", ".join(map(heading, asked.lines, key)) for key in groups(asked.points, asked.lines)
+    ]
+    height = rows * _HEIGHTS[min(columns, 3)] + 0.5 + legend_height(labels)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     share = "row" if _OWN_RANGE.intersection(asked.panels) else "all"
     grid = figure.subplots(rows, columns, squeeze=False, sharex="col", sharey=share)
