@@ -120,6 +120,15 @@ class BlindStarCost(StarCost):
         return nbytes if way == Route.REDUCE else super().share(nbytes, way)
 
 
+ADDED_BYTES = 1 << 17
+"""Of what two sites add up: for more a ring takes less of the processor (docs/design.md)."""
+
+
+def adds_up(cost: CostModel, nbytes: int) -> bool:
+    """Whether two sites of a process group send each other all of a sum, in one round."""
+    return isinstance(cost, RingCost) and cost.sites == 2 and 0 < nbytes <= ADDED_BYTES
+
+
 def cost_of(compressor: Setup, sites: int) -> CostModel:
     """What a method goes by: until it is attached, what torch.distributed costs."""
     return compressor.cost or RingCost(sites)

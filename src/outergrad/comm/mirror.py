@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outergrad.comm.cost import Collective, RingCost
+from outergrad.comm.cost import Collective, RingCost, adds_up
+from outergrad.comm.tags import SUMS_LANE, tag_of
 from outergrad.comm.trace import Tracer
 from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.transport import Board, Comm, Enough
@@ -78,6 +80,26 @@ class MirrorComm(Comm):
         self.cost, self._tracer = cost or RingCost(sites), tracer
         if sites > 1 and isinstance(self.cost, RingCost):  # process groups have a store
             self.board = MirrorBoard()
+        self._turn, self._posted = 0, Counter[int]()
+
+    def take_turn(self, turn: int) -> None:
+        """Receives of turns that are over are forgotten."""
+        self._turn = turn
+        if turn:
+            tags = range(tag_of(turn, 0), tag_of(turn + 2, 0))
+            self._posted = Counter({tag: n for tag, n in self._posted.items() if tag in tags})
+
+    def expect(
+        self, sizes: Sequence[int], turn: int, dtype: torch.dtype = torch.uint8, lane: int = 0
+    ) -> None:
+        """Counts receives that would be posted, which saves a delay on process groups."""
+        if isinstance(self.cost, RingCost):
+            self._posted[tag_of(turn, lane)] += 1
+
+    def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
+        """The same of a sum that two sites would add up."""
+        if adds_up(self.cost, size * dtype.itemsize):
+            self._posted[tag_of(turn, SUMS_LANE)] += 1
 
     def all_reduce(self, t: Tensor) -> Mirrored:
         """As many times t as there are sites, in place."""
@@ -85,7 +107,7 @@ class MirrorComm(Comm):
             traffic = self.cost.all_reduce(t.nbytes)
             summed = t.mul_(self.world_size)
             total = Traffic(*(self.world_size * nbytes for nbytes in traffic))
-            return self._exchanged(summed, Collective.ALL_REDUCE, traffic, total)
+            return self._exchanged(summed, Collective.ALL_REDUCE, traffic, total, SUMS_LANE)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
         """Of every site what this one sends, under its own name."""
@@ -94,7 +116,7 @@ class MirrorComm(Comm):
             nbytes = sum(part.nbytes for part in parts)
             traffic = self.cost.all_gather(t.nbytes, nbytes - t.nbytes)
             total = self.cost.all_gather(nbytes, (self.world_size - 1) * nbytes)
-            return self._exchanged(parts, Collective.ALL_GATHER, traffic, total)
+            return self._exchanged(parts, Collective.ALL_GATHER, traffic, total, lane)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Mirrored:
         """Of every site what this one has for itself, under its own name."""
@@ -110,11 +132,14 @@ class MirrorComm(Comm):
         return [t, *(as_from(rank, t, sizes[rank]) for rank in range(1, self.world_size))]
 
     def _exchanged(
-        self, result: Any, collective: Collective, traffic: Traffic, total: Traffic
+        self, result: Any, collective: Collective, traffic: Traffic, total: Traffic, lane: int = 0
     ) -> Mirrored:
         self.sent_bytes += traffic.sent
         self.received_bytes += traffic.received
-        index = self._tracer.started(collective, traffic, total)
+        tag = tag_of(self._turn, lane)
+        is_expected = self._posted[tag] > 0
+        self._posted[tag] -= is_expected
+        index = self._tracer.started(collective, traffic, total, is_expected=is_expected)
         return Mirrored(result, self._tracer, index)
 
     def broadcast(self, t: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outergrad.comm.board import StoreBoard
-from outergrad.comm.cost import RingCost
+from outergrad.comm.cost import RingCost, adds_up
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
@@ -28,8 +28,6 @@ _Receives = list[tuple[dist.Work, Sequence[int]]]
 _Receiving = tuple[list[Tensor], _Receives]
 """What every site sends, and the transfers that bring it."""
 _PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
-_ADDED_BYTES = 1 << 17
-"""Of what two sites add up: for more a ring takes less of the processor (docs/design.md)."""
 _PATIENCE = timedelta(seconds=30)
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
@@ -65,7 +63,6 @@ class TorchComm(Comm):
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
         self._wire = device if _has_backend(group, device.type) else self._host
-        self._added_bytes = _ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
@@ -81,7 +78,7 @@ class TorchComm(Comm):
         """
         if self.world_size == 1:
             return Ready(t)
-        if 0 < t.nbytes <= self._added_bytes:
+        if self._adds_up(t.nbytes):
             return self._added_up(t)
         nbytes = self.cost.all_reduce(t.nbytes).sent
         self.sent_bytes += nbytes
@@ -93,6 +90,9 @@ class TorchComm(Comm):
         assert work is not None
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
         return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
+
+    def _adds_up(self, nbytes: int) -> bool:
+        return self._wire.type == "cpu" and adds_up(self.cost, nbytes)
 
     def _added_up(self, t: Tensor) -> TorchWork:
         own = self._staged(t).view(-1)
@@ -151,7 +151,7 @@ class TorchComm(Comm):
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
         """The same of an `all_reduce`, if both sites will add up."""
-        if size * dtype.itemsize <= self._added_bytes:
+        if self._adds_up(size * dtype.itemsize):
             self.expect([size, size], turn, dtype, SUMS_LANE)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:

@@ -20,12 +20,14 @@ class Started:
         collective: Which.
         traffic: Payload of this site.
         total: Payload of all sites together.
+        is_expected: Whether its receives were posted a step before.
     """
 
     at_s: float
     collective: Collective
     traffic: Traffic
     total: Traffic
+    is_expected: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,17 @@ class Tracer:
         yield
         self._since = time.perf_counter()
 
-    def started(self, collective: Collective, traffic: Traffic, total: Traffic) -> int:
+    def started(
+        self,
+        collective: Collective,
+        traffic: Traffic,
+        total: Traffic,
+        *,
+        is_expected: bool = False,
+    ) -> int:
         """Takes down that a collective was started; returns its index."""
         index = sum(isinstance(event, Started) for event in self._events)
-        self._events.append(Started(self._now_s(), collective, traffic, total))
+        self._events.append(Started(self._now_s(), collective, traffic, total, is_expected))
         return index
 
     def awaited(self, index: int) -> None:

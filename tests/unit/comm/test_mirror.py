@@ -80,6 +80,27 @@ def test_mirrors_send_what_real_sites_send_of_buffers(buffers):
     session.detach()
 
 
+EXPECTING = {
+    "short sums of two": (2, og.Dense(), True),
+    "short sums of three": (3, og.Dense(), False),
+    "gathered": (3, og.DAD(always=True), True),
+    "both rounds of two ways": (3, og.RankDAD(rank=1, reduce="two_way"), True),
+    "sketches": (2, og.RankDAD(rank=1, reduce="all_reduce"), False),
+}
+
+
+@pytest.mark.parametrize(("sites", "method", "ahead"), EXPECTING.values(), ids=EXPECTING)
+def test_a_mirror_knows_what_is_received_ahead(sites, method, ahead):
+    tracer, model = Tracer(), torch.nn.Linear(30, 30)
+    session = attach(model, method, MirrorComm(sites, tracer), LINK)
+    for _ in range(STEPS):
+        tracer.begin()
+        square(model, torch.ones(3, 30)).backward()
+        messages = [event for event in tracer.end().messages if event.total.sent > 200]
+    assert {message.is_expected for message in messages} == {ahead}
+    session.detach()
+
+
 @by_sites
 def test_a_mirror_counts_what_torch_counts(sites):
     def exchanged(comm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from outergrad.comm.cost import messages_of, waits_of
+from outergrad.comm.cost import Collective, adds_up, messages_of, waits_of
 from outergrad.comm.trace import Started, Trace
 from outergrad.core.types import Link
 from outergrad.launch.links import ShapedLink
@@ -30,8 +30,9 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
     A site's messages take their turns on its link, in the order in which they are started, while
     it goes on computing until it needs one. A message takes a round trip besides, and one that
     goes round a ring one per hop, in which what else is under way can leave: gloo sends when it has
-    heard that the other side is ready, and a message through a hub goes to it and from it. A hub
-    passes on while it receives, so that the line which is busy longest is what a message takes.
+    heard that the other side is ready, and a message through a hub goes to it and from it. Half a
+    round trip is enough where the receive was posted a step before. A hub passes on while it
+    receives, so that the line which is busy longest is what a message takes.
     """
     rtt_s = max(link.rtt_s, LEAST_RTT_S)
     waited_s, free_s = 0.0, 0.0
@@ -40,12 +41,22 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
         now_s = event.at_s + waited_s
         if isinstance(event, Started):
             transfer_s = _transfer_s(event, link, network)
-            free_s = max(free_s, now_s + rtt_s / 2) + transfer_s
-            alone_s = now_s + waits_of(network.cost, event.collective) * rtt_s + transfer_s
+            waits = _waits(event, network)
+            free_s = max(free_s, now_s + min(waits - 0.5, 0.5) * rtt_s) + transfer_s
+            alone_s = now_s + waits * rtt_s + transfer_s
             there_s.append(max(alone_s, free_s + rtt_s / 2))
         else:
             waited_s += max(0.0, there_s[event.index] - now_s)
     return trace.compute_s + waited_s
+
+
+def _waits(message: Started, network: Network) -> float:
+    """Round trips until it is there, besides what its bytes take."""
+    if message.is_expected:
+        return 0.5
+    is_sum = message.collective == Collective.ALL_REDUCE
+    straight = is_sum and adds_up(network.cost, message.traffic.sent)
+    return 1.0 if straight else waits_of(network.cost, message.collective)
 
 
 def _transfer_s(message: Started, link: ShapedLink, network: Network) -> float:

@@ -97,6 +97,21 @@ def test_an_interface_counts_headers_and_acknowledgements(collective):
     assert 1.065 * MB < nbytes < 1.07 * MB
 
 
+def short(collective: Collective, *, is_expected: bool) -> Trace:
+    """One message of a hundred bytes."""
+    sent, total = Traffic(100, 100), Traffic(200, 200)
+    return Trace((Started(1.0, collective, sent, total, is_expected), Awaited(1.0, 0)), 1.0)
+
+
+@pytest.mark.parametrize("collective", [PAIRS, RING])
+@pytest.mark.parametrize(("is_expected", "round_trips"), [(False, 1.0), (True, 0.5)])
+def test_what_was_expected_takes_one_way(collective, is_expected, round_trips):
+    """Of two sites, who also add up short sums straight."""
+    on = ShapedLink(rate_bit_per_s=None, rtt_s=2)
+    found = step_seconds(short(collective, is_expected=is_expected), on, network_of("torch", 2))
+    assert found == pytest.approx(1 + 2 * round_trips)
+
+
 HEADERS = 66 / 1448
 """Of a byte, with a packet per 1448 bytes; half of it to acknowledge one."""
 STAR = {
