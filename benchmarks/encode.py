@@ -7,6 +7,10 @@ into a message and remembered. Encoding is what writing and reading the sent row
 
     python benchmarks/encode.py --workload gpt --rank 16
 
+With --memories as well, what each memory of error feedback makes of that time, at int8.
+
+    python benchmarks/encode.py --workload gpt --rank 16 --memories
+
 With --losses, what codecs of few bits lose of other rows, in the table after the best of four
 clipping levels per group; the last are leading triplets of the GPT's gradients on Shakespeare.
 
@@ -20,7 +24,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from canonical import median_ms
@@ -91,9 +95,11 @@ def _matrix(name: str, outputs: int, inputs: int, rank: int) -> Matrix:
     return Matrix(slot, (d_NO.mT @ a_NI)[None], min(rank, outputs, inputs))
 
 
-def compression(found: list[Matrix], rank: int, wire: Codecs) -> Callable[[], object]:
+def compression(
+    found: list[Matrix], rank: int, wire: Codecs, memory: Any = "dense"
+) -> Callable[[], object]:
     """Of all gradients of a step, until the message holds what is sent."""
-    method = og.RankDAD(rank=rank, wire=wire, error_feedback="dense", reduce="gather")
+    method = og.RankDAD(rank=rank, wire=wire, error_feedback=memory, reduce="gather")
     compressor = method.compressor()
     pieces = [Piece(m.slot, m.rows, torch.float32, None, compressor.codecs(m.slot)) for m in found]
     layout = Layout(0, {}, pieces)
@@ -131,6 +137,17 @@ def steps(workload: str, rank: int) -> None:
     for name in works:
         own = ms.get(f"{name} alone", 0.0)
         print(f"| {name} | {ms[name]:.1f} | {own:.2f} | {own / ms[name]:.1%} |")
+
+
+def memories(workload: str, rank: int) -> None:
+    """A table with a line per memory; the works take turns."""
+    found = matrices(workload, rank)
+    kinds = ("dense", "auto", "factored", None)
+    ms = medians_ms({str(m): compression(found, rank, (Int8(),), m) for m in kinds}, 10)
+    print("| memory | compression, ms | over dense |")
+    print("|---|---|---|")
+    for name in ms:
+        print(f"| {name} | {ms[name]:.1f} | {ms[name] / ms['dense']:.2f} |")
 
 
 def best_of_four(bits: int, x: Tensor) -> Tensor:
@@ -188,12 +205,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--workload", choices=WORKLOADS)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--memories", action="store_true")
     parser.add_argument("--losses", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if options.losses:
         return losses()
+    if options.workload and options.memories:
+        return memories(options.workload, options.rank)
     if options.workload:
         return steps(options.workload, options.rank)
     x = torch.randn(1, options.rows, options.width)

@@ -101,6 +101,7 @@ WORKLOADS: dict[str, Workload] = {
     "gpt": Workload(
         summary="GPT of 4 layers on Shakespeare, 128 characters per row",
         model="gpt",
+        widths=(256,),
         data="tinyshakespeare",
         batch_size=8,
         lr=3e-4,

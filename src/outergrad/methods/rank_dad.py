@@ -40,7 +40,8 @@ class RankDAD(LowRankSettings):
         error_feedback: what a site does not send in one step is added to its gradient in the
             next. "factored": its `feedback_rank` leading triplets, in a memory of a few rows, or
             all of it where the matrix is small. "dense": all of it, in a memory of the size of the
-            model. None: it is lost.
+            model. "auto": all of it in six bits a number, less than a tenth of what Adam keeps;
+            what rounding makes of it is right on average (docs/methods.md). None: it is lost.
         feedback_rank: triplets that "factored" keeps; None for half of `rank`, and 8 at least.
         wire: codecs of `og.wire` that triplets go through: fewer bytes, at a loss, which error
             feedback sends later where it is more than rounding. Sums ("all_reduce") can be sent

@@ -22,7 +22,7 @@ _EIGHT = 8
 """Numbers of b bits fill b bytes."""
 
 
-class _FewBits:
+class FewBits:
     """Numbers of b bits: -2^(b-1) ... 2^(b-1) - 1 times a step in bfloat16 per group of 64.
 
     A step has the sign that puts the largest magnitude of its group at the longer end of these
@@ -96,8 +96,8 @@ class _FewBits:
         """
         words = codes.view(torch.int64) & _in_all((1 << self.bits) - 1, _EIGHT)
         for lane, held in self._lanes():
-            words |= words >> (lane - held)
-            words &= _in_all((1 << 2 * held) - 1, 2 * lane)
+            upper = words >> (lane - held) & _in_all(((1 << held) - 1) << held, 2 * lane)
+            words = words.bitwise_and_(_in_all((1 << held) - 1, 2 * lane)).bitwise_or_(upper)
         return words.view(torch.uint8).unflatten(-1, (-1, _EIGHT))[..., : self.bits].flatten(-2)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ class _FewBits:
         bytes_8 = pad(packed.unflatten(-1, (-1, self.bits)), (0, _EIGHT - self.bits))
         words = bytes_8.contiguous().view(torch.int64).flatten(-2)
         for lane, held in reversed(self._lanes()):
-            words |= words << (lane - held)
-            words &= _in_all((1 << held) - 1, lane)
+            upper = words << (lane - held) & _in_all(((1 << held) - 1) << lane, 2 * lane)
+            words = words.bitwise_and_(_in_all((1 << held) - 1, 2 * lane)).bitwise_or_(upper)
         words ^= _in_all(self._half, _EIGHT)
         return words.view(torch.int8).sub_(self._half)
 
@@ -137,7 +137,7 @@ def _grouped(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int4(_FewBits):
+class Int4(FewBits):
     """Numbers in four bits each, with a step per 64: 7.5 times fewer bytes than float32.
 
     The error of normally distributed rows is 9 % of their norm (`benchmarks/encode.py`): meant for
@@ -149,7 +149,7 @@ class Int4(_FewBits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int3(_FewBits):
+class Int3(FewBits):
     """As `Int4` in three bits: 9.8 times fewer bytes than float32, an error of 18 %."""
 
     bits: ClassVar[int] = 3
@@ -157,7 +157,7 @@ class Int3(_FewBits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int2(_FewBits):
+class Int2(FewBits):
     """As `Int4` in two bits: 14 times fewer bytes than float32, an error of 36 %."""
 
     bits: ClassVar[int] = 2

@@ -12,8 +12,9 @@ from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.report.recording import require
 from outergrad.tools.commands.options import DATA_DIR, DataDir
+from outergrad_lab.experiments.narrowing import Part
 from outergrad_lab.experiments.run import Outcome, draw, run
-from outergrad_lab.experiments.spec import experiment, names
+from outergrad_lab.experiments.spec import Experiment, experiment, names
 
 Names = Annotated[
     list[str] | None,
@@ -27,6 +28,21 @@ Out = Annotated[Path, typer.Option(help="Folder that gets a folder per experimen
 Draw = Annotated[
     bool, typer.Option("--draw", help="Run nothing: write tables and figures of what is there.")
 ]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Run only what has a setting of this value, as a workload, a method or lr=0.001; "
+        "repeatable.",
+        show_default="all",
+    ),
+]
+Seeds = Annotated[
+    int | None, typer.Option(min=1, help="Run so many seeds.", show_default="all of them")
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, help="Train for so many steps.", show_default="the experiment's"),
+]
 
 
 def reproduce(
@@ -36,6 +52,9 @@ def reproduce(
     out: Out = Path("reproduced"),
     data_dir: DataDir = DATA_DIR,
     draw_only: Draw = False,
+    only: Only = None,
+    seeds: Seeds = None,
+    steps: Steps = None,
 ) -> None:
     """Run an experiment of the paper from its YAML: tables, figures and a page come out.
 
@@ -50,17 +69,21 @@ def reproduce(
         if listed or not wanted:
             _list(full=full)
             return
+        part = Part(only=tuple(only or ()), seeds=seeds, steps=steps)
         for name in names() if wanted == ["all"] else wanted:
-            _reproduce(name, full=full, out=out, data_dir=data_dir, draw_only=draw_only)
+            whole = experiment(name, full=full)
+            folder = out / (f"{whole.name}-full" if full else whole.name)
+            _reproduce(whole, part, folder, data_dir, draw_only=draw_only)
 
 
-def _reproduce(name: str, *, full: bool, out: Path, data_dir: Path, draw_only: bool) -> None:
-    found = experiment(name, full=full)
-    folder = out / (f"{found.name}-full" if full else found.name)
+def _reproduce(
+    whole: Experiment, part: Part, folder: Path, data_dir: Path, *, draw_only: bool
+) -> None:
+    found = part.of(whole)
     if draw_only:
-        print(draw(found, folder).resolve())
+        print(draw(found, folder, whole).resolve())
         return
-    outcome = run(found, folder, data_dir)
+    outcome = run(found, folder, data_dir, whole)
     for reason in dict.fromkeys(outcome.skipped):
         print(f"outergrad: left out: {reason}", file=sys.stderr)
     print(_last_line(found.name, outcome))
@@ -78,6 +101,6 @@ def _list(*, full: bool) -> None:
     for name in names():
         found = experiment(name, full=full)
         minutes = "" if full else f"{found.minutes:.0f}"
-        table.add_row(name, f"{found.title}: {found.shows}", str(len(found.tasks)), minutes)
+        table.add_row(name, f"{found.title}: {found.shows}", str(found.runs), minutes)
     Console().print(table)
     print("minutes of the small size on 2 cores; outergrad reproduce NAME runs one, all runs all")

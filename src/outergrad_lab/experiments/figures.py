@@ -12,8 +12,17 @@ from outergrad._whole_files import whole_file
 from outergrad.report.recording import require
 from outergrad_lab.axes import draw_line
 from outergrad_lab.experiments.frames import OF_METHOD, Result, curves, finals, ranks, varied
-from outergrad_lab.experiments.panels import add_legends, label, name_axes, places_of, prepare
+from outergrad_lab.experiments.links import over_links
+from outergrad_lab.experiments.panels import (
+    add_legends,
+    label,
+    legend_height,
+    name_axes,
+    places_of,
+    prepare,
+)
 from outergrad_lab.experiments.quantities import QUANTITIES, heading
+from outergrad_lab.experiments.sweeps import with_best
 from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
 from outergrad_lab.labels import LOOKS, OTHER, USUAL, Method, Style, told_apart
 
@@ -104,7 +113,11 @@ def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
     # Over bytes a method is a course, a family the line through its methods.
     spent = x == "sent_bytes" and y in _OF_COURSE and "method" in lines
     course = x in _COURSE or spent or y == "effective_rank"
+    if swept := wanted.get("best"):
+        results = with_best(results, swept)
     frame = (ranks if y == "effective_rank" else curves if course else finals)(results)
+    if links := names(wanted.get("links")):
+        frame = over_links(frame, links)
     what, columns = f"figure {wanted['name']}", [*lines, *panels]
     frame = chosen(what, frame, [x, y, *columns], wanted.get("where"))
     x = "step" if x == "epoch" and frame["epoch"].isna().all() else x
@@ -130,7 +143,10 @@ def draw(asked: Asked, results: Sequence[Result]) -> Figure:
 
     panels = groups(asked.points, asked.panels)
     places, rows, columns = places_of(list(panels))
-    height = rows * _HEIGHTS[min(columns, 3)] + 0.5
+    labels = [
+        ", ".join(map(heading, asked.lines, key)) for key in groups(asked.points, asked.lines)
+    ]
+    height = rows * _HEIGHTS[min(columns, 3)] + 0.5 + legend_height(labels)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     share = "row" if _OWN_RANGE.intersection(asked.panels) else "all"
     grid = figure.subplots(rows, columns, squeeze=False, sharex="col", sharey=share)

@@ -29,6 +29,7 @@ MEASURED = (
     *("accuracy", "auc", "test_loss", "train_loss", "sent_bytes", "total_bytes", "fewer", "gap"),
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
     *("picked", "norm_share"),
+    *("loss_gap", "gap_share", "bytes_share", "fewer_near"),
 )
 """Columns of `finals` that are no settings."""
 
@@ -179,6 +180,7 @@ def _outcome(result: Result) -> Settings:
     total = last.get("sent_bytes")
     return {
         **_only(last, "accuracy", "auc"),
+        **_only(result, "compute_s"),
         "losses": losses,
         "test_loss": last.get("loss"),
         "train_loss": losses[-_LAST:].mean() if len(losses) else math.nan,
@@ -213,6 +215,7 @@ def _course(result: Result) -> DataFrame:
     sent = np.interp(frame["step"], [0, *known["step"]], [0, *known["sent_bytes"]])
     about = {"sent_bytes": sent if len(known) else math.nan, **_named(result)}
     about["epoch"] = frame["step"] * _epochs(result)
+    about["compute_s"] = result.get("compute_s", math.nan)
     return (
         frame.drop(columns="sites").assign(**about).astype(dict.fromkeys(_OF_COURSE[1:-1], float))
     )

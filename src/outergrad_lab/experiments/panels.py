@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEGEND_CHARACTERS = 105
+_LEGEND_ROW, _USUAL_ROWS = 0.18, 6
+"""Inches, and how many rows a figure has place for."""
 _MOST_TICKS = 10
 _COUNTED = ("rank", "sites", "iterations")
 
@@ -62,14 +64,24 @@ def add_legends(figure: Figure, grid: Any) -> None:
     rows = [{k: v for axes in row if axes.figure for k, v in _legend(axes)} for row in grid]
     together = {name: handle for row in rows for name, handle in row.items()}
     if all(row.keys() == together.keys() for row in rows):
-        columns = max(1, _LEGEND_CHARACTERS // (max(map(len, together)) + 7))
-        where = {"loc": "outside lower center", "ncols": min(columns, len(together))}
+        where = {"loc": "outside lower center", "ncols": _legend_columns(list(together))}
         figure.legend(together.values(), together, **where)
         return
     for row, handles in zip(grid, rows, strict=True):
         last = [axes for axes in row if axes.figure][-1]
         where = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 7.5}
         last.legend(handles.values(), handles, **where)
+
+
+def legend_height(labels: Sequence[str]) -> float:
+    """Inches that a legend below all needs beyond those of a usual one."""
+    rows = math.ceil(len(labels) / _legend_columns(labels))
+    return _LEGEND_ROW * max(0, rows - _USUAL_ROWS)
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    columns = max(1, _LEGEND_CHARACTERS // (max(map(len, labels)) + 7))
+    return min(columns, len(labels))
 
 
 def _legend(axes: Axes) -> Iterable[tuple[str, Any]]:

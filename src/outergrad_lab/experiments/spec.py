@@ -1,6 +1,6 @@
 """An experiment as its YAML describes it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.experiments.kinds import KINDS
 from outergrad_lab.experiments.settings import read, require_known
+from outergrad_lab.experiments.sweeps import number_due
 from outergrad_lab.experiments.task import Settings, Task
 
 IN_PACKAGE = Path(__file__).with_name("experiments")
@@ -32,6 +33,8 @@ class Experiment:
         tasks: What to run, each once.
         tables: What to write, as the YAML has it.
         figures: What to draw, as the YAML has it.
+        sweep: The setting of which each method's best value is looked for; see `sweeps`.
+        options: Of the command that runs a part of it.
     """
 
     name: str
@@ -43,6 +46,13 @@ class Experiment:
     tasks: tuple[Task, ...]
     tables: tuple[Mapping[str, Any], ...]
     figures: tuple[Mapping[str, Any], ...]
+    sweep: str = ""
+    options: str = ""
+
+    @property
+    def runs(self) -> int:
+        """How many tasks will have run in the end."""
+        return number_due(self.tasks, self.sweep)
 
     @property
     def size(self) -> str:
@@ -52,7 +62,7 @@ class Experiment:
     @property
     def command(self) -> str:
         """What runs it."""
-        return f"outergrad reproduce {self.name}{' --full' if self.full else ''}"
+        return f"outergrad reproduce {self.name}{' --full' if self.full else ''}{self.options}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +82,19 @@ class _Entry(_Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts(_Sizes):
-    """The parts of a YAML; sizes and `common` are of all trainings."""
+    """The parts of a YAML; sizes and `common` are of all trainings, and so are `workloads`.
+
+    A workload has a name, settings and sizes of its own, and an entry of `runs` may name some of
+    them in `workloads`.
+    """
 
     title: str
     shows: str
     claim: str
     minutes: float
+    sweep: str = ""
     common: dict[str, Any] = field(default_factory=dict)
+    workloads: dict[str, Any] = field(default_factory=dict)
     runs: tuple[dict[str, Any], ...] = ()
     tables: tuple[dict[str, Any], ...] = ()
     figures: tuple[dict[str, Any], ...] = ()
@@ -132,6 +148,7 @@ def _read(path: Path, *, full: bool) -> Experiment:
         tasks=tasks,
         tables=given.tables,
         figures=given.figures,
+        sweep=given.sweep,
     )
 
 
@@ -164,9 +181,25 @@ def _tasks(given: _Parts, *, full: bool) -> Iterator[Task]:
         entry = read(_Entry, {name: settings[name] for name in reserved & settings.keys()})
         require_known([entry.kind], KINDS, "kind")
         own = {name: settings[name] for name in settings if name not in reserved}
+        own |= getattr(entry, size)
+        among = own.pop("workloads", list(given.workloads))
+        require_known(among, given.workloads, "workload")
         shared = given.common | getattr(given, size) if entry.kind == "training" else {}
-        for chosen in _crossed(shared | own | getattr(entry, size)):
-            yield Task(kind=entry.kind, settings=chosen)
+        for workload in _workloads(given, size, among) if entry.kind == "training" else [{}]:
+            for chosen in _crossed(shared | workload | own):
+                yield Task(kind=entry.kind, settings=chosen)
+
+
+def _workloads(given: _Parts, size: str, among: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Their settings; one that has none of this size is left out."""
+    if not given.workloads:
+        yield {}
+    for name in among:
+        settings = given.workloads[name]
+        sizes = {n: s for n, s in settings.items() if n in ("small", "full")}
+        if not sizes or size in sizes:
+            own = {n: value for n, value in settings.items() if n not in sizes}
+            yield {"workload": name} | own | sizes.get(size, {})
 
 
 def _crossed(settings: Settings) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,8 @@ from outergrad_lab.experiments.frames import (
     varied,
 )
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text, title
+from outergrad_lab.experiments.sweeps import with_best
+from outergrad_lab.experiments.verdicts import verdicts
 from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
 
 if TYPE_CHECKING:
@@ -77,7 +79,12 @@ def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -
 
     rows, columns, values = (names(wanted.get(part)) for part in ("rows", "columns", "value"))
     what, keys = f"table {wanted['name']}", [*rows, *columns]
-    frame = _source(keys, values, results).rename(columns={"loss": "test_loss"})
+    if swept := wanted.get("best"):
+        results = with_best(results, swept)
+    if against := wanted.get("against"):
+        frame = verdicts(results, against, rows[0])
+    else:
+        frame = _source(keys, values, results).rename(columns={"loss": "test_loss"})
     frame = chosen(what, frame, [*keys, *values], wanted.get("where"))
     _require_alike(what, frame, keys, names(wanted.get("over")), values)
     long = concat([_in_full(_with(frame, value), keys, value) for value in values])

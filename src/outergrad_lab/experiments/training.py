@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from itertools import chain, count, islice
 from pathlib import Path
 from statistics import fmean
+from time import thread_time
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class TrainingWork(Job):
         ranks: Whether the effective ranks of the gradients are looked at then, too.
         per_site: Whether every site is tested: where they differ, they always are.
         precision: Of weights and numbers: float32 or float64.
+        workload: What the training is called, where an experiment has several.
     """
 
     steps: int | None = at_least(1, None)
@@ -46,6 +48,7 @@ class TrainingWork(Job):
     ranks: bool = False
     per_site: bool = False
     precision: str = "float32"
+    workload: str | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> "TrainingWork":
@@ -108,11 +111,13 @@ class Course:
         parameters: How many the model has.
         losses: Of every step, of its own rows.
         looks: One per test.
+        compute_s: Processor time of its thread in all steps, without tests and without waiting.
     """
 
     parameters: int
     losses: list[float] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
+    compute_s: float = 0.0
 
 
 @contextmanager
@@ -148,13 +153,16 @@ def _site(
         if first:
             context.steps(steps)
         losses = chain.from_iterable(map(training.epoch, count()))
+        began = thread_time()
         for loss in stop.checked(islice(losses, steps)):
             course.losses.append(loss)
+            course.compute_s += thread_time() - began
             if (done := len(course.losses)) in marks:
                 tested = first or work.differ
                 course.looks.append(_look(work, training, done, steps, tested=tested))
             if first:
                 context.advance()
+            began = thread_time()
         return course
 
 
@@ -190,6 +198,7 @@ def _summary(courses: Sequence[Course]) -> dict[str, Any]:
         "tests": [_test(sites) for sites in zip(*(c.looks for c in courses), strict=True)],
         "layers": layers or None,
         "parameters": courses[0].parameters,
+        "compute_s": fmean(course.compute_s / len(course.losses) for course in courses),
     }
 
 

@@ -13,7 +13,7 @@ from outergrad_lab.models.activations import ACTIVATIONS, Activation
 from outergrad_lab.models.cnn import build_cnn
 from outergrad_lab.models.mlp import build_mlp
 from outergrad_lab.models.recurrent import build_recurrent
-from outergrad_lab.models.transformers import GPT, build_encoder, build_vit
+from outergrad_lab.models.transformers import build_encoder, build_gpt, build_vit
 
 INPUTS: dict[str, Callable[[Format], bool]] = {
     "values": lambda format: not format.tokens,
@@ -85,7 +85,7 @@ MODELS: dict[str, Model] = {
         widths=(128,),
         activation="gelu",
     ),
-    "gpt": Model(inputs="tokens with a label each", build=lambda format, *_: GPT(format)),
+    "gpt": Model(inputs="tokens with a label each", build=build_gpt, widths=(256,)),
     "cnn": Model(inputs="images", build=build_cnn),
 }
 

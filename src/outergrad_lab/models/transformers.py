@@ -156,13 +156,26 @@ def build_vit(format: Format, _widths: Sequence[int], activation: Activation) ->
     return VisionTransformer(format, activation)
 
 
+def build_gpt(format: Format, widths: Sequence[int], _activation: Activation) -> GPT:
+    """Builds a GPT of four layers and four heads of a quarter of the width each.
+
+    Raises:
+        RecipeError: The width is not that of four heads.
+    """
+    return GPT(format, _of_four_heads("gpt", widths))
+
+
 def build_encoder(format: Format, widths: Sequence[int], activation: Activation) -> TextEncoder:
     """Builds an encoder of two layers and four heads of a quarter of the width each.
 
     Raises:
         RecipeError: The width is not that of four heads.
     """
+    return TextEncoder(format, activation, _of_four_heads("encoder", widths))
+
+
+def _of_four_heads(model: str, widths: Sequence[int]) -> int:
     (width,) = widths
     if width % 4:
-        raise RecipeError(f"--widths {width} does not fit --model encoder: give a multiple of 4")
-    return TextEncoder(format, activation, width)
+        raise RecipeError(f"--widths {width} does not fit --model {model}: give a multiple of 4")
+    return width

@@ -56,7 +56,7 @@ WRONG_WIDTHS = {
     "lstm": ((), "--widths '' does not fit --model lstm: give 1 or 2"),
     "encoder": ((130,), "--widths 130 does not fit --model encoder: give a multiple of 4"),
     "vit": ((64,), "--widths 64 does not fit --model vit: leave it out"),
-    "gpt": ((64,), "leave it out"),
+    "gpt": ((130,), "--widths 130 does not fit --model gpt: give a multiple of 4"),
     "cnn": ((64,), "leave it out"),
 }
 

@@ -83,7 +83,7 @@ def test_error_feedback_sends_later_what_encoding_lost(codecs, reduce, rows, lar
 
 @pytest.mark.parametrize(
     ("codecs", "reduce", "feedback"),
-    covering(DROPPING, REDUCES, ["factored", "dense"], quick=2, every=2),
+    covering(DROPPING, REDUCES, ["factored", "dense", "auto"], quick=2, every=2),
 )
 def test_a_discarded_step_is_as_if_it_had_not_been(codecs, reduce, feedback, large_matrices):
     method = og.RankDAD(rank=2, wire=codecs, reduce=reduce, error_feedback=feedback)

@@ -28,7 +28,7 @@ def small(request, monkeypatch):
 
 
 REDUCES = [way for way in get_args(Reduce) if way != "auto"]
-FEEDBACKS: list[Feedback] = [None, "factored", "dense"]
+FEEDBACKS: list[Feedback] = [None, "factored", "dense", "auto"]
 
 
 class Net(nn.Module):

@@ -36,7 +36,6 @@ from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
     common_state,
-    inherited,
     own_state,
     residual_of,
 )
@@ -66,7 +65,7 @@ class LowRankCompressor(Compressor):
         self.bucket_bytes = settings.bucket_bytes
         self.wire, self.takes_vectors = settings.codecs, bool(settings.vectors)
         self._sums = not drops(settings.codecs) and not settings.vectors
-        self._sizes, self._memories = Sizes(settings), Memories()
+        self._sizes, self._memories = Sizes(settings), Memories(packs=settings.packs)
         self._gathered = Gathered(settings, self._memories, self._budget)
         self._vectors = Vectors(settings, self._memories)
         if settings.vectors:
@@ -151,7 +150,7 @@ class LowRankCompressor(Compressor):
             return self.route(unit, rows_SK, tapped=True) == Route.GATHER
         if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
             return False
-        if self._settings.error_feedback == "dense":
+        if self._settings.keeps_all:
             return False
         if any(slot.lookup or self._settings.forms(slot) for slot in unit.slots):
             return False
@@ -250,9 +249,9 @@ class LowRankCompressor(Compressor):
         """Start directions are kept."""
         found: dict[Slot, Gradient] = {}
         for slot in slots:
-            memory = self._memories[slot]
-            if memory is not None and memory.residual is not None:
-                found[slot] = memory.residual
+            memory, residual = self._memories[slot], self.residual(slot)
+            if memory is not None and residual is not None:
+                found[slot] = residual
                 self._memories.put(slot, replace(memory, residual=None))
         return found
 
@@ -268,11 +267,11 @@ class LowRankCompressor(Compressor):
 
     def state(self) -> StateDict:
         """Under "common" what all sites know, under "own" what differs between them."""
-        held, gathered = self._memories.held(), self._budget or self._gathered
+        gathered = self._budget or self._gathered
         way = {} if self.auto_way is None else {"low rank": self.auto_way.way.value}
         return {
-            "common": {"way": way, **gathered.common_state(), **common_state(held)},
-            "own": {**gathered.own_state(), **own_state(held)},
+            "common": {"way": way, **gathered.common_state(), **common_state(self._memories)},
+            "own": {**gathered.own_state(), **own_state(self._memories)},
         }
 
     def load(self, inheritance: Inheritance) -> None:
@@ -287,7 +286,7 @@ class LowRankCompressor(Compressor):
             self.auto_way = AutoWay(way=Route(way))
         sketches = self._low_rank_route(len(inheritance.predecessors)) == Route.REDUCE
         start = inheritance.first if sketches else inheritance.like
-        self._memories.replace(inherited(inheritance, start))
+        self._memories.load(inheritance, start)
         (self._budget or self._gathered).load(inheritance)
         self._sketches.forget()
 

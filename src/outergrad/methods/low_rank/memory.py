@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -12,9 +12,18 @@ from torch import Tensor
 
 from outergrad.core.coding import Codecs, decode_all, encode_all, received
 from outergrad.core.payload import EncodedRows
-from outergrad.core.types import Factors, Gradient, Inheritance, Place, StateDict, place_name
+from outergrad.core.types import (
+    Factors,
+    Gradient,
+    Inheritance,
+    Place,
+    Slot,
+    StateDict,
+    place_name,
+)
 from outergrad.linalg.outer import stack
 from outergrad.linalg.small_core import small_core
+from outergrad.methods.low_rank.packed import Packed, packed
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 
@@ -25,12 +34,12 @@ class Memory:
     Attributes:
         q_GIR: right singular directions found.
         residual: what was not sent and is added to the gradient of the next step, as factors or
-            as a matrix, if anything.
+            as a matrix, in few bits or not, if anything.
         columns: R of the next step where the sites choose it together.
     """
 
     q_GIR: Tensor
-    residual: Gradient | None = None
+    residual: Gradient | Packed | None = None
     columns: int | None = None
 
 
@@ -40,22 +49,48 @@ def compacted(memory: Memory) -> Memory:
 
 
 class Memories(ByPlace[Memory]):
-    """By place in the model."""
+    """By place in the model.
 
-    def __init__(self) -> None:
+    Args:
+        packs: whether matrices of what was not sent are kept in few bits.
+
+    Attributes:
+        turn: how many steps were applied: what rounds them differently in each.
+    """
+
+    def __init__(self, *, packs: bool = False) -> None:
         super().__init__(compacted)
+        self.packs, self.turn = packs, 0
+
+    def __setitem__(self, slot: Slot, memory: Memory) -> None:
+        """In few bits at once, so that no step has all of them as they were."""
+        if self.packs and isinstance(memory.residual, Tensor):
+            memory = replace(memory, residual=packed(memory.residual, self.turn))
+        super().__setitem__(slot, memory)
+
+    def commit(self, *, applied: bool) -> None:
+        """The step is over."""
+        super().commit(applied=applied)
+        self.turn += applied
+
+    def load(self, inheritance: Inheritance, start: StateDict) -> None:
+        """Goes on; `inherited` says from what."""
+        self.replace(inherited(inheritance, start))
+        self.turn = inheritance.like["own"].get("turn", 0)
 
 
 @overload
 def compact(t: Tensor) -> Tensor: ...
 @overload
 def compact(t: Gradient | None) -> Gradient | None: ...
-def compact(t: Gradient | None) -> Gradient | None:
+@overload
+def compact(t: Gradient | Packed | None) -> Gradient | Packed | None: ...
+def compact(t: Gradient | Packed | None) -> Gradient | Packed | None:
     """The same laid out as when it has been saved and loaded: so that products round alike."""
     if isinstance(t, Factors):
         return Factors(compact(t.d_GRO), compact(t.a_GRI))
-    if t is None:
-        return None
+    if t is None or isinstance(t, Packed):
+        return t
     widths = [max(size, 1) for size in t.shape]
     plain = tuple(math.prod(widths[i + 1 :]) for i in range(len(widths)))
     if t.stride() == plain and t.untyped_storage().nbytes() == t.nbytes:
@@ -65,7 +100,8 @@ def compact(t: Gradient | None) -> Gradient | None:
 
 def residual_of(memory: Memory | None) -> Gradient | None:
     """What the last step left, if there was one and it left something."""
-    return None if memory is None else memory.residual
+    residual = None if memory is None else memory.residual
+    return residual.unpacked() if isinstance(residual, Packed) else residual
 
 
 def finite_or_none(factors: Factors) -> Factors | None:
@@ -117,20 +153,21 @@ def with_loss(
     return kept.factors() if kept.rank else None
 
 
-def common_state(held: Mapping[Place, Memory]) -> StateDict:
+def common_state(memories: Memories) -> StateDict:
     """Per place, the columns of the next sketches, where they adapt: the same on all sites."""
-    adapted = ((place, memory.columns) for place, memory in held.items())
+    adapted = ((place, memory.columns) for place, memory in memories.held().items())
     return {"columns": {place_name(place): n for place, n in adapted if n is not None}}
 
 
-def own_state(held: Mapping[Place, Memory]) -> StateDict:
-    """Per place, where this site starts from and what it has not sent."""
-    return {"memories": {place_name(place): _saved(memory) for place, memory in held.items()}}
+def own_state(memories: Memories) -> StateDict:
+    """The turn, and per place, where this site starts from and what it has not sent."""
+    held = {place_name(place): _saved(memory) for place, memory in memories.held().items()}
+    return {"memories": held, "turn": memories.turn}
 
 
 def _saved(memory: Memory) -> StateDict:
     memory = compacted(memory)
-    return {"start": memory.q_GIR, **saved_residual(memory.residual)}
+    return {"start": memory.q_GIR, **saved_residual(compact(residual_of(memory)))}
 
 
 def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]:

@@ -18,6 +18,7 @@ from outergrad.methods.low_rank.memory import (
     decoded,
     finite_or_none,
     loss_of,
+    residual_of,
 )
 from outergrad.methods.low_rank.settings import LowRankSettings
 from outergrad.methods.low_rank.vectors import Vectors
@@ -53,8 +54,8 @@ class Merging:
     ) -> None:
         kept = found.leading(rows).factors()
         memory = self._memories.latest(slot) or Memory(compact(kept.a_GRI.mT))
-        residual = memory.residual
-        if self._settings.error_feedback == "dense" or isinstance(residual, Tensor):
+        residual = residual_of(memory)
+        if self._settings.keeps_all or isinstance(residual, Tensor):
             whole = self._with_rest_of(parts, kept, residual, sites)
         else:
             whole = self._recompressed(found.rest(rows), kept, residual, sites)

@@ -15,7 +15,7 @@ from outergrad.linalg.compress import Solver
 from outergrad.methods.common import Settings, require
 
 Reduce = Literal["auto", "gather", "two_way", "all_reduce"]
-Feedback = Literal["factored", "dense"] | None
+Feedback = Literal["factored", "dense", "auto"] | None
 
 _SMALL = 50_000
 """Elements of a gradient that is formed and remembered in less time than more triplets take."""
@@ -61,7 +61,7 @@ class LowRankSettings(Settings):
         require(self.solver in get_args(Solver), self, "solver", f"one of {get_args(Solver)}")
         require((self.iterations or 1) >= 1, self, "iterations", "1 or more, or None")
         require(self.reduce in get_args(Reduce), self, "reduce", f"one of {get_args(Reduce)}")
-        feedback = (None, "factored", "dense")
+        feedback = (None, *get_args(get_args(Feedback)[0]))
         require(self.error_feedback in feedback, self, "error_feedback", f"one of {feedback}")
         feedback_rank = 1 if self.feedback_rank is None else self.feedback_rank
         require(feedback_rank >= 1, self, "feedback_rank", "1 or more, or None")
@@ -107,13 +107,23 @@ class LowRankSettings(Settings):
         return self.memory_rank if self.error_feedback == "factored" else 0
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether all that is not sent is remembered, as matrices, whatever their size."""
+        return self.error_feedback in ("dense", "auto")
+
+    @property
+    def packs(self) -> bool:
+        """Whether these matrices are kept in few bits."""
+        return self.error_feedback == "auto"
+
+    @property
     def keeps_loss(self) -> bool:
         """Whether what encoding loses is remembered: where it is always the same that is lost."""
         return self.error_feedback is not None and drops(self.codecs)
 
     def keeps_whole(self, part: Part, residual: Gradient | None) -> bool:
         """Whether all of what is not sent is remembered, as a matrix: once so, always so."""
-        if self.error_feedback == "dense" or isinstance(residual, Tensor):
+        if self.keeps_all or isinstance(residual, Tensor):
             return True
         return isinstance(part.gradient, Tensor) and self.forms(part.slot)
 

@@ -114,21 +114,23 @@ class Gathered:
         """The usual: what one iteration from where the last step ended is enough for."""
         settings, memory = self._settings, self._memories[part.slot]
         by_choice = settings.solver != "auto" or settings.iterations or settings.tolerance
-        if memory is None or by_choice or self._is_exact(part, memory.residual):
+        if memory is None or by_choice:
             return None
-        whole = settings.keeps_whole(part, memory.residual)
-        form = Tensor if whole else Factors
-        if memory.residual is not None and not isinstance(memory.residual, form):
+        residual = residual_of(memory)
+        if self._is_exact(part, residual):
+            return None
+        whole = settings.keeps_whole(part, residual)
+        if residual is not None and not isinstance(residual, Tensor if whole else Factors):
             return None
         if whole and isinstance(part.gradient, Factors):
             return None
         rows, inputs, outputs = shape_of(part.gradient)
-        if isinstance(memory.residual, Factors):
-            rows += memory.residual.d_GRO.shape[1]
+        if isinstance(residual, Factors):
+            rows += residual.d_GRO.shape[1]
         columns = min(self._columns(part.rows, whole=whole), inputs, outputs)
         if min(rows, memory.q_GIR.shape[2]) < columns:  # not enough to begin with, or so few
             return None  # rows that an exact decomposition costs nothing
-        return Warm(part, memory.residual, whole, memory.q_GIR, columns)
+        return Warm(part, residual, whole, memory.q_GIR, columns)
 
     # -- one by one -----------------------------------------------------------------------------
 

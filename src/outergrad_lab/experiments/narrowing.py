@@ -1,0 +1,86 @@
+"""A part of an experiment: some of its settings, fewer seeds, fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from outergrad.launch.errors import RecipeError
+from outergrad_lab.experiments.kinds import KINDS
+from outergrad_lab.experiments.spec import Experiment
+from outergrad_lab.experiments.task import Settings, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is wanted of an experiment.
+
+    Attributes:
+        only: Values of settings, as `ddp` or `sites=2`; of the same setting one is enough.
+        seeds: How many of them, from the first on; None for all.
+        steps: Of every training; None for those of the experiment.
+    """
+
+    only: tuple[str, ...] = ()
+    seeds: int | None = None
+    steps: int | None = None
+
+    @property
+    def options(self) -> str:
+        """As the command line has them."""
+        found = [f' --only "{text}"' if " " in text else f" --only {text}" for text in self.only]
+        numbers = {"--seeds": self.seeds, "--steps": self.steps}
+        found += [f" {name} {number}" for name, number in numbers.items() if number is not None]
+        return "".join(found)
+
+    def of(self, experiment: Experiment) -> Experiment:
+        """The experiment with fewer tasks.
+
+        Raises:
+            RecipeError: It has no setting of such a value, no steps, or none of its tasks is left.
+        """
+        tasks = _only(experiment.tasks, self.only)
+        if self.seeds is not None:
+            seeds = sorted({task.settings.get("seed", 0) for task in tasks})[: self.seeds]
+            tasks = [task for task in tasks if task.settings.get("seed", 0) in seeds]
+        if self.steps is not None:
+            tasks = list(dict.fromkeys(_shortened(task, self.steps) for task in tasks))
+        return replace(experiment, tasks=tuple(tasks), options=experiment.options + self.options)
+
+
+def _only(tasks: Sequence[Task], wanted: Iterable[str]) -> list[Task]:
+    """The tasks that have one of the wanted values of each setting that is asked for."""
+    allowed: dict[str, set[str]] = {}
+    for asked in wanted:
+        name, _, text = asked.partition("=")
+        if not any(name in task.settings for task in tasks):
+            name, text = "", asked
+        values = {(n, str(v)) for task in tasks for n, v in task.settings.items()}
+        names = {n for n, value in values if value == text and name in ("", n)}
+        if not names:
+            known = sorted({str(task.settings["workload"]) for task in tasks if _named(task)})
+            among = f"; workloads are {', '.join(known)}" if known else ""
+            raise RecipeError(f"--only {asked}: no run has a setting of that value{among}")
+        for found in names:
+            allowed.setdefault(found, set()).add(text)
+    left = [task for task in tasks if _fits(task.settings, allowed)]
+    if not left:
+        raise RecipeError("--only: no run has all of these")
+    return left
+
+
+def _named(task: Task) -> bool:
+    return "workload" in task.settings
+
+
+def _fits(settings: Settings, allowed: dict[str, set[str]]) -> bool:
+    return all(str(settings.get(name)) in values for name, values in allowed.items())
+
+
+def _shortened(task: Task, steps: int) -> Task:
+    if task.kind != "training":
+        return task
+    settings = {name: value for name, value in task.settings.items() if name != "epochs"}
+    found = replace(task, settings={**settings, "steps": steps})
+    KINDS[found.kind](found.settings)
+    return found

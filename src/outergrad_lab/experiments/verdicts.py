@@ -1,0 +1,168 @@
+"""Methods against a reference and against dense gradients: gaps of the loss, and bytes to a loss.
+
+Courses are means over the seeds that have run. A loss is reached where no later test is above it,
+on the line between the two tests where that begins; before the first test nothing is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outergrad_lab.experiments.frames import Result, of_kind
+from outergrad_lab.experiments.settings import read
+from outergrad_lab.labels import Method
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+VERDICTS = ("test_loss", "sent_bytes", "loss_gap", "gap_share", "bytes_share", "fewer_near")
+"""What is found of each method, or of each family."""
+
+_AT_MOST = 1.01
+"""Bytes that count as the reference's: a method cannot always hit them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """What methods are compared with.
+
+    Attributes:
+        reference: A method.
+        dense: The one that sends whole gradients.
+        within: How near to its loss, relative to it, is near.
+    """
+
+    reference: str
+    dense: str = "ddp"
+    within: float = 0.005
+
+
+@dataclass(frozen=True)
+class Course:
+    """Of one method on one workload at one number of sites, the mean over its seeds.
+
+    Attributes:
+        method: Its name.
+        sent_bytes: By a site until each test.
+        losses: Of the tests.
+        steps: Until the last.
+    """
+
+    method: str
+    sent_bytes: Floats = field(repr=False)
+    losses: Floats = field(repr=False)
+    steps: int
+
+    @property
+    def last(self) -> float:
+        """The loss after the last step."""
+        return float(self.losses[-1])
+
+    @property
+    def step_bytes(self) -> float:
+        """Sent per step and site."""
+        return float(self.sent_bytes[-1]) / self.steps
+
+    def bytes_to(self, loss: float) -> float:
+        """What a site has sent when the test loss is as low for good; NaN if it never is."""
+        above = np.flatnonzero(~(self.losses <= loss))
+        if not len(above):
+            return float(self.sent_bytes[0])
+        last = int(above[-1])
+        if last + 1 == len(self.losses):
+            return math.nan
+        pair = slice(last, last + 2)
+        return float(np.interp(-loss, -self.losses[pair], self.sent_bytes[pair]))
+
+
+def verdicts(results: Iterable[Result], asked: Mapping[str, Any], rows: str) -> DataFrame:
+    """A row per workload, number of sites and method, or family if `rows` says so.
+
+    Columns are `workload`, `sites`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
+    and bytes per step; `loss_gap` to dense; `gap_share`, the same over the reference's; by
+    family, of the best that sends no more than the reference; `bytes_share`, the bytes until the
+    reference's last loss over all that the reference sends; `fewer_near`, how many times fewer
+    bytes than dense sends in all until the loss is near that of dense. Where dense or the
+    reference has not run, there is nothing to say.
+    """
+    from pandas import DataFrame
+
+    against, found = read(Against, asked), []
+    for (workload, sites), courses in _courses(results).items():
+        named = {course.method: course for course in courses}
+        if against.reference in named and against.dense in named:
+            one, other = named[against.reference], named[against.dense]
+            own = [_against(course, one, other, against.within) for course in courses]
+            own = _by_family(own, one) if rows == "family" else own
+            found += [{"workload": workload, "sites": sites, **row} for row in own]
+    columns = ("kind", "workload", "sites", "method", "family", "seed", *VERDICTS)
+    return DataFrame(found).reindex(columns=list(columns))
+
+
+def _courses(results: Iterable[Result]) -> dict[tuple[str, int], list[Course]]:
+    """By workload and number of sites."""
+    runs: dict[tuple[str, int], dict[str, list[Result]]] = {}
+    for result in of_kind("training", results):
+        own = result["settings"]
+        place = own.get("workload") or own["data"], own["sites"]
+        runs.setdefault(place, {}).setdefault(own["method"], []).append(result)
+    return {
+        place: [course for found in methods.items() if (course := _mean(*found))]
+        for place, methods in runs.items()
+    }
+
+
+def _mean(method: str, runs: Sequence[Result]) -> Course | None:
+    """None where nobody counted bytes, or a loss is no number."""
+    tests = [run["tests"] for run in runs]
+    sent, losses = (
+        np.array([[test[name] for test in of_run] for of_run in tests], dtype=float).mean(axis=0)
+        for name in ("sent_bytes", "loss")
+    )
+    known = bool(np.isfinite([sent[-1], losses[-1]]).all())
+    return Course(method, sent, losses, tests[0][-1]["step"]) if known else None
+
+
+def _against(course: Course, reference: Course, dense: Course, within: float) -> dict[str, Any]:
+    gap = course.last - dense.last
+    whole = reference.last - dense.last
+    near = course.bytes_to(dense.last * (1 + within))
+    return {
+        "kind": "training",
+        "seed": 0,
+        "method": course.method,
+        "family": Method.parse(course.method).family,
+        "test_loss": course.last,
+        "sent_bytes": course.step_bytes,
+        "loss_gap": gap,
+        "gap_share": gap / whole if whole > 0 else math.nan,
+        "bytes_share": course.bytes_to(reference.last) / reference.sent_bytes[-1],
+        "fewer_near": dense.sent_bytes[-1] / near if near else math.nan,
+    }
+
+
+def _by_family(rows: Sequence[dict[str, Any]], reference: Course) -> list[dict[str, Any]]:
+    """The best of each family in each respect."""
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(row["family"], []).append(row)
+    most = _AT_MOST * reference.step_bytes
+    return [_best(found, most) for found in families.values()]
+
+
+def _best(rows: Sequence[dict[str, Any]], most_bytes: float) -> dict[str, Any]:
+    fitting = [row for row in rows if row["sent_bytes"] <= most_bytes]
+    least = min(fitting, key=lambda row: row["test_loss"], default={})
+    at_these_bytes = {name: least.get(name, math.nan) for name in VERDICTS[:4]}
+    to_losses = {
+        "bytes_share": np.fmin.reduce([row["bytes_share"] for row in rows]),
+        "fewer_near": np.fmax.reduce([row["fewer_near"] for row in rows]),
+    }
+    return {**rows[0], "method": None, **at_these_bytes, **to_losses}
