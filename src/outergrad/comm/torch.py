@@ -18,7 +18,7 @@ from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
 from outergrad.comm.tags import CLOSING_TAG, SUMS_LANE, tag_of
-from outergrad.comm.work import Ready, TorchWork, if_open, room, transport
+from outergrad.comm.work import Ready, TorchWork, if_open, room, sum_into, transport
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
@@ -97,8 +97,7 @@ class TorchComm(Comm):
     def _added_up(self, t: Tensor) -> TorchWork:
         own = self._staged(t).view(-1)
 
-        add = lambda parts: torch.add(*parts, out=t.view(-1)).view_as(t)  # noqa: E731
-        return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, add)
+        return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, sum_into(t))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -144,7 +143,8 @@ class TorchComm(Comm):
         if self.world_size > 1 and self._wire.type == "cpu":
             tag = tag_of(turn, lane)
             parts = [room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
-            self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
+            with if_open():  # whoever waits for the exchange hears of a site that is gone
+                self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
         """The same of an `all_reduce`, if both sites will add up."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def _kind(error: str) -> Failure:
 
 @contextmanager
 def if_open() -> Iterator[None]:
-    """Around what is sent to a site: nothing more, where it has closed the connection."""
+    """Around what begins without being waited for: nothing, where a site has closed."""
     try:
         yield
     except ExchangeError as error:
@@ -120,3 +121,13 @@ def room(like: Tensor, size: int, rank: int) -> Tensor:
         return like.new_empty(size)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ExchangeError(f"site {rank} announced a message of {size} entries") from error
+
+
+def sum_into(t: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Adds two tensors up, in the order of sites, in place of one of them, which it returns."""
+
+    def summed(parts: Sequence[Tensor]) -> Tensor:
+        torch.add(*parts, out=t.view(-1))
+        return t
+
+    return summed
