@@ -202,7 +202,7 @@ class StepContext:
     waits: list[tuple[Collection[str], float]] = field(default_factory=list)
     reading: Reading | None = None
     headers: Sequence[Header] = ()
-    used: set[str] = field(default_factory=set)
+    used: frozenset[str] = frozenset()
     skips_bad: bool = False
     bad: str | None = None
     share: float = 1.0
@@ -218,7 +218,7 @@ class StepContext:
     def take(self, headers: Sequence[Header]) -> None:
         """Goes by these headers of all sites."""
         self.headers = headers
-        self.used = set().union(*(compress(self.params, header.used) for header in headers))
+        self.used = frozenset().union(*(compress(self.params, header.used) for header in headers))
         whole = sum(header.weight for header in headers)
         weight, sites = headers[self.comm.rank].weight, len(headers)
         self.share, self.scale = (weight / whole, sites * weight / whole) if whole else (0.0, 0.0)

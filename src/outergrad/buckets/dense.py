@@ -13,7 +13,7 @@ from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.cost import CostModel
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
-from outergrad.messages.checksum import Digest, SummedRoom
+from outergrad.messages.checksum import SummedRoom
 from outergrad.messages.wire import State
 from outergrad.record.stats import Booking
 
@@ -60,8 +60,7 @@ class DenseBucket(Bucket):
         if context.skips_bad and not is_finite(buffer[:-2]):
             for name, view in views.items():
                 context.check(name, [view])
-        buffer[-2] = float(context.state == State.SURPRISED)
-        buffer[-1] = float(context.state.is_void)
+        kept.say(context.state)
         work = context.comm.all_reduce(buffer)
         return _DensePending(work, kept)
 
@@ -71,7 +70,6 @@ class DenseBucket(Bucket):
             self._buffers.insert(0, _Buffer.of(self._params, cost))
         else:
             self._buffers.reverse()
-            self._buffers[0].close()
         return self._buffers[0]
 
     def _fill(self, context: StepContext, kept: _Buffer) -> None:
@@ -96,27 +94,25 @@ class _Buffer:
     Attributes:
         room: for all of it.
         views: of the part of each parameter, in its shape.
+        told: of the two counts behind them.
         bookings: what it does for each of them.
-        digest: of the sum that it holds, if nobody may have asked for it yet.
     """
 
     room: SummedRoom
     views: Mapping[str, Tensor]
+    told: Tensor
     bookings: Sequence[Booking]
-    digest: Digest | None = None
+
+    def say(self, state: State) -> None:
+        """Counts this site in, by how it fares."""
+        self.told.zero_()
+        if state != State.GOOD:
+            self.told[0], self.told[1] = float(state == State.SURPRISED), float(state.is_void)
 
     def summed(self) -> SupportsInt:
-        """A digest of the sum that has come; on a CPU it is computed later."""
-        if self.room.tensor.device.type != "cpu":  # nobody waits for it there
-            return self.room.checksum()
-        self.digest = Digest(self.room.checksum)
-        return self.digest
-
-    def close(self) -> None:
-        """Another sum is about to come in its place."""
-        if self.digest is not None:
-            int(self.digest)
-            self.digest = None
+        """A digest of the sum that has come, which a processor has in its cache just now."""
+        digest = self.room.checksum()
+        return int(digest) if digest.device.type == "cpu" else digest  # nobody waits for it there
 
     @staticmethod
     def of(params: Mapping[str, nn.Parameter], cost: CostModel) -> _Buffer:
@@ -128,7 +124,7 @@ class _Buffer:
         views = {name: part.view(p.shape) for (name, p), part in pairs}
         traffic = {name: cost.all_reduce(view.nbytes) for name, view in views.items()}
         bookings = [Booking(name, "dense", *one) for name, one in traffic.items()]
-        return _Buffer(room, views, bookings)
+        return _Buffer(room, views, room.tensor[-2:], bookings)
 
 
 class _DensePending(Pending):
@@ -138,6 +134,7 @@ class _DensePending(Pending):
 
     def wait(self) -> Result:
         if self._result is None:
-            state = State.of(*self._work.wait()[-2:].tolist())
+            self._work.wait()
+            state = State.of(*self._kept.told.tolist())
             self._result = Result(self._kept.views, state=state, digest=self._kept.summed())
         return self._result

@@ -118,7 +118,8 @@ def accumulating(watched: Sequence[WatchedParameter]) -> set[str]:
     """Names of those in which the current backward leaves a gradient; raises as `reached`."""
     with suppress(RuntimeError):  # the gradient of one is returned; it is named below
         rest = [p for p in watched if p._node is None or not _will_run(p._node)]
-        return {p.name for p in watched} - {p.name for p in rest if not p.accumulates()}
+        without = [p.name for p in rest if not p.accumulates()]
+        return {p.name for p in watched}.difference(without)
     return {p.name for p in watched if p.accumulates()}
 
 

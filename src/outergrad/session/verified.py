@@ -39,7 +39,7 @@ class Verified(Watching):
         super().__init__(inspection, comm, fingerprint, settings)
         self._verify_every, self._on_drift = settings.verify_every, settings.on_drift
         self._unverified = 0
-        self._shared: set[str] = set()
+        self._shared = frozenset[str]()
         self._seen = SeenOptimizers(self._names())
         if self._verify_every is not None and self._several:
             listen(self._seen)
@@ -101,7 +101,7 @@ class Verified(Watching):
     def _finish(self, step: Any) -> None:
         super()._finish(step)
         applied = isinstance(step, SharedStep | RepeatedStep) and step.applied
-        self._shared = set(step.context.used) if applied else set()
+        self._shared = step.context.used if applied else frozenset()
         if self._verify_every is None or not applied:
             return
         if on_transport(self._comm.key).lost is not None:

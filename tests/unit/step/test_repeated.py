@@ -291,17 +291,20 @@ def test_two_sessions_on_a_group_take_turns(repeated):
 
 @pytest.mark.parametrize("name", ["plain", "other_rows", "left_out_here", "raising"])
 def test_digests_are_of_the_sums_that_came(name, repeated, monkeypatch):
-    """They are computed later, but before a buffer is used again."""
+    """The same on both sites, and another one for every other sum."""
     found, before = [], _Buffer.summed
 
     def summed(kept):
-        found.append((int(kept.room.checksum()), before(kept)))
-        return found[-1][1]
+        digest = before(kept)
+        found.append((kept.room.tensor.tolist(), digest))
+        return digest
 
     monkeypatch.setattr(_Buffer, "summed", summed)
     run_ranks(2, lambda rank, group: Run(rank, group, LOOPS[name], method=og.Dense()).go())
+    digests = {tuple(came): digest for came, digest in found}
     assert len(found) >= 2 * STEPS
-    assert all(int(late) == at_once for at_once, late in found)
+    assert found == [(came, digests[tuple(came)]) for came, _ in found]
+    assert len(set(digests.values())) == len(digests) > STEPS / 2
 
 
 def test_sums_that_differ_are_found(repeated, monkeypatch):

@@ -19,6 +19,10 @@ from outergrad.methods.auto.usual import Usual
 from outergrad.methods.auto.ways import Ways
 
 
+_SURE_GAIN = 0.2
+"""Of a step, by the forecast."""
+
+
 class AutoChooser(Chooser):
     """Chooses methods for groups of layers by how long steps take.
 
@@ -90,7 +94,7 @@ class AutoChooser(Chooser):
         self._trials.knowledge.renamed(self._ways.plain)
         over, verdict = self._stretch, None
         if over.first == 0:
-            self._keep(self._ways.best(), step + 2)
+            self._keep(self._first(median(seconds)), step + 2)
         elif over.tried is None:
             self._watch(seconds)
         else:
@@ -102,6 +106,12 @@ class AutoChooser(Chooser):
         trial = self._decided(step, over.tried, verdict)
         self._stretch = self._next(step)
         return trial
+
+    def _first(self, step_s: float) -> Arm:
+        """Dense, unless another way promises to be so much faster that it can hardly be slower."""
+        best, dense = self._ways.best(), (0,) * len(self._groups)
+        gain_s = self._ways.seconds(dense) - self._ways.seconds(best)
+        return best if gain_s > _SURE_GAIN * step_s else dense
 
     def _keep(self, arm: Arm, since: int) -> None:
         self._trials.knowledge.tried.pop(arm, None)

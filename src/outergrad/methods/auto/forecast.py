@@ -15,6 +15,9 @@ from outergrad.methods.common import FLOAT_BYTES
 
 _FLOPS_PER_ROW = 6
 """Of compressing, for each number of a row and row that is sent: orthogonalising and back."""
+_PER_UNIT_S = 2e-4
+"""Of everything that does not grow with a unit, where it does not travel dense: its rows are taken
+up, planned, packed and multiplied by calls of their own."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,10 @@ class Forecaster:
 
     def _told(self, nbytes: float, route: Route, flops: float) -> Forecast:
         busy_bytes = max(self.cost.sites - 1, 1) * self.cost.share(nbytes, route)
-        delays = 1 if route == Route.DENSE else self.cost.delays(route)
-        return Forecast(busy_bytes / self.link.bytes_per_s, flops / self.flops_per_s, delays)
+        dense = route == Route.DENSE
+        compute_s = flops / self.flops_per_s + (0.0 if dense else _PER_UNIT_S)
+        delays = 1 if dense else self.cost.delays(route)
+        return Forecast(busy_bytes / self.link.bytes_per_s, compute_s, delays)
 
 
 def _width(slot: Slot) -> int:

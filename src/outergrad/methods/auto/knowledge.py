@@ -84,9 +84,18 @@ class Knowledge:
 
     def note(self, arm: Arm, step: int, seconds: float, kept: float, outcome: Outcome) -> Tried:
         """A trial is over."""
-        times = self.tried[arm].times + 1 if arm in self.tried else 1
-        found = self.tried[arm] = Tried(step, seconds, kept, outcome, times)
+        found = Tried(step, seconds, kept, outcome, self.times(arm) + 1)
+        self.tried[arm] = found
         return found
+
+    def times(self, arm: Arm) -> int:
+        """How often it has been tried since everything was last open."""
+        return self.tried[arm].times if arm in self.tried else 0
+
+    def took_more_s(self, arm: Arm) -> float:
+        """How much longer its steps took in the last trial than those beside it; 0 of none."""
+        tried = self.tried.get(arm)
+        return 0.0 if tried is None else tried.seconds - tried.kept_seconds
 
     def due(self, arm: Arm, step: int) -> bool:
         """Whether it may be tried in a step."""

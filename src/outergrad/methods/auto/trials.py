@@ -62,16 +62,20 @@ class Trials:
             return None
         due = [arm for arm in self._ways.near(kept) if self.knowledge.due(arm, step)]
         promising = [arm for arm in due if self._promises(arm, kept, usual_s)]
-        mixed = lambda arm: (len(set(arm)) > 1, self._ways.seconds(arm))  # noqa: E731
-        return min(promising, key=mixed, default=None)
+        return min(promising, key=self._rank, default=None)
+
+    def _rank(self, arm: Arm) -> tuple[int, bool, float]:
+        """What was tried least comes first; then one method for all layers, then the forecast."""
+        return self.knowledge.times(arm), arm not in self._ways.whole, self._ways.seconds(arm)
 
     def _promises(self, arm: Arm, kept: Arm, usual_s: float) -> bool:
         """Whether a way may gain so much that it matters, and a glance at it can be afforded."""
-        more_s = self._ways.seconds(arm) - self._ways.seconds(kept)
-        matters = len(set(arm)) == 1 or abs(more_s) > _LEAST_STAKE * usual_s
+        more_s, whole = self._ways.seconds(arm) - self._ways.seconds(kept), arm in self._ways.whole
+        matters = whole or abs(more_s) > _LEAST_STAKE * usual_s
+        more_s = max(more_s, self.knowledge.took_more_s(arm))
         unlikely = more_s > usual_s
         price_s = GLANCE_STEPS * more_s if unlikely else usual_s
-        return matters and self.purse.affords(price_s, 0.0 if unlikely else usual_s)
+        return matters and self.purse.affords(price_s, usual_s if whole or not unlikely else 0.0)
 
     # -- what came of it ------------------------------------------------------------------------
 

@@ -68,12 +68,17 @@ class Ways:
         """The way that is told of as the same."""
         return tuple(same[k] for same, k in zip(self._same_as, arm, strict=True))
 
+    @property
+    def whole(self) -> Sequence[Arm]:
+        """The ways with one method for all layers."""
+        ways = ((k,) * len(self._groups) for k in range(len(self._compressors)))
+        return list(dict.fromkeys(map(self.plain, ways)))
+
     def near(self, arm: Arm) -> list[Arm]:
         """Ways with one method for all layers, and those that differ in one group alone."""
-        whole = [(k,) * len(arm) for k in range(len(self._compressors))]
         options = enumerate(self._options)
         single = [(*arm[:g], k, *arm[g + 1 :]) for g, option in options for k in option]
-        found = dict.fromkeys(map(self.plain, [*whole, *single]))
+        found = dict.fromkeys([*self.whole, *map(self.plain, single)])
         found.pop(self.plain(arm), None)
         return list(found)
 
