@@ -198,5 +198,5 @@ class LateStep:
         param_grad.overwrite(params, means)
         param_grad.add(params, additions)
         self._shared_buffers.take(self._shared_buffers.named(brought.buffers))
-        self.context.used = written | means.keys() | additions.keys()
+        self.context.used = frozenset(written | means.keys() | additions.keys())
         self.context.reading, self._buffers = None, None

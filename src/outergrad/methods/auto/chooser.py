@@ -18,7 +18,6 @@ from outergrad.methods.auto.trials import Trials, Verdict
 from outergrad.methods.auto.usual import Usual
 from outergrad.methods.auto.ways import Ways
 
-
 _SURE_GAIN = 0.2
 """Of a step, by the forecast."""
 

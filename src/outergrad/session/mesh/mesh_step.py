@@ -33,7 +33,7 @@ class Spread:
         reasons: per unit, how it travelled.
     """
 
-    used: set[str] = field(default_factory=set)
+    used: frozenset[str] = frozenset()
     tap_next: Mapping[Unit, bool] = field(default_factory=dict)
     reasons: Mapping[Unit, Reason] = field(default_factory=dict)
 
