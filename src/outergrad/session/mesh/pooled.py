@@ -172,7 +172,7 @@ class Pooled:
                 told = told_reasons(text.cpu().numpy().tobytes(), rank, len(share.units))
                 known.update(zip(share.units, told, strict=True))
         self._buffers.take_pooled(self._site_buffers)
-        return Spread(used, tap_next, known)
+        return Spread(frozenset(used), tap_next, known)
 
     def _gathered(self, layouts: list[Layout]) -> list[Tensor]:
         comm, own = self._local, layouts[self._local.rank]
