@@ -1,6 +1,7 @@
 """Results of `outergrad bench` as Markdown, each table with the command that makes it.
 
 python benchmarks/tables.py benchmarks/results/*.json
+python benchmarks/tables.py --grid benchmarks/results/grid/*.json    # one line per file
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 def main() -> None:
     """Prints the tables of every file that is named."""
+    if sys.argv[1] == "--grid":
+        print("\n".join(grid([json.loads(Path(name).read_text()) for name in sys.argv[2:]])))
+        return
     for name in sys.argv[1:]:
         results = json.loads(Path(name).read_text())
         arrived = any(link["arrivals"] for link in results["links"])
@@ -60,6 +64,29 @@ def arrival_cells(link: dict[str, Any], method: str) -> str:
     steps = f"{found['steps']:,}" if found["reached"] else f"not in {found['steps']:,}"
     fewer = ratio(all_of.get("ddp"), found, "sent_bytes") if method != "alone" else "-"
     return f"{steps} | {found['seconds']:,.1f} | {found['sent_bytes'] / 1e6:,.1f} | {fewer}"
+
+
+def grid(runs: list[dict[str, Any]]) -> list[str]:
+    """One row per run of one link: DDP's milliseconds, and the multiple of it of every method."""
+    methods = list(dict.fromkeys(m for run in runs for m in run["plan"]["methods"] if m != "ddp"))
+    rows = [(sites_and_link(run), *grid_cells(run, methods)) for run in runs]
+    order = list(dict.fromkeys(row[0] for row in rows))
+    rows.sort(key=lambda row: order.index(row[0]))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return table_head(["link", "workload", "DDP, ms", *methods]) + lines
+
+
+def sites_and_link(run: dict[str, Any]) -> str:
+    """The heading of the rows of one link."""
+    link, sites = run["links"][0], run["plan"]["sites"]
+    return f"{link_name(link)}{f', {sites} sites' if sites > 2 else ''}"
+
+
+def grid_cells(run: dict[str, Any], methods: list[str]) -> list[str]:
+    """Of a workload on its link."""
+    of = {timing["method"]: timing for timing in run["links"][0]["timings"]}
+    ratios = [f"{of[m]['ratio_to_ddp']:.3f}" if m in of else "" for m in methods]
+    return [run["plan"]["workload"], milliseconds(of["ddp"]["median_s"]), *ratios]
 
 
 def table_head(cells: list[str]) -> list[str]:
