@@ -138,8 +138,11 @@ class ModelWatch:
         """Whether an optimizer is about parameters that the model has or had."""
         model = self._model()
         found = () if model is None else model.parameters()
-        own = {id(p) for p in (*self._trained.values(), *found)}
-        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        return self.held_some_of(optimizer) or not _held(optimizer).isdisjoint(map(id, found))
+
+    def held_some_of(self, optimizer: Optimizer) -> bool:
+        """Whether it is about parameters that the model had when it was looked through last."""
+        return not self._had.isdisjoint(_held(optimizer))
 
     def _is_as_noted(self) -> bool:
         return self._ids == self._walk() and not any(map(_REQUIRES_GRAD, self._frozen))
@@ -155,6 +158,7 @@ class ModelWatch:
         ]
         self._frozen = [p for name, p in places.items() if self._is_frozen(name, p)]
         self._held = modules, places  # so that no identity is given to another object
+        self._had = {id(p) for p in (*self._trained.values(), *places.values())}
         self._ids = self._walk()
 
     def _is_frozen(self, name: str, p: nn.Parameter) -> bool:
@@ -187,6 +191,11 @@ class ModelWatch:
 
 
 _FROZEN = "was frozen when the model was distributed, requires a gradient now"
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """Identities of its parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 class _Edges(torch.autograd.Function):

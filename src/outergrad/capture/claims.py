@@ -107,7 +107,7 @@ class HeldHooks:
         if hooks and len(hooks) > 1:
             for key in [key for key, hook in hooks.items() if _is_foreign(hook)]:
                 hooks[key] = _Held(hooks[key], self._parameter)
-        if hasattr(self._parameter, "_in_backward_optimizers"):
+        if "_in_backward_optimizers" in self._parameter.__dict__:
             for hooks, key in _in_backward(self._parameter):
                 if not isinstance(hooks[key], _Held):
                     hooks[key] = _Held(hooks[key])
@@ -148,7 +148,7 @@ def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
     for name, held in hooks.items():  # without a call for each: mostly there are none
         p = held._parameter
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if (len(own or ()) > 1 or hasattr(p, "_in_backward_optimizers")) and held.any:
+        if (len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__) and held.any:
             found.append(name)
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from outergrad.capture.claims import HookedClaim
-from outergrad.capture.engine import NO_TASK, is_nested, untraced, will_run
+from outergrad.capture.engine import NO_TASK, current_task, is_nested, untraced, will_run
 from outergrad.capture.untappable import in_functional_call
 
 _BY_CLONES = (
@@ -23,7 +23,13 @@ _will_run = torch._C._will_engine_execute_node
 
 
 class ParameterSink(Protocol):
-    """Who is told what happens to parameters, in the order in which it happens."""
+    """Who is told what happens to parameters, in the order in which it happens.
+
+    Attributes:
+        counted_task: a backward of which only `on_ready` is told.
+    """
+
+    counted_task: int
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
@@ -89,6 +95,9 @@ class WatchedParameter(HookedClaim):
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
+        if self._sink.counted_task == current_task():
+            self.hooks.hold()
+            return
         try:
             runs = self._node is not None and _will_run(self._node)
         except RuntimeError:

@@ -19,7 +19,6 @@ from outergrad.replay.block_use import Use
 from outergrad.session.inspect import Inspection
 from outergrad.session.settings import Settings
 from outergrad.session.stepping import Step, Stepping
-from outergrad.step.groups import on_transport
 from outergrad.step.joint import JointParts, Point
 from outergrad.step.repeated import RepeatedStep
 
@@ -34,7 +33,7 @@ class BackwardHooks(Stepping):
         params, parts = inspection.model.params, inspection.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in params.items()}
-        on_transport(comm.key).attached.add(self)
+        self._group.attached.add(self)
         self._note_end(counted=False)
 
     def tap(self, inspection: Inspection) -> None:
@@ -80,8 +79,11 @@ class BackwardHooks(Stepping):
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
+        step = self._step
         try:
-            self._step_of(name).on_ready(name)
+            if step is None or self.counted_task != current_task():
+                step = self._step_of(name)
+            step.on_ready(name)
         except ExchangeError as error:  # without a context manager, once per parameter
             raise self._lost_by(error) from error
 

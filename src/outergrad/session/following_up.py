@@ -14,7 +14,6 @@ from outergrad.session.choosing import Choosing
 from outergrad.session.next_forward import NextForward
 from outergrad.session.reporting import Reporter
 from outergrad.session.settling import Settling
-from outergrad.step.groups import on_transport
 from outergrad.step.repeated import Pattern
 from outergrad.step.step import SharedStep
 
@@ -59,7 +58,7 @@ class FollowingUp(Settling):
     def _steps_with(self, step: SharedStep) -> int:
         """Synchronised steps so far; one in which sites were lost, and others go on, is none."""
         is_void = step.decision is None and self._lost_step is not None
-        if is_void and on_transport(self._comm.key).pact.opens is not None:
+        if is_void and self._group.pact.opens is not None:
             return self._stats.step
         return self._stats.step + 1
 
@@ -69,7 +68,7 @@ class FollowingUp(Settling):
 
     def _measure(self, choosing: Choosing, context: StepContext) -> None:
         """Tells a chooser how long the step took, unless the next one will say who is lost."""
-        if on_transport(self._comm.key).lost is not None:
+        if self._group.lost is not None:
             return
         try:
             trial = choosing.ended(context.header.step, context.headers)

@@ -16,7 +16,7 @@ from outergrad.step import param_grad
 from outergrad.step.agreement import Outcome
 from outergrad.step.brought import Brought
 from outergrad.step.decision import Decision
-from outergrad.step.groups import end_unfinished, give_up, note_lost, on_transport, refuse_lost
+from outergrad.step.groups import Sessions, end_unfinished, give_up, note_lost, refuse_lost
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.lost import Findings, standing_of
 from outergrad.step.mishaps import Mishaps
@@ -27,6 +27,8 @@ class GivingUp:
     """The part of a session that is there for lost sites."""
 
     _comm: Comm
+    _group: Sessions
+    """Those on the transport."""
     _number: int
     """Fingerprint of the session, the same on all sites."""
     _stats: Stats
@@ -78,7 +80,7 @@ class GivingUp:
             yield
         except ExchangeError as error:
             self._lose_behind(error, place)
-            if on_transport(self._comm.key).untold is None:
+            if self._group.untold is None:
                 raise self._lost_error() from error
 
     @property
@@ -90,7 +92,7 @@ class GivingUp:
     def _note_end(self, *, counted: bool) -> None:
         """How far this session is, for sites that lose each other."""
         end = LastStep(self._stats.step, counted)
-        on_transport(self._comm.key).note_end(self._number, end)
+        self._group.note_end(self._number, end)
 
     def _give_up(self, error: ExchangeError) -> bool:
         place, outcome = self._place, self._find_out(error)
@@ -125,7 +127,7 @@ class GivingUp:
 
     def _stay_behind(self) -> None:
         """The others go on, if they do, without this site."""
-        pact = on_transport(self._comm.key).pact
+        pact = self._group.pact
         opens, pact.opens = pact.opens, None
         if opens is not None:
             with suppress(RuntimeError):
@@ -148,7 +150,7 @@ class GivingUp:
     def _find_out(self, error: ExchangeError) -> Outcome:
         self._in_full()
         voted = isinstance(self._step, SharedStep) and self._step.voted
-        ends = on_transport(self._comm.key).ends
+        ends = self._group.ends
         standing = standing_of(error, self._stats.step, self._number, ends)
         outcome = give_up(self._comm, replace(standing, voted=voted))
         self._votes.forget()
@@ -169,7 +171,7 @@ class GivingUp:
 
     def _refuse_lost(self) -> None:
         self._hear_of_end()
-        while on_transport(self._comm.key).pact.opens is not None:  # more may be lost meanwhile
+        while self._group.pact.opens is not None:  # more may be lost meanwhile
             self._go_on()
         refuse_lost(self._comm.key)
 
@@ -179,13 +181,13 @@ class GivingUp:
 
     def _hear_of_end(self) -> None:
         """The others gave up while this site computed."""
-        group = on_transport(self._comm.key)
+        group = self._group
         if group.pact.frozen and group.lost is None:
             error = ExchangeError("the other sites gave up", kind=Failure.CLOSED)
             self._lose_behind(error, "the others")
 
     def _lost_error(self) -> SiteLostError | SitesChangedError:
-        group = on_transport(self._comm.key)
+        group = self._group
         told, group.untold = group.untold, None
         assert group.lost is not None
         return group.lost.again() if told is None else told

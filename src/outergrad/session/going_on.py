@@ -33,6 +33,8 @@ class GoingOn(BackwardHooks):
             SitesChangedError: they have, and this step is void.
             SiteLostError: the transport cannot be used any more.
         """
+        if self._group.is_calm and self._comm.min_sites is None:
+            return
         end_unfinished(self._comm.key)
         self._hear_of_end()
         self._take_in()
@@ -41,7 +43,7 @@ class GoingOn(BackwardHooks):
         self._tell_of_change()
 
     def _tell_of_change(self) -> None:
-        group = on_transport(self._comm.key)
+        group = self._group
         told, group.untold = group.untold, None
         if told is not None:
             self._drop_pass()
@@ -64,7 +66,7 @@ class GoingOn(BackwardHooks):
 
     def _go_on(self) -> None:
         """All sessions of the transport, between two steps."""
-        before = on_transport(self._comm.key)
+        before = self._group
         opens, before.pact.opens = before.pact.opens, None
         assert opens is not None
         sessions = {self, *before.attached}
@@ -75,7 +77,7 @@ class GoingOn(BackwardHooks):
             raise (before.lost or self._lost_with(cause)).again() from error
         for session, comm in comms.items():
             session.move(comm)
-        after = on_transport(self._comm.key)
+        after = self._group
         after.count, after.untold = before.count, before.untold
         if self._comm.coming:
             self._hand_over()
@@ -102,7 +104,8 @@ class GoingOn(BackwardHooks):
         states = self._compressors.states()
         known = {name: rank for rank, name in enumerate(before.names)}
         predecessors = [known.get(name, 0) for name in comm.names]
-        self._comm, self._lost_step, self._pattern = comm, None, None
+        self._comm, self._group = comm, on_transport(comm.key)
+        self._lost_step = self._pattern = None
         comm.sent_bytes, comm.received_bytes = before.sent_bytes, before.received_bytes
         settle_again(self._compressors, self._model, comm)
         weight = sites / before.world_size
@@ -118,7 +121,7 @@ class GoingOn(BackwardHooks):
     def _join_registry(self, before: Comm) -> None:
         end_session(before)
         on_transport(before.key).attached.discard(self)
-        group = on_transport(self._comm.key)
+        group = self._group
         group.attached.add(self)
         self._note_end(counted=False)
         group.watch(self._comm)

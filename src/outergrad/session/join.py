@@ -20,7 +20,6 @@ from outergrad.messages.header import Header, Join
 from outergrad.session.going_on import GoingOn
 from outergrad.session.made_equal import ReplicaState
 from outergrad.step import param_grad
-from outergrad.step.groups import on_transport
 from outergrad.step.header_builder import Loop
 from outergrad.step.step import SharedStep
 
@@ -118,7 +117,7 @@ class Joining(GoingOn):
     def _drop(self, step: SharedStep) -> None:
         """Of a step only the headers were needed."""
         self._step = None
-        on_transport(self._comm.key).running.remove(self)
+        self._group.running.remove(self)
         self._planner.commit(applied=False)
 
     def _finish(self, step: Any) -> None:
@@ -141,7 +140,7 @@ class Joining(GoingOn):
 
     def _leave(self) -> None:
         """Tells the others that this site takes part in no more, unless they know or are lost."""
-        if self._join == Join.NONE or self._has_left or on_transport(self._comm.key).lost:
+        if self._join == Join.NONE or self._has_left or self._group.lost:
             return
         with suppress(RuntimeError):  # what the loop raised says more
             step = self._shadow(Join.GONE)
@@ -161,7 +160,7 @@ class Joining(GoingOn):
         yield not self._attached, "the session is detached: call og.distribute() again"
         yield self._join != Join.NONE, "this loop is in it already; use one around the other"
         yield (
-            len(on_transport(self._comm.key).attached) > 1,
+            len(self._group.attached) > 1,
             "several sessions are on this process group, and a site that has run out could not "
             "tell whose step is next: give each model a group of its own, "
             "og.distribute(model, group=dist.new_group()), or detach() those that are done",

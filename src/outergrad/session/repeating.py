@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from outergrad.capture.engine import NO_TASK
 from outergrad.capture.weighting import Weighting
 from outergrad.messages.header import Join
 from outergrad.planning.plan import Planner
 from outergrad.session.following_up import FollowingUp
 from outergrad.step.buffers import SharedBuffers
 from outergrad.step.cadence import Cadence
-from outergrad.step.groups import on_transport
 from outergrad.step.header_builder import HeaderBuilder
 from outergrad.step.joint import JointParts
 from outergrad.step.pact import Pact
@@ -30,6 +30,8 @@ class Repeating(FollowingUp):
     _join: Join
     _header_builder: HeaderBuilder
     _synchronise: bool
+    counted_task = NO_TASK
+    """The backward of the step that runs, where that is like the last one."""
     _unshared: set[str]
 
     def _repeated(self, task: int, used: set[str]) -> RepeatedStep | None:
@@ -37,9 +39,9 @@ class Repeating(FollowingUp):
         pattern, pact, number = self._pattern, self._pact(), self._stats.step
         if pattern is None or pact is None or not self._synchronise or used != pattern.used:
             return None
-        alone = len(on_transport(self._comm.key).attached) == 1
+        alone = len(self._group.attached) == 1
         plain = alone and not self._unshared and self._join == Join.NONE
-        quiet = self._reporter.is_silent and not any(self._buffers.written())
+        quiet = not (self._reporter.is_due(number) or any(self._buffers.written()))
         if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
             return None
         if not (pattern.rests and self._rest) and not self._header_builder.uses_as(
@@ -52,8 +54,8 @@ class Repeating(FollowingUp):
         """The step that runs, as one that may go every way, with what was sent of it."""
         step = self._step
         if isinstance(step, RepeatedStep):
-            on_transport(self._comm.key).running.remove(self)
-            self._pattern = None
+            self._group.running.remove(self)
+            self._pattern, self.counted_task = None, NO_TASK
             self._step = self._synchronised(step.task, set(step.used), before=step)
         return self._step
 
@@ -87,7 +89,7 @@ class Repeating(FollowingUp):
         """What this site promises the others, if they have a board to agree on."""
         if self._comm.board is None:
             return None
-        return on_transport(self._comm.key).pact
+        return self._group.pact
 
     def _pattern_of(self, step: SharedStep) -> Pattern | None:
         """What the steps behind one may have in common with it."""
@@ -105,7 +107,7 @@ class Repeating(FollowingUp):
 
     def _close_repeated(self, step: RepeatedStep) -> None:
         """What of `_close` is not the same every time."""
-        self._step = None
+        self._step, self.counted_task = None, NO_TASK
         for layer in () if self._rest else self._next_forward.layers:
             layer.forget_awaited()
             layer.forget_untapped()
@@ -113,6 +115,8 @@ class Repeating(FollowingUp):
         self._cadence.passes += 1
         self._stats = step.stats(self._stats.step + 1)
         self._note_end(counted=True)
+        if not self._reporter.is_silent:
+            self._reporter.report(step.context, self._stats)
         self._mishaps.counted()
         if self._choosing is not None:
             self._measure(self._choosing, step.context)

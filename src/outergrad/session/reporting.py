@@ -67,6 +67,10 @@ class Reporter:
         """Whether there is nobody to tell of steps."""
         return not self._clients
 
+    def is_due(self, step: int) -> bool:
+        """Whether a recorder wants to know of a step."""
+        return bool(self._due(step))
+
     def reading(self, step: int) -> Reading | None:
         """Measures a step, if a recorder wants to know of it."""
         allowed_s = max((client.allowed_s for client in self._due(step)), default=0.0)

@@ -25,7 +25,7 @@ from outergrad.session.state import Progress, resumed, saved
 from outergrad.session.taking_in import TakingIn
 from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.usual_method import usual_noted
-from outergrad.step.groups import end_unfinished, lost_sites_told, on_transport
+from outergrad.step.groups import end_unfinished, lost_sites_told
 from outergrad.step.pact import is_in_trouble
 
 
@@ -198,10 +198,10 @@ class Session(TakingIn):
             return
         self._attached = False
         super().detach()
-        on_transport(self._comm.key).attached.discard(self)
+        self._group.attached.discard(self)
         end_unfinished(self._comm.key)
         told = self._settle_at_end()
-        if self._choosing is not None and on_transport(self._comm.key).lost is None:
+        if self._choosing is not None and self._group.lost is None:
             self._choosing.restart()
         self._forget_model()
         end_session(self._comm)
@@ -220,7 +220,7 @@ class Session(TakingIn):
 
     def _end_watching(self) -> None:
         """Who gives up after this finds the word of the end; who did before is answered."""
-        group = on_transport(self._comm.key)
+        group = self._group
         if not group.attached:
             group.end_watching()
         board = self._comm.board

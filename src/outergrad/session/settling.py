@@ -10,7 +10,6 @@ from outergrad.core.errors import BoardGoneError, DriftError, ExchangeError, Fai
 from outergrad.session.giving_up import GivingUp
 from outergrad.step.agreement import ANSWERS_S, STAYS_S
 from outergrad.step.comparing import heard_from_all
-from outergrad.step.groups import on_transport
 from outergrad.step.lost import named
 
 
@@ -53,7 +52,7 @@ class Settling(GivingUp):
 
         One that is late may itself wait for a site that is lost, and gives up before this one does.
         """
-        pact, limits = on_transport(self._comm.key).pact, (limit_s, stays_s)
+        pact, limits = self._group.pact, (limit_s, stays_s)
         try:
             digests = heard_from_all(self._comm, pact, self._word_of, *limits)
         except BoardGoneError as error:
@@ -69,7 +68,7 @@ class Settling(GivingUp):
 
     def _word_of(self, site: int) -> Standing | None:
         """What a site has left that has ended in order, after as many steps as this one."""
-        board, made = self._comm.board, on_transport(self._comm.key).pact.made
+        board, made = self._comm.board, self._group.pact.made
         try:
             text = None if board is None else board.farewell(site, self._number)
         except BoardGoneError:
@@ -82,7 +81,7 @@ class Settling(GivingUp):
 
     def settle_at_exit(self) -> None:
         """The same when Python ends, where others may have gone: it gives nobody up."""
-        group = on_transport(self._comm.key)
+        group = self._group
         if self._votes.is_settled or group.lost is not None or group.pact.frozen:
             return
         told: DriftError | RuntimeWarning | None
@@ -96,7 +95,7 @@ class Settling(GivingUp):
 
     def _settle_at_end(self) -> DriftError | RuntimeWarning | None:
         """The same when the session ends: who is lost then, the others are told."""
-        group = on_transport(self._comm.key)
+        group = self._group
         about = "" if group.lost is not None or self._votes.is_settled else self._votes.about
         try:
             if group.lost is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from outergrad.capture.batch import Batch
-from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward
+from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward, untraced
 from outergrad.capture.parameters import WatchedParameter, accumulating
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
@@ -65,6 +66,7 @@ class Stepping(Repeating):
     ) -> None:
         model, compressors = inspection.model, inspection.compressors
         self._model, self._comm, self._compressors = model, comm, compressors
+        self._group = on_transport(comm.key)
         self._frozen, self._local, self._number = inspection.frozen, inspection.local, fingerprint
         method = settings.method
         self._local_buffers = inspection.local_buffers
@@ -113,14 +115,15 @@ class Stepping(Repeating):
         self._require_step()
         used = accumulating(list(self._watched.values()))
         self._refuse_changed(used)
-        begin = self._synchronised if self._synchronise else self._unsynchronised
-        step = self._repeated(task, used)
+        step: Step | None = self._repeated(task, used)
         if step is None:
+            begin = self._synchronised if self._synchronise else self._unsynchronised
             step = begin(task, used)
         else:
-            on_transport(self._comm.key).running.append(self)
+            self._group.running.append(self)
+            self.counted_task = task
         self._step = step
-        at_end_of_backward(lambda: self._end(task))
+        at_end_of_backward(partial(self._end, task))
         return step
 
     def _unsynchronised(self, task: int, used: set[str]) -> UnsyncedStep:
@@ -204,12 +207,13 @@ class Stepping(Repeating):
             "votes": self._votes,
         }
         step = self._step_of_spec(StepSpec(comm=self._comm, header=header, **(own | about)))
-        on_transport(self._comm.key).running.append(self)
+        self._group.running.append(self)
         return step
 
     def _step_of_spec(self, spec: StepSpec) -> SharedStep:
         return SharedStep(spec)
 
+    @untraced
     def _end(self, task: int) -> None:
         """A backward has succeeded here."""
         step = self._step
@@ -245,13 +249,13 @@ class Stepping(Repeating):
 
     def _close(self, step: Step) -> None:
         if isinstance(step, RepeatedStep):
-            on_transport(self._comm.key).running.remove(self)
+            self._group.running.remove(self)
             self._close_repeated(step)
             return
         self._step, due_parts, self._due_parts = None, self._due_parts, None
         shared = isinstance(step, SharedStep)
         if shared:
-            on_transport(self._comm.key).running.remove(self)
+            self._group.running.remove(self)
         for layer in self._next_forward.layers:
             layer.forget_awaited()
         if shared or not self._several:  # else they add up
@@ -282,12 +286,12 @@ class Stepping(Repeating):
             return
         self._hear_of_end()
         try:
-            if on_transport(self._comm.key).lost is None:
+            if self._group.lost is None:
                 step.abandon()
         except ExchangeError as error:
             self._give_up(error)
         finally:
-            on_transport(self._comm.key).untold = None  # the loop knows that this step is void
+            self._group.untold = None  # the loop knows that this step is void
             self._close(step)
             self._take_note(step)
 

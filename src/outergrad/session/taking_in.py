@@ -20,7 +20,6 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.settings import Settings
 from outergrad.session.state import arrived, known_to_all
 from outergrad.session.verified import Verified
-from outergrad.step.groups import on_transport
 
 _LOG = logging.getLogger("outergrad")
 
@@ -47,7 +46,7 @@ class TakingIn(Verified):
         """Where others have come, and this is the step before which they take part."""
         if self._comm.min_sites is None:
             return
-        pact = on_transport(self._comm.key).pact
+        pact = self._group.pact
         with self._giving_up_behind("the other sites, before more take part"):
             try:
                 if pact.is_turn(self._comm):

@@ -18,7 +18,7 @@ from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
 from outergrad.session.settings import Settings
 from outergrad.session.watching import Watching
-from outergrad.step.groups import lost_sites_told, on_transport
+from outergrad.step.groups import lost_sites_told
 from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
 
@@ -104,7 +104,7 @@ class Verified(Watching):
         self._shared = step.context.used if applied else frozenset()
         if self._verify_every is None or not applied:
             return
-        if on_transport(self._comm.key).lost is not None:
+        if self._group.lost is not None:
             return
         self._unverified += 1
         if self._unverified >= self._verify_every:

@@ -18,7 +18,6 @@ from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.session.join import Joining
-from outergrad.step.groups import on_transport
 from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
 from outergrad.step.unsynced import UnsyncedStep
@@ -81,9 +80,12 @@ class Watching(Joining):
     def before_applying(self, optimizer: Optimizer) -> None:
         """An optimizer is about to apply gradients, maybe of a backward that nobody heard of."""
         watch = self._model_watch() if get_ident() == self._thread else None
-        change = None if watch is None else watch.change(Look.NONE if self._began else Look.NODES)
+        if watch is None:
+            return
+        is_own = self._began or watch.held_some_of(optimizer)
+        change = watch.change(Look.NODES if is_own and not self._began else Look.NONE)
         self._began = False
-        if watch is not None and change is not None and watch.holds_some_of(optimizer):
+        if change is not None and watch.holds_some_of(optimizer):
             self._refuse(change)
 
     def on_stale(self, name: str) -> None:
@@ -108,7 +110,7 @@ class Watching(Joining):
 
     def _can_tell(self) -> bool:
         """Whether a step can be given up that this site has not begun."""
-        lost = on_transport(self._comm.key).lost is not None
+        lost = self._group.lost is not None
         begun = self._step is not None and self._step.task == current_task()  # fails by itself
         usual = self._several and self._joint is None and self._cadence.always
         return usual and not lost and not begun

@@ -85,9 +85,11 @@ class Ballot:
         return self._vote.fingerprint
 
     @property
-    def digest(self) -> Digest:
+    def digest(self) -> SupportsInt:
         """Of all that this site received so far, which all sites did."""
-        return Digest(partial(combined, tuple(self._sums)))
+        sums = tuple(self._sums)
+        at_once = all(type(one) is int for one in sums)
+        return combined(sums) if at_once else Digest(partial(combined, sums))
 
     def hear(self, state: State) -> None:
         """The worst state that messages of this step told of."""

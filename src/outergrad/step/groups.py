@@ -55,6 +55,11 @@ class Sessions:
     pact: Pact = field(default_factory=Pact)
     watcher: Watcher | None = None
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether there is nothing to see to before one of them begins a step."""
+        return not (self.running or self.lost or self.untold or self.pact.frozen)
+
     def watch(self, comm: Comm) -> None:
         """Begins to answer the others, unless it is done."""
         if self.watcher is None or not self.watcher.takes(comm):

@@ -58,14 +58,21 @@ class LateVotes:
         several = self.first is not None and self.first != last
         return f"the steps {self.first} to {last}" if several else f"step {last}"
 
-    def keep(self, ballot: Ballot, step: object) -> None:
-        """A step was applied, with votes or without."""
+    def keep(self, ballot: Ballot, step: object, digest: SupportsInt = 0) -> None:
+        """A step was applied, with votes or without.
+
+        Args:
+            ballot: on it.
+            step: what may be asked of it.
+            digest: where no vote on it is cast, of what came in it and in those before it of
+                which that holds, too.
+        """
         self._ballot, self._step = ballot, step
         if ballot.is_cast:
             self._left, self.first, self.digest = _EVERY - 1, None, 0
         else:
             first = ballot.step if self.first is None else self.first
-            self._left, self.first, self.digest = self._left - 1, first, ballot.digest
+            self._left, self.first, self.digest = self._left - 1, first, digest
 
     def make(self, ballot: Ballot, step: Any, pact: Pact) -> None:
         """A step whose messages all were good is made here; the sites vote on it if that is due.
@@ -75,11 +82,12 @@ class LateVotes:
         """
         if self.first is not None:
             ballot.cover(self.first, self.digest)
-        pact.makes(ballot.session, step, applied=True, digest=ballot.digest)
+        digest = ballot.digest
+        pact.makes(ballot.session, step, applied=True, digest=digest)
         if self.are_due:
             with suppress(ExchangeError):  # the next step finds it
                 ballot.cast(State.GOOD)
-        self.keep(ballot, step)
+        self.keep(ballot, step, digest)
 
     def count(self, now: int | None = None) -> DriftError | None:
         """Waits for the votes, if there are some; all sites have made the last step.

@@ -151,6 +151,7 @@ class RepeatedStep:
         self._waits_since: float | None = None
         self.context.header = replace(pattern.own, step=number)
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
+        self.context.reading = None
         pact.begins(self)
         comm = self.context.comm
         turn, expected = on_transport(comm.key).turns.begin(pattern.lengths)

@@ -15,6 +15,7 @@ import outergrad as og
 from covering import covering
 from loops import METHODS, assert_close, batch, loss_of, net
 from meshes import run_mesh
+from outergrad.capture import changes
 from ranks import run_on_lasting_groups, run_ranks, try_ranks
 
 SITES = 2
@@ -245,6 +246,28 @@ def test_optimizers_do_not_step_where_no_module_was_called(change):
         optimizer.step()
 
     run_on_lasting_groups(SITES, body)
+
+
+def test_an_optimizer_of_another_model_is_not_in_the_way(monkeypatch):
+    """To look for conversions there and back takes long: that is for the model's own optimizers."""
+    looks, found = [], changes._accumulators
+    monkeypatch.setattr(changes, "_accumulators", lambda ps: looks.append(len(ps)) or found(ps))
+
+    def body(rank, group):
+        model, elsewhere = net(), nn.Linear(2, 2)
+        session = og.distribute(model, og.Dense(), group=group)
+        theirs = torch.optim.SGD(elsewhere.parameters(), 0.1)
+        theirs.step()
+        assert not looks
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        assert looks == [len(list(model.parameters()))]
+        REFUSED["there and back"][0](model)
+        theirs.step()
+        with pytest.raises(RuntimeError, match=r"'first\.weight' was replaced or converted"):
+            torch.optim.SGD([*elsewhere.parameters(), *model.parameters()], 0.1).step()
+        session.detach()
+
+    run_ranks(1, body)
 
 
 # -- what stays exact ---------------------------------------------------------------------------

@@ -276,6 +276,34 @@ def test_a_site_that_plans_every_step_goes_with_one_that_does_not(repeated):
     assert repeated.count(True) == STEPS - 2
 
 
+def told(events):
+    """What is not about time."""
+    steps = [event for event in events if isinstance(event, og.events.Step)]
+    return [(e.step, e.sent_bytes, e.received_bytes, e.total_sent_bytes) for e in steps], [
+        (e.step, e.layer, e.travels, e.sent_bytes) for e in events.layers
+    ]
+
+
+def test_only_steps_of_which_a_recorder_is_told_are_planned(repeated):
+    def recorded():
+        events = [Events(), Events()]
+        for one in events:
+            one.every = 5
+        run_ranks(
+            2,
+            lambda rank, group: Run(
+                rank, group, plain, method=og.Dense(), recorder=events[rank]
+            ).go(),
+        )
+        return [told(one) for one in events]
+
+    found = recorded()
+    assert [step for step, *_ in found[0][0]] == [0, 5, 10, 15, 20]
+    assert repeated.count(True) == 2 * (STEPS - 2 - 4)
+    with planned_anew():
+        assert recorded() == found
+
+
 def test_two_sessions_on_a_group_take_turns(repeated):
     def body(rank, group):
         runs = [Run(rank, group, plain, method=og.Dense()) for _ in range(2)]
