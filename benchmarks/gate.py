@@ -29,6 +29,8 @@ from outergrad_lab.bench.run import bench
 RECORDED = Path(__file__).parent / "results" / "gate.json"
 WORKLOADS = ("deep-mlp", "gru", "mlp", "cnn", "gpt", "vit")
 METHODS = ("ddp", "dense", "dad", "rank-dad-4")
+WARMUP = 20
+"""Steps until one is like those before it."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def ratios(timings: Iterable[Timing]) -> dict[str, Ratio]:
 
 def measured(workload: str, rounds: int, steps: int) -> dict[str, Ratio]:
     """Of one workload, now."""
-    plan = Plan(workload=workload, methods=METHODS, rounds=rounds, steps=steps)
+    plan = Plan(workload=workload, methods=METHODS, rounds=rounds, steps=steps, warmup=WARMUP)
     found = bench(plan, [parse_link("loopback")], ["gate.py"], lambda *_: None, shown=False)
     return ratios(found.links[0].timings)
 
