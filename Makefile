@@ -4,8 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 READY := .venv/.installed
+READY_FOR_DOCS := .venv/.installed-docs
 
-.PHONY: help demo test test-all lint
+.PHONY: help demo test test-all lint docs
 .SILENT:
 
 help:
@@ -13,6 +14,7 @@ help:
 	echo "make test   the tests that are not slow; make test-all: the slow ones, too;"
 	echo "            OUTERGRAD_LONG=1 make test-all: every combination, and long trainings"
 	echo "make lint   style, types and the direction of imports"
+	echo "make docs   README and docs/ as a site that can be searched, in site/"
 	echo
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
 
@@ -35,6 +37,11 @@ lint: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
+# Warnings are errors: a link that leads nowhere, a page that is missing.
+docs: $(READY_FOR_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	echo "site/index.html"
+
 # The pinned torch comes first: a looser request would download gigabytes. timm comes without
 # torchvision, whose wheel beside a torch for CPUs breaks the imports of transformers and lightning.
 $(READY): pyproject.toml constraints.txt
@@ -43,4 +50,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt torch==2.13.0
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	$(PIP) install -c constraints.txt --no-deps timm
+	touch $@
+
+$(READY_FOR_DOCS): $(READY)
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@

@@ -30,7 +30,8 @@ from outergrad.methods.common import (
 class DAD(Settings):
     """Sites send the factors of each weight gradient where they are fewer bytes (dAD).
 
-    Exact, unless `wire` says otherwise. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
+    Choose it where layers see few rows per step, as in classifiers, MLPs and embeddings. Exact,
+    unless `wire` says otherwise. Source: Baker et al., arXiv 2102.09631, section 3 (dAD).
 
     Attributes:
         always: send factors even where the dense gradient is fewer bytes.

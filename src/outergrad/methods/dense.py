@@ -16,6 +16,8 @@ from outergrad.methods.common import Settings
 class Dense(Settings):
     """Every gradient is all-reduced in buckets during backward, as DDP does.
 
+    Choose it where the link is fast, or to compare with.
+
     Attributes:
         every: share at every so many-th synchronised backward; between these the gradients are
             summed up on each site, and what is shared is their mean (docs/methods.md).

@@ -15,7 +15,9 @@ from outergrad.methods.dad import DAD, DADCompressor
 class EDAD(Settings):
     """Sites send activations and one delta per chain of layers; the others follow (edAD).
 
-    Exact. Of a chain of linear layers and convolutions in an `nn.Sequential`, with elementwise
+    Choose it for slow links between few sites of one owner: rows of activations travel. Exact.
+
+    Of a chain of linear layers and convolutions in an `nn.Sequential`, with elementwise
     functions, norms, pooling or dropout between, the activations of every layer travel and the
     delta of the last. Of other parts, named in `blocks`, only what enters and the delta of what
     leaves travel; every site then computes forward and backward of the part again, for the rows of

@@ -28,6 +28,8 @@ def nesterov(params: list[nn.Parameter]) -> Optimizer:
 class LocalSteps:
     """Every site makes k steps of its own; then all go on from where these lead on average.
 
+    Choose it where the link is too slow for an exchange per step, or only there now and then.
+
     What travels is the change of the weights since the last exchange, `start - now`: an "outer
     gradient", whose mean over the sites the outer optimizer applies to `start`. The state of the
     inner optimizers stays each site's own. Source: Douillard et al., DiLoCo, arXiv 2311.08105,

@@ -14,6 +14,7 @@ from outergrad.methods.common import is_method
 class Local:
     """A part of the model that is each site's own: nothing of it is sent, at the start neither.
 
+    Choose it, in an `og.PerLayer`, for layers that must not leave a site or differ between sites.
     Its parameters and buffers may differ between sites, in shape and in number, too.
     """
 
@@ -25,6 +26,8 @@ class Local:
 @dataclass(frozen=True)
 class PerLayer:
     """Every parameter travels by the method of the first pattern that its full name matches.
+
+    Choose it where parts of a model are of different kinds, or some stay with their site.
 
     Attributes:
         methods: by pattern, as `{"encoder.*": og.Local(), "*": og.DAD()}`; in a pattern `*` is

@@ -14,6 +14,9 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 class PowerSGD(Settings):
     """Low rank of gradients that are formed first, with a memory of the size of the model.
 
+    Choose it to compare with, or where no site may see another's part of a sum. `og.RankDAD`
+    needs less memory.
+
     A baseline: what the `powerSGD_hook` of DistributedDataParallel does, in outergrad's messages.
     Every gradient is a matrix of its first dimension by all others; one step of subspace iteration
     on the mean over the sites per step of training, from where the last one ended. Source: Vogels,

@@ -12,6 +12,9 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 class RankDAD(LowRankSettings):
     """Sites send the leading singular triplets of each weight gradient (rank-dAD).
 
+    Choose it where layers see many rows, as in transformers and convolutions, or sites are many,
+    and an approximate gradient will do: what is not sent in one step is sent later.
+
     A layer that is fewer bytes exactly, as factors or dense, travels so; biases and other vectors
     do unless `vectors` has codecs. Weights without a rule travel at low rank, too: triplets of the
     formed gradient.

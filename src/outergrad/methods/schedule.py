@@ -14,6 +14,8 @@ from outergrad.methods.per_layer import PerLayer
 class Schedule:
     """A policy: every part of the model travels by the last method whose step has come.
 
+    Choose it where the beginning of a training wants other gradients than the rest, as dense ones.
+
     What a method has not sent yet is not lost when another takes over. The next one goes on with
     it if it remembers as well; otherwise it travels once with the dense gradient. Steps are shared
     steps, as `session.stats().step` counts them. Nothing is computed again (`og.EDAD`) while

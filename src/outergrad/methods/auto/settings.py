@@ -21,6 +21,8 @@ from outergrad.methods.per_layer import Local
 class Auto:
     """A policy: layers alike travel by the method with which steps take least time.
 
+    The default of `og.distribute`: choose it where you do not want to think about it.
+
     It chooses among `og.Dense()` and `og.DAD()`, which are exact and show no more of a site than
     its gradient, and what else the user admits. A forecast from the measured link and machines
     says what to begin with and what is worth a trial; then ways take turns in steps of the
