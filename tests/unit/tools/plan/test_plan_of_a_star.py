@@ -23,6 +23,7 @@ METHODS = (
     "rank-dad-1",
     "rank-dad:rank=1:reduce=two_way",
     "rank-dad:rank=1:reduce=all_reduce",
+    "rank-dad:rank=1:reduce=alternate",
     "sparse:density=0.05",
     "og-powersgd:rank=2",
 )
