@@ -38,6 +38,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "edad": og.EDAD,
     "rank-dad": lambda: og.RankDAD(rank=4),
     "rank-dad-tolerance": lambda: og.RankDAD(rank=8, tolerance=0.1),
+    "alternate": lambda: og.RankDAD(rank=4, reduce="alternate"),
     "two-way": lambda: og.RankDAD(rank=4, reduce="two_way"),
     "bf16": lambda: og.RankDAD(rank=4, wire=og.wire.BF16()),
     "powersgd": lambda: og.PowerSGD(rank=4),

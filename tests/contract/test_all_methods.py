@@ -48,6 +48,7 @@ EXACT = {
 }
 REMEMBERS_ALL = {
     "rank-dad, gathered": og.RankDAD(rank=2, reduce="gather", error_feedback="dense"),
+    "rank-dad, alternating": og.RankDAD(rank=2, reduce="alternate", error_feedback="dense"),
     "rank-dad, two-way": og.RankDAD(rank=2, reduce="two_way", error_feedback="dense"),
     "rank-dad, all-reduced": og.RankDAD(rank=2, reduce="all_reduce", error_feedback="dense"),
     "rank-dad, int8": og.RankDAD(

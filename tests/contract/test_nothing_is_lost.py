@@ -23,6 +23,10 @@ METHODS: dict[str, Any] = {
     "rank-dad": og.RankDAD(rank=1),
     "rank-dad, a matrix": og.RankDAD(rank=1, error_feedback="dense"),
     "rank-dad, sums": og.RankDAD(rank=1, reduce="all_reduce"),
+    "rank-dad, sides in turn": og.RankDAD(rank=1, reduce="alternate"),
+    "rank-dad, sides in turn, a matrix": og.RankDAD(
+        rank=1, reduce="alternate", error_feedback="dense", tolerance=0.5
+    ),
     "rank-dad, two ways": og.RankDAD(rank=1, reduce="two_way"),
     "exact rows in bytes": og.RankDAD(rank=1, min_ratio=1e9, wire=wire.Int8()),
     "four bits": og.RankDAD(rank=2, min_ratio=1e9, wire=wire.Int4()),

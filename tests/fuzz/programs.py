@@ -43,13 +43,15 @@ LOW_RANK: dict[str, Any] = {
     f"{reduce}, {feedback}, rank {rank}": og.RankDAD(
         rank=rank, reduce=reduce, error_feedback=feedback
     )
-    for reduce in ("gather", "two_way", "all_reduce")
+    for reduce in ("gather", "two_way", "all_reduce", "alternate")
     for feedback in ("factored", "dense")
     for rank in (1, 2)
 } | {
     "gather, tolerance": og.RankDAD(rank=3, tolerance=0.3, reduce="gather"),
     "two_way, tolerance": og.RankDAD(rank=3, tolerance=0.3, reduce="two_way"),
     "all_reduce, tolerance": og.RankDAD(rank=3, tolerance=0.3, reduce="all_reduce"),
+    "alternate, tolerance": og.RankDAD(rank=3, tolerance=0.3, reduce="alternate"),
+    "alternate, small buckets": og.RankDAD(rank=1, reduce="alternate", bucket_bytes=1),
     "small buckets": og.RankDAD(rank=1, reduce="gather", bucket_bytes=1),
     "two_way, small buckets": og.RankDAD(rank=1, reduce="two_way", bucket_bytes=1),
     "few bits": og.RankDAD(rank=2, wire=og.wire.Int4(), vectors=og.wire.Int4()),

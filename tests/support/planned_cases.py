@@ -25,6 +25,8 @@ METHODS: dict[str, Any] = {
         rank=3, reduce="gather", wire=(og.wire.TopK(0.3), og.wire.Int8())
     ),
     "rank-dad, all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
+    "rank-dad, alternate": og.RankDAD(rank=2, reduce="alternate"),
+    "rank-dad, alternate, tolerance": og.RankDAD(rank=3, reduce="alternate", tolerance=0.3),
     "rank-dad, two_way": og.RankDAD(rank=2, reduce="two_way"),
     "rank-dad, two_way, top k": og.RankDAD(
         rank=3, reduce="two_way", wire=(og.wire.TopK(0.3), og.wire.Int8())

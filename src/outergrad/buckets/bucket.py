@@ -45,11 +45,19 @@ class Bucket(Protocol):
         None where nobody expects them.
         """
 
+    def lengths_ahead(self, context: StepContext) -> object:
+        """What they will be in a next step like this one, if this one counts."""
+        return self.lengths(context)
+
     def expect(self, context: StepContext, turn: int) -> None:
         """Posts the receives of its messages in a turn; called on all buckets, in their order.
 
         Does nothing where sums are received that nobody expects.
         """
+
+    def expect_ahead(self, context: StepContext, turn: int) -> None:
+        """The same of the next turn, with `lengths_ahead`."""
+        self.expect(context, turn)
 
     def start(self, context: StepContext) -> Pending:
         """Sends this site's part."""

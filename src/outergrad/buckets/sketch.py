@@ -1,8 +1,10 @@
-"""Sketches of gradients in all-reduces: two rounds, bytes that do not grow with the sites."""
+"""Sketches of gradients in all-reduces, one or two: bytes that do not grow with the sites."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +21,8 @@ from outergrad.linalg.outer import row_sum
 from outergrad.messages.checksum import checksum
 from outergrad.messages.wire import State
 from outergrad.record.stats import Booking
+
+_Shape = Callable[[Slot], tuple[int, ...]]
 
 
 class SketchBucket(Carried):
@@ -44,6 +48,49 @@ class SketchBucket(Carried):
         self.dtype, self.wire = dtype, sum_dtype(compressor.wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
 
+    def lengths(self, context: StepContext) -> object:
+        """How many numbers of each dtype are summed, where there is one round."""
+        return self._lengths(context, self.sketches.shape)
+
+    def lengths_ahead(self, context: StepContext) -> object:
+        """With the sketches of the next step."""
+        return self._lengths(context, self.sketches.shape_ahead)
+
+    def expect(self, context: StepContext, turn: int) -> None:
+        """Posts the receives of what is added up, where a transport does that at every site."""
+        self._expect(context, turn, self.sketches.shape)
+
+    def expect_ahead(self, context: StepContext, turn: int) -> None:
+        """With the sketches of the next step."""
+        self._expect(context, turn, self.sketches.shape_ahead)
+
+    def _expect(self, context: StepContext, turn: int, shape: _Shape) -> None:
+        for dtype, length in self._lengths(context, shape).items():
+            context.comm.expect_sum(length, turn, dtype)
+
+    def _lengths(self, context: StepContext, shape: _Shape) -> dict[torch.dtype, int]:
+        """Of the sums of one round, in their order; those of two nobody expects."""
+        lengths = defaultdict[torch.dtype, int](int)
+        if self.sketches.rounds == 1:
+            for slot in self.used(context):
+                lengths[self.wire] += math.prod(shape(slot))
+            lengths[self.dtype] += sum(self.exact_sizes(context))
+        return lengths
+
+    def used(self, context: StepContext) -> list[Slot]:
+        """Slots that have a gradient on some site."""
+        return [slot for slot in self.tapped if slot.weight in context.used]
+
+    def biases(self, context: StepContext) -> list[Slot]:
+        """Those of them whose bias gradients go along."""
+        return [slot for slot in self.used(context) if self.tapped[slot] and slot.bias]
+
+    def exact_sizes(self, context: StepContext) -> list[int]:
+        """Of biases, extras and flags."""
+        biases = [slot.groups * slot.outputs for slot in self.biases(context)]
+        extras = [p.numel() for p in self.extras.values()]
+        return [*biases, *extras, len(self.flagged) + 2]
+
     def start(self, context: StepContext) -> Pending:
         """Computes this site's part of the first sketches and starts to sum them."""
         return _SketchPending(self, context)
@@ -51,11 +98,12 @@ class SketchBucket(Carried):
 
 class _SketchPending(Pending):
     rounds = 2
+    """`advance` takes in the first sum, also where it starts no second one."""
 
     def __init__(self, bucket: SketchBucket, context: StepContext) -> None:
         self._bucket, self._context = bucket, context
-        self._slots = [slot for slot in bucket.tapped if slot.weight in context.used]
-        self._biases = [slot for slot in self._slots if bucket.tapped[slot] and slot.bias]
+        self._slots, self._biases = bucket.used(context), bucket.biases(context)
+        self._sizes = bucket.exact_sizes(context)
         self._b_GO: dict[Slot, Tensor] = {}
         self._measured: dict[Slot, tuple[Gradient, Gradient | None]] = {}
         self._state, self._flags = State.GOOD, torch.empty(0)
@@ -83,8 +131,8 @@ class _SketchPending(Pending):
         if self._context.reading is not None:
             self._measured[slot] = gradient, self._bucket.compressor.residual(slot)
         part = self._bucket.sketches.begin(slot, gradient)
-        if self._bucket.sketches.rounds == 1 and self._context.reading is not None:
-            self._context.reading.sketched(slot, *self._measured.pop(slot), part[None, None])
+        if self._bucket.sketches.rounds == 1:
+            self._measure(slot, part)
         return part
 
     def _nothing(self, slot: Slot) -> Tensor:
@@ -94,7 +142,7 @@ class _SketchPending(Pending):
     def _exact(self) -> Tensor:
         """Vectors, then one number per tapped parameter and per state: how many sites say so."""
         context, bucket = self._context, self._bucket
-        exact = torch.zeros(sum(self._sizes()), dtype=bucket.dtype, device=context.comm.device)
+        exact = torch.zeros(sum(self._sizes), dtype=bucket.dtype, device=context.comm.device)
         biases, extras, flags = self._split(exact)
         for slot, b_GO in self._b_GO.items():
             biases[slot].copy_(b_GO.flatten() / context.comm.world_size)
@@ -110,15 +158,9 @@ class _SketchPending(Pending):
         )
         return exact
 
-    def _sizes(self) -> list[int]:
-        """Of biases, extras and flags."""
-        biases = [slot.groups * slot.outputs for slot in self._biases]
-        extras = [p.numel() for p in self._bucket.extras.values()]
-        return [*biases, *extras, len(self._bucket.flagged) + 2]
-
     def _split(self, exact: Tensor) -> tuple[dict[Slot, Tensor], dict[str, Tensor], Tensor]:
         """Views of biases, extras and flags."""
-        *parts, flags = exact.split(self._sizes())
+        *parts, flags = exact.split(self._sizes)
         biases = dict(zip(self._biases, parts, strict=False))
         extras = dict(zip(self._bucket.extras, parts[len(biases) :], strict=True))
         return biases, extras, flags
@@ -152,11 +194,8 @@ class _SketchPending(Pending):
             for slot, y in zip(self._slots, sums, strict=True)
         ]
         self._second = _Sums(self._context.comm, turned)
-        if self._context.reading is not None:
-            for slot, z in zip(self._slots, turned, strict=True):
-                columns = self._bucket.sketches.columns(slot)
-                z_GIK = z.flatten()[: slot.groups * slot.inputs * columns]
-                self._context.reading.sketched(slot, *self._measured.pop(slot), z_GIK)
+        for slot, z in zip(self._slots, turned, strict=True):
+            self._measure(slot, z)
 
     def wait(self) -> Result:
         """From the sums of the second sketches to the gradients."""
@@ -178,6 +217,12 @@ class _SketchPending(Pending):
         return Result(self._means, self._additions, self._state, has_autograd_grad, self._digest)
 
     # -- both -----------------------------------------------------------------------------------
+
+    def _measure(self, slot: Slot, last: Tensor) -> None:
+        """Of this site's part of the last sketch, if the step is recorded."""
+        if slot in self._measured and self._context.reading is not None:
+            projection = self._bucket.sketches.projection(slot, last)
+            self._context.reading.sketched(slot, *self._measured.pop(slot), projection)
 
     def _timed(self, slot: Slot, work: Callable[[Slot], Tensor]) -> Tensor:
         began = time.perf_counter()

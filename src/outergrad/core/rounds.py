@@ -29,6 +29,14 @@ class Sketches(Protocol):
         """Of the first sketch: of thin matrices (G, O, K)."""
         return slot.groups, slot.outputs, self.columns(slot)
 
+    def shape_ahead(self, slot: Slot) -> tuple[int, ...]:
+        """What `shape` will be in the next step, as far as can be told, if this one counts."""
+        return self.shape(slot)
+
+    def projection(self, slot: Slot, sketch: Tensor) -> Tensor:
+        """This site's gradient along orthonormal directions, from its part of the last sketch."""
+        return sketch
+
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
         """This site's part of the first sketch: of thin matrices `dW Q`."""
         ...

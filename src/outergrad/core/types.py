@@ -145,7 +145,7 @@ class Route(Enum):
     GATHER = "gather"
     """Rows of every site go to every site."""
     REDUCE = "all_reduce"
-    """Thin sketches of the gradient are summed over the sites, in two rounds."""
+    """Thin sketches of the gradient are summed over the sites, in one round or two."""
     TWO_WAY = "two_way"
     """Rows of every site go to the one that owns the slot, which sends the merged ones to all."""
 

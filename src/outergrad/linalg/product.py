@@ -61,6 +61,12 @@ class Product:
         y_GNK = p_GOK if self.d_GNO is None else self.d_GNO @ p_GOK
         return _transposed_times(self.a_GNI, y_GNK)
 
+    def transposed(self) -> Product:
+        """The same gradient with inputs and outputs exchanged."""
+        if self.d_GNO is None:
+            return Product(self.a_GNI.mT, None, self.scale_G)
+        return Product(self.d_GNO, self.a_GNI, self.scale_G)
+
     def formed(self) -> Product:
         """The same gradient as one dense matrix."""
         if self.d_GNO is None:

@@ -53,6 +53,10 @@ class Total:
         """`dWᵀ p`, (G, I, K), without the scale."""
         return self._sum([part.transposed_times(p_GOK.to(part.dtype)) for part in self.parts])
 
+    def transposed(self) -> Total:
+        """The same sum with inputs and outputs exchanged."""
+        return Total(tuple(part.transposed() for part in self.parts), self.weights, self.scale_G)
+
     def without(self, p_GOK: Tensor) -> Total:
         """The rest `(1 - p pᵀ) dW`; see `Product.without`."""
         parts = tuple(part.without(p_GOK.to(part.dtype)) for part in self.parts)

@@ -36,10 +36,12 @@ class RankDAD(LowRankSettings):
         reduce: "gather": every site's triplets go to every site, in one round; bytes grow with
             the sites. "all_reduce": one step of subspace iteration on the mean gradient, from
             where the last step ended; two rounds, bytes independent of the number of sites.
-            "two_way": each layer has an owner that merges the triplets of all sites into `rank`
-            of their mean and sends these back; two rounds, bytes independent of the number of
-            sites, and a latency that is, too. "auto": gathers between two sites; among more it
-            measures the link when the model is distributed and takes the fastest.
+            "alternate": half such a step, as the two sides take turns; one round, half of the
+            bytes. "two_way": each layer has an owner that merges the triplets of all sites into
+            `rank` of their mean and sends these back; two rounds, bytes independent of the number
+            of sites, and a latency that is, too. "auto": gathers between two sites; among more it
+            measures the link when the model is distributed and takes the fastest, never
+            "alternate".
         error_feedback: what a site does not send in one step is added to its gradient in the
             next. "factored": its `feedback_rank` leading triplets, in a memory of a few rows, or
             all of it where the matrix is small. "dense": all of it, in a memory of the size of the
@@ -47,10 +49,10 @@ class RankDAD(LowRankSettings):
             what rounding makes of it is right on average (docs/methods.md). None: it is lost.
         feedback_rank: triplets that "factored" keeps; None for half of `rank`, and 8 at least.
         wire: codecs of `og.wire` that triplets go through: fewer bytes, at a loss, which error
-            feedback sends later where it is more than rounding. Sums ("all_reduce") can be sent
-            as `og.wire.BF16()` alone; "auto" does not choose them for other codecs. Rows of
-            embeddings that are sent by id have no memory: with error feedback they are rounded at
-            most.
+            feedback sends later where it is more than rounding. Sums ("all_reduce", "alternate")
+            can be sent as `og.wire.BF16()` alone; "auto" does not choose them for other codecs.
+            Rows of embeddings that are sent by id have no memory: with error feedback they are
+            rounded at most.
         vectors: codecs that biases, norms and other vectors go through; by default they travel as
             they are. What is lost of them is sent later, all of it, unless `error_feedback` is
             None.

@@ -95,14 +95,16 @@ class StartingStep(LateStep):
             self._take_turn(self._buffers)
 
     def _take_turn(self, buffers: BufferMessage) -> None:
-        """Posts the receives of this step, and of the next as if its messages had these lengths."""
-        of_buckets = [bucket.lengths(self.context) for bucket in self._buckets]
-        self.lengths = self.context.header.fingerprint, of_buckets, buffers.sizes
-        turn, expected = on_transport(self._comm.key).turns.begin(self.lengths)
+        """Posts the receives of this step, and of the next as if it were like this one."""
+        context, own = self.context, (self.context.header.fingerprint, buffers.sizes)
+        self.lengths = *own, [bucket.lengths(context) for bucket in self._buckets]
+        ahead = *own, [bucket.lengths_ahead(context) for bucket in self._buckets]
+        turn, expected = on_transport(self._comm.key).turns.begin(self.lengths, ahead)
         self._comm.take_turn(turn)
         for expected_turn in expected:
             for bucket in self._buckets:
-                bucket.expect(self.context, expected_turn)
+                expect = bucket.expect if expected_turn == turn else bucket.expect_ahead
+                expect(context, expected_turn)
             buffers.expect(expected_turn)
         if self._votes.are_due or not self._is_late:  # votes follow what comes in this turn
             self._ballot.expect(turn)

@@ -42,6 +42,7 @@ LOW_RANK: dict[str, Any] = {
     "rank-dad gather": og.RankDAD(rank=2, reduce="gather", feedback_rank=FULL),
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way", error_feedback="dense"),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce", error_feedback="dense"),
+    "rank-dad alternate": og.RankDAD(rank=2, reduce="alternate", error_feedback="dense"),
     "powersgd": og.PowerSGD(rank=2, min_ratio=1),
     "sparse": og.Sparse(density=0.1, always=True),
     "sparse random": og.Sparse(density=0.1, select="random", always=True),

@@ -85,6 +85,7 @@ EXPECTING = {
     "short sums of three": (3, og.Dense(), False),
     "gathered": (3, og.DAD(always=True), True),
     "both rounds of two ways": (3, og.RankDAD(rank=1, reduce="two_way"), True),
+    "sides in turn": (2, og.RankDAD(rank=1, reduce="alternate"), True),
     "sketches": (2, og.RankDAD(rank=1, reduce="all_reduce"), False),
 }
 

@@ -24,6 +24,7 @@ from outergrad_lab.training.training import deal, start
 
 METHODS = (
     *("dense", "dad", "edad", "rank-dad:rank=3", "rank-dad:rank=3:reduce=all_reduce"),
+    "rank-dad:rank=3:reduce=alternate",
     *("sparse", "sparse:select=random", "ddp"),
 )
 

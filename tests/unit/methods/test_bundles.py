@@ -75,7 +75,7 @@ def test_what_is_not_finite_stays_in_its_layer_and_is_not_remembered(label, valu
         compressor.commit(applied=True)
 
 
-@pytest.mark.parametrize("reduce", ["gather", "two_way", "all_reduce"])
+@pytest.mark.parametrize("reduce", ["gather", "two_way", "all_reduce", "alternate"])
 def test_of_small_matrices_all_is_remembered(reduce):
     """As if that had been asked for of every matrix."""
     factored, dense = (

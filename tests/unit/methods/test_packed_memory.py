@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gather": {"rank": 2, "reduce": "gather"},
     "all_reduce": {"rank": 2, "reduce": "all_reduce"},
     "two_way": {"rank": 2, "reduce": "two_way"},
+    "alternate": {"rank": 2, "reduce": "alternate"},
     "tolerance": {"rank": 2, "tolerance": 0.5},
     "few bits": {"rank": 2, "wire": Int4(), "vectors": Int4()},
     "two_way in few bits": {"rank": 2, "reduce": "two_way", "wire": Int4(), "vectors": Int4()},

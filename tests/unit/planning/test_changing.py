@@ -28,6 +28,7 @@ METHODS: dict[str, Any] = {
     "rank-dad, dense memory": og.RankDAD(rank=2, error_feedback="dense"),
     "rank-dad all_reduce": og.RankDAD(rank=3, reduce="all_reduce"),
     "rank-dad two_way": og.RankDAD(rank=3, reduce="two_way"),
+    "rank-dad alternate": og.RankDAD(rank=2, reduce="alternate"),
     "powersgd": og.PowerSGD(rank=1),
     "sparse": og.Sparse(density=0.03),
     "sparse random": og.Sparse(density=0.05, select="random"),

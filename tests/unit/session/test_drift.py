@@ -28,6 +28,7 @@ METHODS: dict[str, Any] = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),
     "rank-dad two ways": og.RankDAD(rank=2, reduce="two_way"),
+    "rank-dad sides in turn": og.RankDAD(rank=2, reduce="alternate"),
     "powersgd": og.PowerSGD(rank=2, min_ratio=1),
     "sparse": og.Sparse(density=0.05, always=True),
     "sparse random": og.Sparse(density=0.05, select="random", always=True),

@@ -27,6 +27,7 @@ CASES = {
     "error feedback": og.RankDAD(rank=2, min_ratio=1),
     "two ways, error feedback": og.RankDAD(rank=2, min_ratio=1, reduce="two_way"),
     "sums, error feedback": og.RankDAD(rank=2, min_ratio=1, reduce="all_reduce"),
+    "sides in turn": og.RankDAD(rank=2, min_ratio=1, reduce="alternate"),
     "sparse": og.Sparse(density=0.2),
     "powersgd": og.PowerSGD(rank=2),
 }

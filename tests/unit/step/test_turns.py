@@ -98,6 +98,7 @@ METHODS = {
     "dad": og.DAD(),
     "rank-dad": og.RankDAD(rank=2),
     "two-way": og.RankDAD(rank=2, reduce="two_way"),
+    "sides in turn": og.RankDAD(rank=2, reduce="alternate"),
     "tolerance": og.RankDAD(rank=4, tolerance=0.2),
 }
 

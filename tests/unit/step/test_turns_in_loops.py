@@ -19,6 +19,8 @@ from ranks import run_ranks, try_ranks
 
 MODEL = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 3))
 RANK_DAD = og.RankDAD(rank=2)
+SIDES_IN_TURN = og.RankDAD(rank=2, reduce="alternate")
+BESIDE_ROWS = og.PerLayer({"0.*": og.DAD(always=True), "*": SIDES_IN_TURN})
 
 
 class Loop:
@@ -120,6 +122,11 @@ LOOPS: dict[str, tuple[object, Callable[[Loop], None]]] = {
     "two rounds that change": (og.RankDAD(rank=8, reduce="two_way"), changes),
     "begun again": (og.DAD(always=True), begins_again),
     "two rounds begun again": (og.RankDAD(rank=8, reduce="two_way"), begins_again),
+    "sides in turn": (SIDES_IN_TURN, plain),
+    "sides in turn that change": (BESIDE_ROWS, changes),
+    "sides in turn begun again": (BESIDE_ROWS, begins_again),
+    "sides in turn and a backward that raises": (SIDES_IN_TURN, raises),
+    "sides in turn, flush, state and make_equal": (SIDES_IN_TURN, asks_in_between),
     "a backward that raises": (RANK_DAD, raises),
     "flush, state and make_equal": (RANK_DAD, asks_in_between),
 }

@@ -30,6 +30,7 @@ from outergrad.core.types import (
 )
 from outergrad.linalg.outer import formed
 from outergrad.methods.common import dense_bytes, tied_in_use
+from outergrad.methods.low_rank.alternating import AlternatingSketches
 from outergrad.methods.low_rank.budget import Budget, Prices, rows_in_messages, settled, stands
 from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows
 from outergrad.methods.low_rank.memory import (
@@ -70,10 +71,9 @@ class LowRankCompressor(Compressor):
         self._vectors = Vectors(settings, self._memories)
         if settings.vectors:
             self.form = RowsAndBias(settings.vector_codecs)
-        self._sketches = GlobalSketches(settings, self._memories)
-        self.sketches = self._sketches
+        sketches = AlternatingSketches if settings.alternates else GlobalSketches
+        self.sketches = self._sketches = sketches(settings, self._memories)
         self.merger = Merging(settings, self._memories, self._vectors)
-
         if settings.reduce == "two_way":
             self.needs = frozenset({Capability.ALL_TO_ALL})
 
@@ -171,8 +171,8 @@ class LowRankCompressor(Compressor):
         return (dense - self._sizes.biases(unit.slots)) / sum(map(self._sizes.row, unit.slots))
 
     def _low_rank_route(self, sites: int) -> Route:
-        if self._settings.reduce != "auto":
-            return Route(self._settings.reduce)
+        if self._settings.way is not None:
+            return self._settings.way
         if self._settings.budget is not None:
             return Route.GATHER
         if self.auto_way is not None:
@@ -200,7 +200,7 @@ class LowRankCompressor(Compressor):
         """With a budget of one rank, so that the same layers share a message in all steps."""
         if self._budget is not None:
             return rows_in_messages(self._settings, slot)
-        return super().payload_bytes(slot, count)
+        return super().payload_bytes(slot, count) // (1 + self._settings.alternates)
 
     def codecs(self, slot: Slot) -> Codecs:
         """All that it was given, unless what they lose could not be remembered."""

@@ -41,9 +41,13 @@ class Sizes:
         """Bytes of one row."""
         return row_bytes(slot, self.codecs(slot))
 
-    def triplets(self, matrix: Slot) -> int:
-        """Bytes of triplets at full rank: a layer whose rank adapts does not change its way."""
-        return min(self._settings.rank, matrix.outputs, matrix.inputs) * self.row(matrix)
+    def triplets(self, matrix: Slot) -> float:
+        """Bytes of triplets at full rank: a layer whose rank adapts does not change its way.
+
+        On average over two steps, where their sides take turns.
+        """
+        both = min(self._settings.rank, matrix.outputs, matrix.inputs) * self.row(matrix)
+        return both / 2 if self._settings.alternates else both
 
     def low_rank(self, unit: Unit, cost: CostModel, way: Route) -> float:
         """Bytes of triplets or sketches, and of vectors, as if they were gathered.

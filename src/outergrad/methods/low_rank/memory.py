@@ -32,15 +32,17 @@ class Memory:
     """What is remembered of one slot.
 
     Attributes:
-        q_GIR: right singular directions found.
+        q_GIR: right singular directions found; left ones, (G, O, R), where `left` says so.
         residual: what was not sent and is added to the gradient of the next step, as factors or
             as a matrix, in few bits or not, if anything.
         columns: R of the next step where the sites choose it together.
+        left: whether the next step begins on the left, where both sides take turns.
     """
 
     q_GIR: Tensor
     residual: Gradient | Packed | None = None
     columns: int | None = None
+    left: bool = False
 
 
 def compacted(memory: Memory) -> Memory:
@@ -154,9 +156,12 @@ def with_loss(
 
 
 def common_state(memories: Memories) -> StateDict:
-    """Per place, the columns of the next sketches, where they adapt: the same on all sites."""
-    adapted = ((place, memory.columns) for place, memory in memories.held().items())
-    return {"columns": {place_name(place): n for place, n in adapted if n is not None}}
+    """Per place, the same on all sites: columns of the next sketches that adapt, and the side."""
+    held = {place_name(place): memory for place, memory in memories.held().items()}
+    return {
+        "columns": {name: m.columns for name, m in held.items() if m.columns is not None},
+        "left": {name: True for name, memory in held.items() if memory.left},
+    }
 
 
 def own_state(memories: Memories) -> StateDict:
@@ -177,7 +182,8 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
         inheritance: from whom.
         start: the state to take the start directions from.
     """
-    columns = inheritance.first["common"]["columns"]
+    common = inheritance.first["common"]
+    columns, left = common["columns"], common.get("left", {})
     starts = start["own"]["memories"]
     old = [state["own"]["memories"] for state in inheritance.residual]
     held: dict[Place, Memory] = {}
@@ -185,5 +191,6 @@ def inherited(inheritance: Inheritance, start: StateDict) -> dict[Place, Memory]
         parts = [memories[name] for memories in old if name in memories]
         residual = inherited_residual(parts, inheritance.weight)
         q_GIR = starts[name]["start"] if name in starts else parts[0]["start"][..., :0]
-        held[inheritance.place_of[name]] = Memory(q_GIR, residual, columns.get(name))
+        is_left = name in starts and name in left
+        held[inheritance.place_of[name]] = Memory(q_GIR, residual, columns.get(name), is_left)
     return held

@@ -10,11 +10,11 @@ from typing import ClassVar, Literal, cast, get_args
 from torch import Tensor
 
 from outergrad.core.coding import Codecs, Wire, drops
-from outergrad.core.types import Gradient, Part, Slot
+from outergrad.core.types import Gradient, Part, Route, Slot
 from outergrad.linalg.compress import Solver
 from outergrad.methods.common import Settings, require
 
-Reduce = Literal["auto", "gather", "two_way", "all_reduce"]
+Reduce = Literal["auto", "gather", "two_way", "all_reduce", "alternate"]
 Feedback = Literal["factored", "dense", "auto"] | None
 
 _SMALL = 50_000
@@ -65,10 +65,10 @@ class LowRankSettings(Settings):
         require(self.error_feedback in feedback, self, "error_feedback", f"one of {feedback}")
         feedback_rank = 1 if self.feedback_rank is None else self.feedback_rank
         require(feedback_rank >= 1, self, "feedback_rank", "1 or more, or None")
-        summable = not drops(self.codecs) or self.reduce != "all_reduce"
-        added = "reduce='all_reduce' adds up what is sent"
+        summable = not drops(self.codecs) or not self.sums
+        added = f"reduce={self.reduce!r} adds up what is sent"
         require(summable, self, "wire", f"BF16() at most, or another way to reduce: {added}")
-        apart = not self.vectors or self.reduce != "all_reduce"
+        apart = not self.vectors or not self.sums
         require(apart, self, "vectors", f"(), or another way to reduce: {added}")
 
     def budget_bytes(self, dense: int) -> int:
@@ -80,6 +80,23 @@ class LowRankSettings(Settings):
         assert self.budget is not None
         amount = _amount(self.budget)
         return int(amount * dense if amount < 1 else amount)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether a step sends one side of sketches, and the next one the other."""
+        return self.reduce == "alternate"
+
+    @property
+    def sums(self) -> bool:
+        """Whether it is told to add up sketches."""
+        return self.alternates or self.reduce == "all_reduce"
+
+    @property
+    def way(self) -> Route | None:
+        """How low rank is told to travel; None where that is to be chosen."""
+        if self.sums:
+            return Route.REDUCE
+        return None if self.reduce == "auto" else Route(self.reduce)
 
     @property
     def adapts(self) -> bool:

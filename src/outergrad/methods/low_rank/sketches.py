@@ -38,7 +38,53 @@ class _Turn:
     residual: Gradient | None = None
 
 
-class GlobalSketches(Sketches):
+class Subspace(Sketches):
+    """How many directions sketches have, and what they have in the next step."""
+
+    def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
+        self._settings, self._memories = settings, memories
+        self._rounds = bool(settings.codecs)
+
+    def columns(self, slot: Slot) -> int:
+        """K: the rank, or what the tolerance asked for after the last step."""
+        memory = self._memories[slot]
+        wanted = memory.columns if memory and memory.columns else self._settings.rank
+        return min(wanted, slot.outputs, slot.inputs)
+
+    def projection(self, slot: Slot, sketch: Tensor) -> Tensor:
+        """All of it but the norm that a tolerance needs."""
+        return sketch.flatten()[: sketch.numel() - bool(self._settings.tolerance)]
+
+    def forget(self) -> None:
+        """Drops what a step that came to nothing left half done."""
+        raise NotImplementedError
+
+    def _adapted(self, z_GWK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
+        """Leading directions first, and the smallest K that keeps to the tolerance, for next time.
+
+        The norm of a mean is at most the mean of the norms, so the true error is smaller. If K is
+        too small for the tolerance, a quarter more is tried.
+        """
+        most = self._settings.rank
+        if not bool(z_GWK.isfinite().all() & rest_norm.isfinite()):
+            return z_GWK, most
+        left_GWK, sigma_GK = principal(z_GWK)
+        energy_K = sigma_GK.double().square().sum(dim=0)
+        tail_K = torch.cat([energy_K, rest_norm.double().square()[None]]).flip(0).cumsum(0).flip(0)
+        enough = int((tail_K > self._settings.tolerance**2 * tail_K[0]).sum())
+        now = len(energy_K)
+        columns = now + 1 + now // 4 if enough > now else enough
+        return left_GWK, max(1, min(columns, most))
+
+    def _basis(self, x_GWK: Tensor) -> Tensor:
+        """Orthonormal columns; where sketches are rounded, the leading directions first."""
+        return principal(x_GWK)[0] if self._rounds else orthonormal(x_GWK)
+
+    def _memory_rows(self, slot: Slot, columns: int) -> int:
+        return min(self._settings.kept_triplets, slot.outputs - columns, slot.inputs - columns)
+
+
+class GlobalSketches(Subspace):
     """One step of block subspace iteration per step of training, each from where the last ended.
 
     With `M = mean_s M_s`, `P = orth(M Q)` and `Z = Mᵀ P` the estimate is `P Zᵀ`, and Z is the
@@ -49,15 +95,8 @@ class GlobalSketches(Sketches):
     """
 
     def __init__(self, settings: LowRankSettings, memories: Memories) -> None:
-        self._settings, self._memories = settings, memories
+        super().__init__(settings, memories)
         self._turns: dict[Slot, _Turn] = {}
-        self._rounds = bool(settings.codecs)
-
-    def columns(self, slot: Slot) -> int:
-        """K: the rank, or what the tolerance asked for after the last step."""
-        memory = self._memories[slot]
-        wanted = memory.columns if memory and memory.columns else self._settings.rank
-        return min(wanted, slot.outputs, slot.inputs)
 
     def begin(self, slot: Slot, gradient: Gradient) -> Tensor:
         """`M_s Q`, (G, O, K)."""
@@ -120,33 +159,9 @@ class GlobalSketches(Sketches):
             self._memories[slot] = compacted(Memory(_usable(q_GIK), turn.residual, columns))
         return Factors(p_GOK.mT, mean.mT)
 
-    def _adapted(self, z_GIK: Tensor, rest_norm: Tensor) -> tuple[Tensor, int]:
-        """Leading directions first, and the smallest K that keeps to the tolerance, for next time.
-
-        The norm of a mean is at most the mean of the norms, so the true error is smaller. If K is
-        too small for the tolerance, a quarter more is tried.
-        """
-        most = self._settings.rank
-        if not bool(z_GIK.isfinite().all() & rest_norm.isfinite()):
-            return z_GIK, most
-        left_GIK, sigma_GK = principal(z_GIK)
-        energy_K = sigma_GK.double().square().sum(dim=0)
-        tail_K = torch.cat([energy_K, rest_norm.double().square()[None]]).flip(0).cumsum(0).flip(0)
-        enough = int((tail_K > self._settings.tolerance**2 * tail_K[0]).sum())
-        now = len(energy_K)
-        columns = now + 1 + now // 4 if enough > now else enough
-        return left_GIK, max(1, min(columns, most))
-
-    def _basis(self, x_GWK: Tensor) -> Tensor:
-        """Orthonormal columns; where sketches are rounded, the leading directions first."""
-        return principal(x_GWK)[0] if self._rounds else orthonormal(x_GWK)
-
     def forget(self) -> None:
         """Drops what a step that came to nothing left half done."""
         self._turns.clear()
-
-    def _memory_rows(self, slot: Slot, columns: int) -> int:
-        return min(self._settings.kept_triplets, slot.outputs - columns, slot.inputs - columns)
 
 
 def _start(main: Product, memory: Memory | None, columns: int, count: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from torch.optim import SGD
@@ -16,7 +16,7 @@ from outergrad.comm.trace import Trace, Tracer
 from outergrad.core.protocols import Method
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.links import ShapedLink
-from outergrad.record.stats import Stats
+from outergrad.record.stats import LayerStats, Stats
 from outergrad.session.attach import attach
 from outergrad.tools.named_methods.attach import (
     CONFIGURABLE,
@@ -30,7 +30,8 @@ from outergrad.tools.plan.network import Network
 from outergrad.tools.plan.subject import Subject
 
 ROUNDS = 3
-STEPS = 3
+STEPS = 4
+"""As many of each kind, where two kinds of steps take turns."""
 WARM_UP = 5
 """Steps until a session leaves its headers out, whatever it learns in the first ones."""
 
@@ -79,7 +80,7 @@ class Planned:
         exact: Whether its gradient is.
         network: What joins the sites.
         traces: Of every measured step.
-        stats: What the session says of the last one.
+        stats: What the session says of the last two, on average.
     """
 
     method: str
@@ -96,8 +97,9 @@ class Planned:
     @property
     def wire_bytes(self) -> float:
         """What an interface sends, on average over the sites: as `outergrad bench` counts it."""
-        messages = self.traces[-1].messages
-        return sum(sent_wire_bytes(message, self.network) for message in messages)
+        messages = [message for trace in self.traces[-2:] for message in trace.messages]
+        nbytes = sum(sent_wire_bytes(message, self.network) for message in messages)
+        return nbytes / len(self.traces[-2:])
 
     @property
     def messages(self) -> int:
@@ -163,12 +165,33 @@ def _run_shared(subject: Subject, method: Method, link: ShapedLink, planned: Pla
         session = attach(subject.model, method, comm, as_settled(link, planned.network))
     except ValueError as error:
         raise RecipeError(f"--methods {planned.method}: {error}") from error
-    _run(subject, tracer, planned, WARM_UP)
-    planned.stats = session.stats()
+    found: deque[Stats] = deque(maxlen=2)
+    _run(subject, tracer, planned, WARM_UP, lambda: found.append(session.stats()))
+    planned.stats = _mean(*found)
     session.detach()
 
 
-def _run(subject: Subject, tracer: Tracer, planned: Planned, warm_up: int) -> None:
+def _mean(one: Stats, other: Stats) -> Stats:
+    """Bytes of two steps."""
+    return replace(
+        other,
+        **_mean_bytes(one, other),
+        layers={n: replace(s, **_mean_bytes(one.layers[n], s)) for n, s in other.layers.items()},
+    )
+
+
+def _mean_bytes(one: Stats | LayerStats, other: Stats | LayerStats) -> dict[str, int]:
+    names = "sent_bytes", "received_bytes"
+    return {name: (getattr(one, name) + getattr(other, name)) // 2 for name in names}
+
+
+def _run(
+    subject: Subject,
+    tracer: Tracer,
+    planned: Planned,
+    warm_up: int,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
     # A step of size zero: what it costs does not depend on it, and nothing diverges.
     optimizer = SGD(subject.model.parameters(), lr=0.0)
     for k in range(warm_up + STEPS):
@@ -180,5 +203,6 @@ def _run(subject: Subject, tracer: Tracer, planned: Planned, warm_up: int) -> No
             raise RecipeError(f"--methods {planned.method}: {error}") from error
         optimizer.step()
         trace = tracer.end()
+        after_step()
         if k >= warm_up:
             planned.traces.append(trace)

@@ -42,6 +42,7 @@ LOW_RANK = {
     "rank-dad": og.RankDAD(rank=2),
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
+    "rank-dad alternate": og.RankDAD(rank=2, reduce="alternate"),
     "powersgd": og.PowerSGD(rank=2),
     "sparse": og.Sparse(density=0.02),
     "sparse random": og.Sparse(density=0.02, select="random"),
