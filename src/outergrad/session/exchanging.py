@@ -48,6 +48,11 @@ class Exchanging(Session):
         """What was sent, and is not applied yet."""
         self._failed: Exception | None = None
         """Why its mean is not there, or what else was found."""
+        self._origin: dict[str, Tensor] = {}
+        """Where this site's next change begins, if not at the shared weights: so each of its own
+        steps counts once, whatever it has been moved by exchanges."""
+        self._when_sent: dict[str, Tensor] = {}
+        """This site's weights of what is under way, as they were then."""
 
     # -- what is sent ---------------------------------------------------------------------------
 
@@ -56,14 +61,18 @@ class Exchanging(Session):
             self._fragments.count(self._weighting.take())
 
     @torch.no_grad()
-    def _send(self) -> None:
-        """Begins to make the changes their mean over the sites, in a step without a backward."""
+    def _send(self, *, overlaps: bool) -> None:
+        """Begins to make the changes their mean over the sites, in a step without a backward.
+
+        Args:
+            overlaps: whether this site makes steps of its own while it travels.
+        """
         self._require_group()
         self._refuse_converted()
         self._drop_gradients()
         due, share = self._fragments.due, self._next_share()
         for name, p in share.model.params.items():
-            p.grad = p - self._trained[name]
+            p.grad = self._origin.get(name, p) - self._trained[name]
         weight = 1 if self._weighting.is_even else due.samples
         loop = Loop(weight, self._join, self._buffers.written())
         about = Announced(self._stats.step, share.model.params.keys(), loop=loop)
@@ -71,7 +80,8 @@ class Exchanging(Session):
         with self._giving_up():
             step = self._step = self._new_step(share.header_builder.header(about), **own)
             self._under_way = due
-            if self._method.overlap:
+            if overlaps:
+                self._when_sent = {name: self._trained[name].clone() for name in due.names}
                 step.send()
                 self._counter.restart()
 
@@ -110,6 +120,7 @@ class Exchanging(Session):
             self._outer.step()
             self._mix(fragment, kept)
         self._drop_gradients()
+        self._when_sent = {}
         if failed is not None:
             raise failed
 
@@ -127,12 +138,16 @@ class Exchanging(Session):
 
     def _mix(self, fragment: Fragment, kept: float) -> None:
         """Moves this site's weights to the shared ones, or some of the way."""
+        then, self._when_sent = self._when_sent, {}
         for name in fragment.names:
             own, shared = self._trained[name], self._start[name]
+            meanwhile = then[name] - own if then else None
             own.lerp_(shared, 1 - kept) if kept else own.copy_(shared)
-        fragment.differs, fragment.is_spent = kept > 0, True
+            if kept or self._method.overlap:
+                self._origin[name] = own.clone() if meanwhile is None else own + meanwhile
+        fragment.differs, fragment.is_spent = kept > 0 or bool(then), True
         self._fragments.pass_on()
-        if not self._method.overlap:
+        if not then:
             self._counter.restart()
 
     def _drop_gradients(self) -> None:
@@ -156,18 +171,25 @@ class Exchanging(Session):
         waiting = self._under_way is not None
         found = {name: p.grad for name, p in self._start.items() if waiting}
         mean = {name: g.detach().clone() for name, g in found.items() if g is not None}
-        return {**self._fragments.state(), "waiting": waiting, "mean": mean}
+        own = {"origin": self._origin, "when_sent": self._when_sent}
+        copies = {what: {n: x.clone() for n, x in found.items()} for what, found in own.items()}
+        return {**self._fragments.state(), "waiting": waiting, "mean": mean, **copies}
 
     def _load_turns(self, state: StateDict | None) -> None:
         """Goes on from there; None for a state of before fragments took turns."""
         self._drop_gradients()
         self._failed = self._under_way = None
+        self._origin, self._when_sent = {}, {}
         if state is None:
             self._fragments.load({"turn": 0, "fragments": [[self._counter.any_made, 0, True]]})
             return
         self._fragments.load(state)
         if state["waiting"]:
             self._under_way = self._fragments.due
-        means: dict[str, Tensor] = state["mean"]
-        for name, mean in means.items():
-            self._start[name].grad = mean.to(self._start[name], copy=True)
+        for name, mean in self._like_start(state["mean"]).items():
+            self._start[name].grad = mean
+        self._origin = self._like_start(state["origin"])
+        self._when_sent = self._like_start(state["when_sent"])
+
+    def _like_start(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.to(self._start[name], copy=True) for name, x in tensors.items()}

@@ -58,7 +58,7 @@ class LocalStepsSession(Exchanging):
             if self._counter.any_made:
                 self._count_samples()
             while self._fragments.seek():
-                self._send()
+                self._send(overlaps=False)
                 self._apply(0.0)
             self._counter.restart()
         super().flush()
@@ -160,7 +160,7 @@ class LocalStepsSession(Exchanging):
             self._apply(self._method.kept)
         if self._counter.due:
             self._count_samples()
-            self._send()
+            self._send(overlaps=self._method.overlap > 0)
             if not self._method.overlap:
                 self._apply(self._method.kept)
 
