@@ -165,10 +165,11 @@ def test_mirrors_foresee_what_a_star_sends(name, sites):
     assert told == foreseen
 
 
-def test_local_steps():
+@pytest.mark.parametrize("turns", [{}, {"stream": 2}, {"overlap": 1}])
+def test_local_steps(turns):
     def body(rank, transport):
         model = build()
-        method = og.LocalSteps(2, method=og.RankDAD(**LOW))
+        method = og.LocalSteps(2, method=og.RankDAD(**LOW), **turns)
         session = og.distribute(model, method, transport=transport)
         list(train(model, rank))
         session.flush()

@@ -220,8 +220,12 @@ class StepCounter(_Holders):
     @property
     def due(self) -> bool:
         """Whether it is time for an exchange."""
+        return self.reached(self._k)
+
+    def reached(self, steps: int) -> bool:
+        """Whether so many have been made since the last exchange, by the same rule."""
         made = self.made.values()
-        return self.any_made and (min(made) >= self._k or max(made) > self._k)
+        return self.any_made and (min(made) >= steps or max(made) > steps)
 
     def restart(self) -> None:
         """An exchange has taken place."""

@@ -82,6 +82,7 @@ class DCPState:
         Raises:
             ValueError: on all sites: it does not fit one of them.
         """
+        self._session.go_on()
         found = [unpacked(blob.numpy().tobytes()) for blob in _in_order(state_dict)]
         sites = len(found) if len(found) > 1 else found[0]["session"]["sites"]
         same, rank = sites == self._comm.world_size, self._comm.rank

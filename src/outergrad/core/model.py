@@ -150,13 +150,22 @@ class Compressors:
 
     Args:
         units_of: each compressor with its units.
+        parts: names of the parameters of each step, where no step is of the whole model; the units
+            of a compressor are then of one part.
+
+    Attributes:
+        parts: the same; empty where steps are of the whole.
     """
 
     chooser: Chooser | None = None
     """What chooses among them step by step, if something does."""
 
-    def __init__(self, units_of: Sequence[tuple[Compressor, Sequence[Unit]]]) -> None:
-        self._units_of = tuple(units_of)
+    def __init__(
+        self,
+        units_of: Sequence[tuple[Compressor, Sequence[Unit]]],
+        parts: Sequence[frozenset[str]] = (),
+    ) -> None:
+        self._units_of, self.parts = tuple(units_of), parts
         self._of = {unit: compressor for compressor, units in units_of for unit in units}
         self._ending: tuple[AbstractSet[Unit], Mapping[Unit, Compressor], set[int]] | None = None
 
@@ -166,6 +175,12 @@ class Compressors:
     def items(self) -> Sequence[tuple[Compressor, Sequence[Unit]]]:
         """Each compressor with its units."""
         return self._units_of
+
+    def step_of(self, units: Sequence[Unit], model: Model) -> Model:
+        """What travels in the steps of the units of a compressor: the whole model, or a part."""
+        first = units[0].params[0] if units else ""
+        names = next((part for part in self.parts if first in part), None)
+        return model if names is None else part_of(model, names)
 
     @property
     def stores(self) -> Sequence[ResidualStore]:

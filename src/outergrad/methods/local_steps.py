@@ -34,7 +34,8 @@ class LocalSteps:
     gradient", whose mean over the sites the outer optimizer applies to `start`. The state of the
     inner optimizers stays each site's own. Source: Douillard et al., DiLoCo, arXiv 2311.08105,
     algorithm 1; with `method=og.Dense()` and `outer=lambda params: SGD(params, lr=1)` it is
-    federated averaging (McMahan et al., arXiv 1602.05629).
+    federated averaging (McMahan et al., arXiv 1602.05629). With `stream` and `overlap` it is
+    Streaming DiLoCo (Douillard et al., arXiv 2501.18512, algorithm 2).
 
     Attributes:
         k: steps of the optimizer between two exchanges (H in DiLoCo).
@@ -44,15 +45,27 @@ class LocalSteps:
         method: how the change travels: `og.Dense()`; `og.RankDAD(...)` or `og.PowerSGD(...)` for
             weights at low rank and the rest dense; `og.Sparse(...)` for a few entries of weights;
             `og.PerLayer({...})` of these and `og.Local()`.
+        stream: fragments of the model, of about equal numbers of elements, that take turns: one is
+            exchanged after every k / stream steps, each after every k. What a method says of a
+            step, as a budget, is then of the exchange of one fragment.
+        overlap: steps that are made while an exchange travels; it is applied behind them. Less than
+            k / stream; with 0 sites wait for it.
+        alpha: the part of its own weights that a site keeps in an exchange, 0 or more and less than
+            1: the weights become `alpha * own + (1 - alpha) * shared`. By default 1/2 with
+            `overlap`, so that what the site did meanwhile is not lost, else 0.
     """
 
     k: int
     outer: Outer = field(default=nesterov, kw_only=True)
     method: Method | PerLayer = field(default_factory=Dense, kw_only=True)
+    stream: int = field(default=1, kw_only=True)
+    overlap: int = field(default=0, kw_only=True)
+    alpha: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the settings."""
         require(type(self.k) is int and self.k >= 1, self, "k", "a whole number, 1 or more")
+        self._check_turns()
         _described(self.outer)
         if not isinstance(self.method, PerLayer):
             _check_method(self.method)
@@ -62,9 +75,32 @@ class LocalSteps:
         for method in self.method.methods.values():
             _check_method(method)
 
+    def _check_turns(self) -> None:
+        whole = type(self.stream) is int and self.stream >= 1
+        remedy = f"a whole number, 1 or more, that divides k={self.k}"
+        require(whole and self.k % self.stream == 0, self, "stream", remedy)
+        fits = type(self.overlap) is int and 0 <= self.overlap < self.period
+        remedy = f"a whole number, 0 or more and less than k / stream = {self.period}"
+        require(fits, self, "overlap", remedy)
+        number = self.alpha is None or type(self.alpha) in (int, float)
+        require(number and 0 <= self.kept < 1, self, "alpha", "0 or more and less than 1")
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange of a fragment to the next one's."""
+        return self.k // self.stream
+
+    @property
+    def kept(self) -> float:
+        """The part of its own weights that a site keeps in an exchange."""
+        usual = 0.5 if self.overlap else 0.0
+        return usual if self.alpha is None else self.alpha
+
     def __repr__(self) -> str:
         """The same on every site, as it is what the sites compare."""
-        return f"LocalSteps({self.k}, outer={_described(self.outer)}, method={self.method!r})"
+        turns = {"stream": (self.stream, 1), "overlap": (self.overlap, 0), "alpha": (self.kept, 0)}
+        more = "".join(f", {name}={v}" for name, (v, usual) in turns.items() if v != usual)
+        return f"LocalSteps({self.k}, outer={_described(self.outer)}, method={self.method!r}{more})"
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> Optimizer:
         """A new outer optimizer."""

@@ -20,6 +20,7 @@ from outergrad.messages.header import Header, Join
 from outergrad.session.going_on import GoingOn
 from outergrad.session.made_equal import ReplicaState
 from outergrad.step import param_grad
+from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
 from outergrad.step.step import SharedStep
 
@@ -100,10 +101,14 @@ class Joining(GoingOn):
         """Begins a step without a backward."""
         self._require_group()
         self._forget_gradients()
-        loop = Loop(0, join, self._buffers.none_written())
-        header = self._header_builder.absent(self._stats.step, loop)
-        step = self._step = self._new_step(header)
+        loop, due = Loop(0, join, self._buffers.none_written()), self._next_share()
+        header = due.header_builder.absent(self._stats.step, loop)
+        step = self._step = self._new_step(header, model=due.model, planner=due.planner)
         return step
+
+    def _next_share(self) -> Share:
+        """What the next step of the others is about."""
+        return Share(self._model, self._planner, self._header_builder)
 
     def _forget_gradients(self) -> None:
         """As the loops of the others do before each backward; what was not shared is lost."""

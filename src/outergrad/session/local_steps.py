@@ -9,29 +9,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
-from outergrad.capture.optimizer_steps import StepCounter, ignore, listen
+from outergrad.capture.optimizer_steps import ignore, listen
 from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
 from outergrad.methods import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
+from outergrad.session.exchanging import Exchanging
 from outergrad.session.inspect import Inspection
-from outergrad.session.session import Session
 from outergrad.session.settings import Settings
-from outergrad.step.header_builder import Announced, Loop
 
 
-class LocalStepsSession(Session):
-    """A session whose shared model is the weights as the last exchange left them.
+class LocalStepsSession(Exchanging):
+    """A session that exchanges behind some steps of the optimizers of a model.
 
-    The weights of then are parameters of their own, and how far each site has gone from them is
-    their gradient: a shared step makes it the mean over the sites, the outer optimizer applies it,
-    and every site goes on from there. What the user's backward passes do, nobody is told.
+    What the user's backward passes do, nobody is told.
     """
 
     def __init__(
@@ -42,12 +38,7 @@ class LocalStepsSession(Session):
         settings: Settings,
         method: LocalSteps,
     ) -> None:
-        self._trained, self._k = dict(inspection.model.params), method.k
-        self._start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
-        self._outer = method.optimizer(list(self._start.values()))
-        shared = replace(inspection, model=replace(inspection.model, params=self._start))
-        super().__init__(shared, comm, fingerprint, settings)
-        self._counter = StepCounter({id(p): name for name, p in self._trained.items()}, method.k)
+        super().__init__(inspection, comm, fingerprint, settings, method)
         self._begun = False
         self._claims = [Claim(p, self) for p in self._trained.values()]
         listen(self)
@@ -57,13 +48,19 @@ class LocalStepsSession(Session):
     def flush(self) -> None:
         """Shares what has changed since the last exchange, if anything has: at the end of training.
 
-        Call it on every site, after the same number of steps.
+        Call it on every site, after the same number of steps. Then all have the same weights.
 
         Raises:
             RuntimeError: this site lost the others.
         """
-        if self._attached and self._counter.any_made:
-            self._exchange()
+        if self._attached:
+            self._apply(self._method.kept)
+            if self._counter.any_made:
+                self._count_samples()
+            while self._fragments.seek():
+                self._send(overlaps=False)
+                self._apply(0.0)
+            self._counter.restart()
         super().flush()
 
     @contextmanager
@@ -88,20 +85,27 @@ class LocalStepsSession(Session):
         if line.parameter not in self._trained:
             return line
         why, reveals = (text.replace("gradient", "change") for text in (line.why, line.reveals))
-        often = "every step" if self._k == 1 else f"every {self._k} steps"
+        k = self._method.k
+        often = "every step" if k == 1 else f"every {k} steps"
+        often += self._fragments.told(line.parameter)
         return replace(line, why=f"change of the weights, {often}; {why}", reveals=reveals)
 
     def state_dict(self) -> StateDict:
         """As `Session.state_dict`, with the weights of the last exchange and the outer optimizer.
 
         It may be saved between two exchanges, too, beside each site's own model and optimizer.
+        What is under way is waited for, and applied when it would have been.
         """
+        state = super().state_dict()
+        if self._failed is not None:
+            self._apply(self._method.kept)
         local_steps = {
             "start": {name: p.detach().clone() for name, p in self._start.items()},
             "outer": copy.deepcopy(self._outer.state_dict()),
             "made": dict(self._counter.made),
+            "turns": self._turns(),
         }
-        return {**super().state_dict(), "local_steps": local_steps}
+        return {**state, "local_steps": local_steps}
 
     def load_state_dict(self, state: StateDict | Sequence[StateDict]) -> None:
         """As `Session.load_state_dict`; the weights of now come with the model.
@@ -118,13 +122,20 @@ class LocalStepsSession(Session):
                 p.copy_(found["start"][name])
         self._outer.load_state_dict(copy.deepcopy(found["outer"]))
         self._counter.made, self._begun = dict(found["made"]), True
+        self._load_turns(found.get("turns"))
 
     def detach(self) -> None:
-        """Ends the session: each site keeps the weights that it has; `flush()` makes them equal."""
+        """Ends the session: each site keeps the weights that it has; `flush()` makes them equal.
+
+        What is under way is waited for, and not applied.
+        """
         ignore(self)
         for claim in self._claims:
             claim.remove()
         super().detach()
+        failed, self._failed = self._failed, None
+        if isinstance(failed, DriftError):
+            raise failed
 
     # -- what optimizers call -------------------------------------------------------------------
 
@@ -139,44 +150,19 @@ class LocalStepsSession(Session):
                 p.copy_(self._trained[name])
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """A local step is made; the k-th ends with an exchange."""
+        """A local step is made; behind some an exchange begins, or is applied."""
         holder = self._counter.holder(optimizer)
         if holder is None:
             return
         self._counter.count(holder)
+        self._fragments.stepped()
+        if self._counter.reached(self._method.overlap):
+            self._apply(self._method.kept)
         if self._counter.due:
-            self._exchange()
-
-    # -- an exchange ----------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        self._require_group()
-        self._refuse_converted()
-        for name, p in self._start.items():
-            p.grad = p - self._trained[name]
-        drift = None
-        try:
-            self._share()
-        except DriftError as error:  # the exchange counts, and is gone through to its end
-            drift = error
-        self._outer.step()
-        for name, p in self._start.items():
-            self._trained[name].copy_(p)
-            p.grad = None
-        self._counter.restart()
-        if drift is not None:
-            raise drift
-
-    def _share(self) -> None:
-        """Makes the changes their mean over the sites, in a step without a backward."""
-        loop = Loop(self._weighting.weight, self._join, self._buffers.written())
-        header = self._header_builder.header(
-            Announced(self._stats.step, self._start.keys(), loop=loop)
-        )
-        with self._giving_up():
-            step = self._step = self._new_step(header, transform=self._transform)
-        self._finish(step)
+            self._count_samples()
+            self._send(overlaps=self._method.overlap > 0)
+            if not self._method.overlap:
+                self._apply(self._method.kept)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
         """Backward passes are the user's own; what is of another dtype is refused when shared."""
@@ -187,13 +173,3 @@ class LocalStepsSession(Session):
             "exchanges: pass og.distribute(..., verify_every=n, on_drift='mend'), which makes "
             "equal what they have in common"
         )
-
-    def _refuse_converted(self) -> None:
-        for name, p in self._start.items():
-            now = self._trained[name]
-            if (now.dtype, now.device) != (p.dtype, p.device):
-                raise RuntimeError(
-                    f"{name!r} was {p.dtype} on {p.device} when the model was distributed and is "
-                    f"{now.dtype} on {now.device}: call session.detach(), convert, and distribute "
-                    f"again on every site"
-                )

@@ -48,4 +48,4 @@ def settle_again(compressors: Compressors, model: Model, comm: Comm) -> None:
     for compressor, _ in compressors.items():
         compressor.settle(comm.cost, comm.capabilities)
     for compressor, units in compressors.items():
-        compressor.settle_budget(units, _whole(model))
+        compressor.settle_budget(units, _whole(compressors.step_of(units, model)))

@@ -14,6 +14,7 @@ from outergrad.core.protocols import Rules
 from outergrad.core.transport import Comm, Transport
 from outergrad.methods import LocalSteps
 from outergrad.session.description import shared_tensors
+from outergrad.session.fragments import streamed
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.session import Session
@@ -44,7 +45,7 @@ class Topology:
             ValueError: the model or the method cannot be used.
         """
         if isinstance(method, LocalSteps):
-            return inspect(model, method.method, {})
+            return streamed(inspect(model, method.method, {}), method)
         return inspect(model, method, rules)
 
     def refuse_settings(self, **settings: Any) -> None:

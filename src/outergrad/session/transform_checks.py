@@ -78,7 +78,7 @@ def refuse_unfit(
         return
     problems = [_of_any(inspection)]
     if transform.needs_all_layers:
-        problems.append(_of_all_layers(inspection))
+        problems.append(_of_all_layers(method, inspection))
     if transform.needs_samples:
         problems.append(_of_samples(model, method, inspection))
         problems.append(iter(()) if keeps else _of_buffers(model, inspection))
@@ -100,7 +100,12 @@ def _of_any(inspection: Inspection) -> Iterator[str]:
         )
 
 
-def _of_all_layers(inspection: Inspection) -> Iterator[str]:
+def _of_all_layers(method: Any, inspection: Inspection) -> Iterator[str]:
+    if isinstance(method, LocalSteps) and method.stream > 1:
+        yield (
+            f"needs_all_layers, but og.LocalSteps(stream={method.stream}) exchanges a fragment of "
+            f"the model at a time: use stream=1"
+        )
     first, *others = inspection.every.items()
     for name, k in others:
         if k != first[1]:

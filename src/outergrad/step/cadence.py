@@ -93,7 +93,7 @@ class Cadence:
         if self.always:
             return DueParts(self._whole, used, set(), carried_over, None)
         names = frozenset(name for name, k in self._every.items() if self.passes % k == 0)
-        rest, due = self._every.keys() - names, self._share(names) if names else None
+        rest, due = self._every.keys() - names, self.share(names) if names else None
         later = self._keeping(task, rest, used, carried_over) if rest else None
         if due is None:
             return DueParts(None, set(), set(), carried_over, later)
@@ -114,7 +114,8 @@ class Cadence:
         if due_parts.later is not None:
             due_parts.later.finish()
 
-    def _share(self, names: frozenset[str]) -> Share:
+    def share(self, names: frozenset[str]) -> Share:
+        """The part of the model with these parameters, which has plans and headers of its own."""
         if names not in self._shares:
             self._shares[names] = self._whole.of(names)
         return self._shares[names]

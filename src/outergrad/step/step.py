@@ -52,7 +52,7 @@ class SharedStep(StartingStep):
         self._readiness = Readiness(spec.used)
         self._buckets: list[Bucket] = []
         self._sent: list[tuple[Bucket, Pending]] = []
-        self._goes_on = spec.before is not None
+        self._goes_on, self._is_sent = spec.before is not None, False
         self._lost_by: ExchangeError | None = None
         self.context = spec.context(self.captured)
         self._receiver = Receiver(planner, self.context)
@@ -141,6 +141,16 @@ class SharedStep(StartingStep):
         if decision.verdict >= Verdict.REFUSED:
             raise decision.error(self.subjects, self.context.blocks) from self._ballot.cause
 
+    def send(self) -> None:
+        """Starts all messages of which the gradients are there; `finish` takes in what they bring.
+
+        A step without a backward may call it itself, and compute while they travel.
+        """
+        self._begins_to_end()
+        self._start_all()
+        self._sent_all()
+        self._is_sent = True
+
     def settle(self, decision: Decision) -> None:
         """The step is over; if it does not count, no gradient is left, nor what was before it."""
         self.decision = decision
@@ -192,9 +202,8 @@ class SharedStep(StartingStep):
         A site whose messages all were good votes so even if other sites say that they failed:
         these vote, too.
         """
-        self._begins_to_end()
-        self._start_all()
-        self._sent_all()
+        if not self._is_sent:
+            self.send()
         assert self._buffers is not None
         self._buffers.start()
         self._receiver.start_second_rounds(self._sent)
@@ -211,7 +220,7 @@ class SharedStep(StartingStep):
         self._planner.header_cache.was_wrong()
         self._planner.commit(applied=False)
         header = self.captured.unsettled(self.context.header)
-        self.choice, self._sent, self._buffers = None, [], None
+        self.choice, self._sent, self._buffers, self._is_sent = None, [], None, False
         self.context.state, self._goes_on = State.GOOD, False
         self.context.forget()
         self._ballot = Ballot(self._comm, self.context.header, self.subjects)

@@ -186,6 +186,10 @@ def test_a_method_can_be_named_with_settings(name, method):
             og.LocalSteps(7, method=og.Sparse(density=0.05)),
         ),
         (
+            "local-steps:k=8:stream=2:overlap=1:alpha=0.25:method=rank-dad:budget=3kB",
+            og.LocalSteps(8, method=og.RankDAD(budget="3kB"), stream=2, overlap=1, alpha=0.25),
+        ),
+        (
             "local-steps:k=7:lr=1:momentum=0",
             og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1)),
         ),
@@ -248,6 +252,7 @@ def test_parts_may_be_local():
         ("powersgd:rank=0", "powersgd:rank=0: rank=0; use 1 or more"),
         ("dense:rank=2", "there is no setting 'rank'; use every"),
         ("local-steps:k=0", "LocalSteps: k=0; use a whole number, 1 or more"),
+        ("local-steps:k=9:stream=2", "LocalSteps: stream=2; use a whole number, 1 or more, that"),
         ("local-steps:method=ddp", "method=ddp; use dense, rank-dad, og-powersgd or sparse"),
         ("local-steps:method=local-steps:k=2", "use dense, rank-dad, og-powersgd or sparse"),
         ("local-steps:method=dad", "has no factors"),

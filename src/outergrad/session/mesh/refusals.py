@@ -35,6 +35,11 @@ def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
             f"og.LocalSteps of {_SHARDED}: how whole weights have changed, no rank knows; use "
             f"og.RankDAD(...), og.PowerSGD(...), og.Sparse(...) or og.Dense()"
         )
+    if isinstance(method, LocalSteps) and method.overlap:
+        yield (
+            f"og.LocalSteps(overlap={method.overlap}): the ranks of a site wait for each other in "
+            f"an exchange; use overlap=0"
+        )
 
 
 def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iterator[str]:

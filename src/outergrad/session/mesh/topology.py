@@ -15,6 +15,7 @@ from outergrad.core.transport import Capability
 from outergrad.methods import Dense, LocalSteps
 from outergrad.session.capable import refuse_lacking
 from outergrad.session.description import shared_tensors
+from outergrad.session.fragments import streamed
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.local_steps import MeshLocalSteps
@@ -60,7 +61,7 @@ class MeshTopology(Topology):
             inspection, self._shards = look_at(model, method, self._mesh)
         elif isinstance(method, LocalSteps):
             self._inside = inspect(model, Dense(), {})
-            inspection = inspect(model, method.method, {}, replays=False)
+            inspection = streamed(inspect(model, method.method, {}, replays=False), method)
         else:
             refuse_lacking("mesh=", {Capability.ALL_TO_ALL}, self._levels.local)
             inspection = inspect(model, method, rules, replays=False)

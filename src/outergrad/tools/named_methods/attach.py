@@ -99,7 +99,7 @@ class Distributed:
             model=model,
             session=session,
             start_bytes=session.stats().total_sent_bytes,
-            period=getattr(self.method, "k", getattr(self.method, "every", 1)),
+            period=getattr(self.method, "period", getattr(self.method, "every", 1)),
         )
 
     def beside(self, local: Sequence[str], *, joint: bool) -> "Distributed":
@@ -120,14 +120,21 @@ def _edad(blocks: str = "", **settings: Any) -> Distributed:
 
 
 def _local_steps(
-    k: int = 50, method: str = "dense", lr: float = 0.7, momentum: float = 0.9
+    k: int = 50,
+    method: str = "dense",
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    stream: int = 1,
+    overlap: int = 0,
+    alpha: float | None = None,
 ) -> Distributed:
     """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites."""
     inner = _attach_of(method)
     if not isinstance(inner, Distributed) or isinstance(inner.method, (og.Auto, og.LocalSteps)):
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
     outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
-    return Distributed(og.LocalSteps(k, outer=outer, method=inner.method))
+    turns = {"stream": stream, "overlap": overlap, "alpha": alpha}
+    return Distributed(og.LocalSteps(k, outer=outer, method=inner.method, **turns))
 
 
 def _auto(among: str = "", **settings: Any) -> Distributed:

@@ -1,0 +1,195 @@
+"""An exchange of `og.LocalSteps`: sent behind one step, applied behind the same or a later one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from outergrad.capture.optimizer_steps import StepCounter
+from outergrad.core.errors import DriftError
+from outergrad.core.transport import Comm
+from outergrad.core.types import StateDict
+from outergrad.methods import LocalSteps
+from outergrad.session.fragments import Fragment, Fragments
+from outergrad.session.inspect import Inspection
+from outergrad.session.session import Session
+from outergrad.session.settings import Settings
+from outergrad.step.cadence import Share
+from outergrad.step.header_builder import Announced, Loop
+
+
+class Exchanging(Session):
+    """A session whose shared model is the weights as the last exchanges left them.
+
+    The weights of then are parameters of their own, and how far each site has gone from them is
+    their gradient: a shared step makes it the mean over the sites, the outer optimizer applies it,
+    and every site goes on from there.
+    """
+
+    def __init__(
+        self,
+        inspection: Inspection,
+        comm: Comm,
+        fingerprint: int,
+        settings: Settings,
+        method: LocalSteps,
+    ) -> None:
+        self._trained, self._method = dict(inspection.model.params), method
+        self._start = {n: nn.Parameter(p.detach().clone()) for n, p in self._trained.items()}
+        self._outer = method.optimizer(list(self._start.values()))
+        shared = replace(inspection, model=replace(inspection.model, params=self._start))
+        super().__init__(shared, comm, fingerprint, settings)
+        names = {id(p): name for name, p in self._trained.items()}
+        self._counter = StepCounter(names, method.period)
+        self._fragments = Fragments(inspection.compressors.parts or [frozenset(self._start)])
+        self._under_way: Fragment | None = None
+        """What was sent, and is not applied yet."""
+        self._failed: Exception | None = None
+        """Why its mean is not there, or what else was found."""
+        self._origin: dict[str, Tensor] = {}
+        """Where this site's next change begins, if not at the shared weights: so each of its own
+        steps counts once, whatever it has been moved by exchanges."""
+        self._when_sent: dict[str, Tensor] = {}
+        """This site's weights of what is under way, as they were then."""
+
+    # -- what is sent ---------------------------------------------------------------------------
+
+    def _count_samples(self) -> None:
+        if not self._weighting.is_even:
+            self._fragments.count(self._weighting.take())
+
+    @torch.no_grad()
+    def _send(self, *, overlaps: bool) -> None:
+        """Begins to make the changes their mean over the sites, in a step without a backward.
+
+        Args:
+            overlaps: whether this site makes steps of its own while it travels.
+        """
+        self._require_group()
+        self._refuse_converted()
+        self._drop_gradients()
+        due, share = self._fragments.due, self._next_share()
+        for name, p in share.model.params.items():
+            p.grad = self._origin.get(name, p) - self._trained[name]
+        weight = 1 if self._weighting.is_even else due.samples
+        loop = Loop(weight, self._join, self._buffers.written())
+        about = Announced(self._stats.step, share.model.params.keys(), loop=loop)
+        own = {"model": share.model, "planner": share.planner, "transform": self._transform}
+        with self._giving_up():
+            step = self._step = self._new_step(share.header_builder.header(about), **own)
+            self._under_way = due
+            if overlaps:
+                self._when_sent = {name: self._trained[name].clone() for name in due.names}
+                step.send()
+                self._counter.restart()
+
+    def _next_share(self) -> Share:
+        return self._cadence.share(self._fragments.due.names)
+
+    def _refuse_converted(self) -> None:
+        for name, p in self._start.items():
+            now = self._trained[name]
+            if (now.dtype, now.device) != (p.dtype, p.device):
+                raise RuntimeError(
+                    f"{name!r} was {p.dtype} on {p.device} when the model was distributed and is "
+                    f"{now.dtype} on {now.device}: call session.detach(), convert, and distribute "
+                    f"again on every site"
+                )
+
+    # -- what comes of it -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _apply(self, kept: float) -> None:
+        """Waits for what is under way, if anything is, and goes on from there.
+
+        Args:
+            kept: the part of its own weights that this site keeps.
+
+        Raises:
+            DriftError: sites have applied different things before; the exchange counts.
+            RuntimeError: it does not count.
+        """
+        if self._under_way is None:
+            return
+        self._receive()
+        failed, fragment = self._failed, self._under_way
+        self._failed = self._under_way = None
+        if failed is None or isinstance(failed, DriftError):
+            self._outer.step()
+            self._mix(fragment, kept)
+        self._drop_gradients()
+        self._when_sent = {}
+        if failed is not None:
+            raise failed
+
+    def _receive(self) -> None:
+        """Waits for what is under way: its mean is then in the gradients of the weights of then."""
+        if self._under_way is None or self._step is None:
+            return
+        try:
+            self._finish(self._step)
+        except Exception as error:
+            self._failed = error
+        except BaseException:  # an interrupt: what this site has there is no mean
+            self._under_way = None
+            raise
+
+    def _mix(self, fragment: Fragment, kept: float) -> None:
+        """Moves this site's weights to the shared ones, or some of the way."""
+        then, self._when_sent = self._when_sent, {}
+        for name in fragment.names:
+            own, shared = self._trained[name], self._start[name]
+            meanwhile = then[name] - own if then else None
+            own.lerp_(shared, 1 - kept) if kept else own.copy_(shared)
+            if kept or self._method.overlap:
+                self._origin[name] = own.clone() if meanwhile is None else own + meanwhile
+        fragment.differs, fragment.is_spent = kept > 0 or bool(then), True
+        self._fragments.pass_on()
+        if not then:
+            self._counter.restart()
+
+    def _drop_gradients(self) -> None:
+        for p in self._start.values():
+            p.grad = None
+
+    # -- what else uses the transport -----------------------------------------------------------
+
+    def end_unfinished(self, *, unless: int) -> None:
+        """Something else is to be exchanged: what is under way comes first."""
+        self._receive()
+        super().end_unfinished(unless=unless)
+
+    def _forget_gradients(self) -> None:
+        """Nothing: no backward leaves some in the weights of then."""
+
+    # -- saved and loaded -----------------------------------------------------------------------
+
+    def _turns(self) -> StateDict:
+        """Which fragment is next, and the mean that has come and is not applied yet."""
+        waiting = self._under_way is not None
+        found = {name: p.grad for name, p in self._start.items() if waiting}
+        mean = {name: g.detach().clone() for name, g in found.items() if g is not None}
+        own = {"origin": self._origin, "when_sent": self._when_sent}
+        copies = {what: {n: x.clone() for n, x in found.items()} for what, found in own.items()}
+        return {**self._fragments.state(), "waiting": waiting, "mean": mean, **copies}
+
+    def _load_turns(self, state: StateDict | None) -> None:
+        """Goes on from there; None for a state of before fragments took turns."""
+        self._drop_gradients()
+        self._failed = self._under_way = None
+        self._origin, self._when_sent = {}, {}
+        if state is None:
+            self._fragments.load({"turn": 0, "fragments": [[self._counter.any_made, 0, True]]})
+            return
+        self._fragments.load(state)
+        if state["waiting"]:
+            self._under_way = self._fragments.due
+        for name, mean in self._like_start(state["mean"]).items():
+            self._start[name].grad = mean
+        self._origin = self._like_start(state["origin"])
+        self._when_sent = self._like_start(state["when_sent"])
+
+    def _like_start(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.to(self._start[name], copy=True) for name, x in tensors.items()}
