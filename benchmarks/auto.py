@@ -25,21 +25,22 @@ import outergrad as og
 from outergrad.comm.cost import RingCost
 from outergrad.core.choosing import Rows
 from outergrad.core.compressor import Compressor
+from outergrad.core.protocols import Method
 from outergrad.core.types import Link, Route, Slot, Unit
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.methods.auto.forecast import Forecaster, route_of
 from outergrad.methods.auto.knowledge import Arm
 from outergrad.methods.dense import DenseCompressor
 
-EXACT: Sequence[og.core.protocols.Method] = (og.Dense(), og.DAD())
-LOSSY: Sequence[og.core.protocols.Method] = (*EXACT, og.RankDAD(rank=4), og.Sparse(density=0.02))
+EXACT: Sequence[Method] = (og.Dense(), og.DAD())
+LOSSY: Sequence[Method] = (*EXACT, og.RankDAD(rank=4), og.Sparse(density=0.02))
 NOISES = (0.01, 0.03, 0.1, 0.25)
 """Of a step; the last is that of a machine of two cores that others use, too."""
 SETTLED = 1000
 NEAR = 1.05
 
 
-def compressors_of(methods: Sequence[og.core.protocols.Method], sites: int) -> list[Compressor]:
+def compressors_of(methods: Sequence[Method], sites: int) -> list[Compressor]:
     """Theirs, on a ring of sites."""
     found = [method.compressor() or DenseCompressor() for method in methods]
     for compressor in found:
@@ -67,7 +68,7 @@ class Setting:
     units: tuple[Unit, ...]
     rows: Rows
     sites: int
-    methods: Sequence[og.core.protocols.Method]
+    methods: Sequence[Method]
     link: Link
     flops_per_s: float
     base_s: float

@@ -4,40 +4,46 @@ Sites that train replicas of one model exchange the factors of its weight gradie
 and deltas, instead of the gradients: the same gradients at a fraction of the bytes.
 """
 
-from outergrad import events, report, transforms, wire
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from outergrad._version import __version__
-from outergrad.checkpoint import Checkpoints, DCPState, Restored
-from outergrad.comm.process_group import TorchDistributed
-from outergrad.core.errors import (
-    BadStepsError,
-    DriftError,
-    SiteLostError,
-    SitesChangedError,
-    StepDiscardedError,
-)
-from outergrad.core.protocols import Rule
-from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
-from outergrad.core.types import Call, Factors, Part, Slot
-from outergrad.layers import RULES
-from outergrad.methods import (
-    DAD,
-    EDAD,
-    Auto,
-    Dense,
-    Local,
-    LocalSteps,
-    PerLayer,
-    PowerSGD,
-    RankDAD,
-    Schedule,
-    Sparse,
-)
-from outergrad.record.jsonl import JSONL
-from outergrad.record.tensorboard import TensorBoard
-from outergrad.record.wandb import WandB
-from outergrad.session.attach import distribute
-from outergrad.session.session import Session
-from outergrad.star.transport import Star
+
+if TYPE_CHECKING:
+    from outergrad import events, report, transforms, wire
+    from outergrad.checkpoint import Checkpoints, DCPState, Restored
+    from outergrad.comm.process_group import TorchDistributed
+    from outergrad.core.errors import (
+        BadStepsError,
+        DriftError,
+        SiteLostError,
+        SitesChangedError,
+        StepDiscardedError,
+    )
+    from outergrad.core.protocols import Rule
+    from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
+    from outergrad.core.types import Call, Factors, Part, Slot
+    from outergrad.layers import RULES
+    from outergrad.methods import (
+        DAD,
+        EDAD,
+        Auto,
+        Dense,
+        Local,
+        LocalSteps,
+        PerLayer,
+        PowerSGD,
+        RankDAD,
+        Schedule,
+        Sparse,
+    )
+    from outergrad.record.jsonl import JSONL
+    from outergrad.record.tensorboard import TensorBoard
+    from outergrad.record.wandb import WandB
+    from outergrad.session.attach import distribute
+    from outergrad.session.session import Session
+    from outergrad.star.transport import Star
 
 __all__ = [
     "DAD",
@@ -81,3 +87,57 @@ __all__ = [
     "transforms",
     "wire",
 ]
+
+_HOMES = {
+    "checkpoint": ("Checkpoints", "DCPState", "Restored"),
+    "comm.process_group": ("TorchDistributed",),
+    "core.errors": (
+        "BadStepsError",
+        "DriftError",
+        "SiteLostError",
+        "SitesChangedError",
+        "StepDiscardedError",
+    ),
+    "core.protocols": ("Rule",),
+    "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
+    "core.types": ("Call", "Factors", "Part", "Slot"),
+    "layers": ("RULES",),
+    "methods": (
+        "DAD",
+        "EDAD",
+        "Auto",
+        "Dense",
+        "Local",
+        "LocalSteps",
+        "PerLayer",
+        "PowerSGD",
+        "RankDAD",
+        "Schedule",
+        "Sparse",
+    ),
+    "record.jsonl": ("JSONL",),
+    "record.tensorboard": ("TensorBoard",),
+    "record.wandb": ("WandB",),
+    "session.attach": ("distribute",),
+    "session.session": ("Session",),
+    "star.transport": ("Star",),
+}
+_MODULES = ("events", "report", "transforms", "wire")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: 300 files, and PyTorch."""
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is not None:
+        value = getattr(import_module(f"outergrad.{home}"), name)
+    elif name in _MODULES:
+        value = import_module(f"outergrad.{name}")
+    else:
+        problem = f"module 'outergrad' has no attribute {name!r}"
+        raise AttributeError(problem, name=name, obj=sys.modules[__name__])
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *(name for name in __all__ if name not in globals())]

@@ -16,6 +16,7 @@ from torch import nn
 import outergrad as og
 from cases import EVERY, SHARED_STREAM, Case, build, pooled, relative_error, run
 from covering import covering
+from outergrad import methods
 from outergrad.layers import rule_for
 from ranks import run_on_lasting_groups
 from seeding import seed
@@ -23,7 +24,7 @@ from seeding import seed
 CASES = build()
 STEPS = 3
 RULES = og.RULES.values()
-ALL_METHODS = {getattr(og.methods, name) for name in og.methods.__all__}
+ALL_METHODS = {getattr(methods, name) for name in methods.__all__}
 NOT_EXACT = {og.Schedule, og.LocalSteps, og.Local, og.PerLayer}
 """Does what its methods do in turn; shares weights; shares nothing; does what its parts do."""
 SIXTHS = [list(EVERY)[k::6] for k in range(6)]

@@ -22,7 +22,6 @@ def test_outergrad_imports_none_of_them():
     assert done.returncode == 0, done.stderr
     assert "outergrad.integrations" in done.stdout.split()
     assert not set(LIBRARIES) & set(done.stdout.split())
-    assert "torch.distributed.checkpoint" not in done.stdout.split()  # half a second
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

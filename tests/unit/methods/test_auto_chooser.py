@@ -12,6 +12,7 @@ import pytest
 import outergrad as og
 from outergrad.comm.cost import RingCost
 from outergrad.core.choosing import Outcome, Rows, Trial
+from outergrad.core.protocols import Method
 from outergrad.core.types import Link, Slot, Unit
 from outergrad.methods.auto.chooser import AutoChooser
 from outergrad.methods.auto.gains import lower_bound
@@ -48,7 +49,7 @@ class Site:
 
 
 def new_chooser(
-    methods: Sequence[og.core.protocols.Method] = METHODS,
+    methods: Sequence[Method] = METHODS,
     units: Sequence[Unit] = UNITS,
     link: Link = LINK,
     looking: float = 0.01,
