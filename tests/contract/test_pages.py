@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
-from click.exceptions import Exit
 from torch import nn
 from torch.distributed.run import get_args_parser
 
@@ -64,7 +63,7 @@ def parse(args: list[str]) -> None:
     """Has our command line read this, without doing it.
 
     Raises:
-        click.UsageError: there is no such command or option, or a value is of the wrong type.
+        Exception: there is no such command or option, or a value is of the wrong type.
     """
     command = typer.main.get_command(app)
     name = "outergrad"
@@ -72,7 +71,7 @@ def parse(args: list[str]) -> None:
         name, *args = args
         assert name in command.commands, f"no command {name!r}"
         command = command.commands[name]
-    with contextlib.suppress(Exit):  # --help and --version say something and end
+    with contextlib.suppress(typer.Exit):  # --help and --version say something and end
         command.make_context(name, list(args))
 
 
