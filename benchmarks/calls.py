@@ -1,0 +1,89 @@
+"""How many functions of Python a backward calls, counted: a figure without noise.
+
+    python benchmarks/calls.py              # the deep MLP, by dense, dad and rank-dad-4
+    python benchmarks/calls.py --by-name    # and which functions of outergrad these are
+
+Two sites, threads of one process, make the same steps until these are alike; then the calls of
+twenty backward passes of one site are counted, and divided by twenty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+import outergrad as og
+from outergrad.launch.simulate import Stop, simulate
+from outergrad_lab.workloads import WORKLOADS
+
+METHODS = {"dense": og.Dense(), "dad": og.DAD(), "rank-dad-4": og.RankDAD(rank=4)}
+WARMUP, COUNTED = 40, 20
+PACKAGE = Path(og.__file__).parent
+
+
+def counted(method: Any, workload: str) -> Counter[str]:
+    """Calls by function in all counted steps of the first site."""
+
+    def site(group: dist.ProcessGroup, stop: Stop) -> Counter[str]:
+        recipe, calls = WORKLOADS[workload], Counter[str]()
+        model, count = recipe.build(), group.rank() == 0
+        session = og.distribute(model, method, group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        x = torch.randn(recipe.batch_size, *recipe.format.shape)
+        y = torch.randint(0, recipe.format.classes, (recipe.batch_size,))
+        for step in stop.checked(range(WARMUP + COUNTED)):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            sys.setprofile(counter(calls) if count and step >= WARMUP else None)
+            loss.backward()
+            sys.setprofile(None)
+            optimizer.step()
+        session.detach()
+        return calls
+
+    return simulate(site, 2)[0]
+
+
+def counter(calls: Counter[str]) -> Any:
+    """A profile function of this thread."""
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls[name(frame)] += 1
+
+    return on_event
+
+
+def name(frame: FrameType) -> str:
+    """File and function, if it is outergrad's."""
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(PACKAGE):
+        return "others"
+    return f"{path.relative_to(PACKAGE)}: {frame.f_code.co_name}"
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workload", default="deep-mlp", help="of outergrad bench")
+    parser.add_argument("--by-name", action="store_true", help="the thirty most frequent")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for method, settings in METHODS.items():
+        calls = counted(settings, args.workload)
+        own = calls.total() - calls["others"]
+        print(f"{method:11} {calls.total() / COUNTED:8,.0f}, of outergrad {own / COUNTED:,.0f}")
+        for which, times in calls.most_common(30) if args.by_name else ():
+            print(f"{times / COUNTED:8,.1f}  {which}")
+
+
+if __name__ == "__main__":
+    main()
