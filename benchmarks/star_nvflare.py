@@ -147,7 +147,7 @@ def through_nvflare(options: argparse.Namespace, folder: Path) -> None:
     script.write_text(f"import runpy, sys\nsys.path.insert(0, {here!r})\n{run}\n")
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-c", _JOB, str(script), str(options.sites)]
-        command.append(" ".join(_site_command(options, folder, "{site}")))
+        command.append(" ".join(_site_command(options, folder, "%site%")))
         subprocess.run(command, check=True, stdout=log, stderr=log)
 
 

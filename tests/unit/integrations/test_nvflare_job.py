@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def pooled_losses() -> dict[str, list[float]]:
 
 
 def test_the_losses_of_a_job_are_those_of_pooled_data(tmp_path):
-    told = simulate(tmp_path, f"{{site}} {tmp_path}")
+    told = simulate(tmp_path, f"%site% {tmp_path}")
     for site, pooled in pooled_losses().items():
         file = tmp_path / f"{site}.json"
         assert file.exists(), told
@@ -65,11 +64,3 @@ def test_the_losses_of_a_job_are_those_of_pooled_data(tmp_path):
         *tmp_path.rglob("hub.key"),
         *tmp_path.rglob("authority.key"),
     ]
-
-
-def test_a_job_fails_when_the_script_of_a_site_does_and_says_which(tmp_path):
-    began = time.monotonic()
-    told = simulate(tmp_path, f"{{site}} {tmp_path} site-2")
-    assert "the script failed at site-2 (exit code 3)" in told, told
-    assert not list(tmp_path.glob("*.json"))
-    assert time.monotonic() - began < 60  # the other site does not wait ten minutes for it

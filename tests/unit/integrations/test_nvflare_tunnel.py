@@ -13,10 +13,14 @@ import pytest
 
 pytest.importorskip("nvflare", reason="nvflare is not installed: pip install 'outergrad[nvflare]'")
 
+from nvflare.apis.fl_constant import ReservedKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.tie.defs import Constant
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.message import Message
 
-from outergrad.integrations.nvflare.server import KIT, HubApplet, HubConnector
+from outergrad.integrations.nvflare.server import KIT, HubApplet, HubConnector, StarController
 from outergrad.integrations.nvflare.tunnel import CHANNEL, OPEN, Tunnels
 
 CLIENT, SERVER = "site-a.job", "server.job"
@@ -128,3 +132,19 @@ def test_who_is_no_client_of_the_job_gets_nothing(network, connector, topic):
     stranger = Tunnels(network.cell("site-c.job"))
     with pytest.raises(OSError, match="none of the clients"):
         stranger.ask(SERVER, topic, "one")
+
+
+@pytest.mark.parametrize(("min_sites", "fails"), [(None, True), (2, True), (1, False)])
+def test_a_job_ends_when_too_few_scripts_are_left(monkeypatch, min_sites, fails):
+    controller, told = StarController(min_sites=min_sites), []
+    monkeypatch.setattr(controller, "system_panic", lambda reason, fl_ctx: told.append(reason))
+    controller.participating_clients = ["site-a", "site-b"]
+    monkeypatch.setattr(controller, "_update_client_status", lambda *_, **__: None)
+    for name, code in (("site-a", 0), ("site-b", 3)):
+        fl_ctx, peer, request = FLContext(), FLContext(), Shareable()
+        peer.set_prop(ReservedKey.IDENTITY_NAME, name, private=False)
+        fl_ctx.set_peer_context(peer)
+        request[Constant.MSG_KEY_EXIT_CODE] = code
+        controller._process_client_done("done", request, fl_ctx)
+    assert bool(told) == fails
+    assert all("site-b (exit code 3)" in reason for reason in told)

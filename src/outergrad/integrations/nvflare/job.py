@@ -28,7 +28,7 @@ def star_job(
     Args:
         name: of the job.
         script: file of the training.
-        args: of the script, as in a shell; `{site}` in them stands for the name of the client.
+        args: of the script, as in a shell; `%site%` in them stands for the name of the client.
         min_clients: how many clients NVFLARE waits for. All that are connected then take part.
         mandatory_clients: names of those that have to be among them.
         grace_s: how long a site may be away before the others are told that it is lost.

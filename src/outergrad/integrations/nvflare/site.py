@@ -123,7 +123,7 @@ class StarExecutor(TieExecutor):
 
     Args:
         script: in the custom code of the job, or the full path of a file that the site has.
-        script_args: as in a shell; `{site}` in them stands for the name of the client.
+        script_args: as in a shell; `%site%` in them stands for the name of the client.
     """
 
     def __init__(self, script: str, script_args: str = "") -> None:
@@ -146,7 +146,7 @@ class StarExecutor(TieExecutor):
     def get_applet(self, fl_ctx: FLContext) -> Applet:
         """The script."""
         custom = fl_ctx.get_workspace().get_app_custom_dir(fl_ctx.get_job_id())
-        args = self.script_args.replace("{site}", fl_ctx.get_identity_name())
+        args = self.script_args.replace("%site%", fl_ctx.get_identity_name())
         return ScriptApplet(_found(Path(custom), self.script), args)
 
 
