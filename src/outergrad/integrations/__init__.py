@@ -1,1 +1,1 @@
-"""outergrad within other training libraries: a file per library, which only that file imports."""
+"""outergrad within other training libraries: a file or folder of each alone imports it."""

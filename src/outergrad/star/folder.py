@@ -122,6 +122,11 @@ class HubFolder:
         key, certificate = self.path / _KEYS[of], self.path / _CERTIFICATES[of]
         return Identity(key.read_text(), certificate.read_text())
 
+    def forget_keys(self) -> None:
+        """Removes what it signs with: the log can still be checked."""
+        for key in _KEYS.values():
+            (self.path / key).unlink(missing_ok=True)
+
     @property
     def certificate_file(self) -> Path:
         """Of the hub: whoever has it can check the log."""

@@ -1,0 +1,13 @@
+"""NVFLARE: the frames of a star through its TIE layer, between the job processes of its sites."""
+
+from __future__ import annotations
+
+try:
+    import nvflare as _nvflare  # noqa: F401
+except ImportError as error:
+    _needs = "outergrad.integrations.nvflare needs nvflare: "
+    raise ImportError(_needs + "pip install 'outergrad[nvflare]'") from error
+
+from outergrad.integrations.nvflare.job import star_job
+
+__all__ = ["star_job"]

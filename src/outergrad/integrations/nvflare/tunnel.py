@@ -1,0 +1,152 @@
+"""TCP connections through NVFLARE's network: numbered messages between the cells of two processes.
+
+NVFLARE hands messages to a pool of threads, so they may come in another order than they were sent.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.message import Message
+
+CHANNEL = "outergrad"
+OPEN, BYTES = "open", "bytes"
+_CONNECTION, _NUMBER = "outergrad.connection", "outergrad.number"
+_CHUNK_BYTES = 1 << 18
+_MOST_EARLY = 1 << 10
+"""Pieces that came before one that is missing: that one will not come any more."""
+
+
+class Tunnels:
+    """The connections of a process that go through its cell.
+
+    Args:
+        cell: of NVFLARE.
+    """
+
+    def __init__(self, cell: Any) -> None:
+        self.cell = getattr(cell, "core_cell", cell)  # without the streams around it: they wait
+        self._ends: dict[tuple[str, str], _End] = {}
+        self.cell.register_request_cb(CHANNEL, BYTES, self._take)
+
+    def carry(self, name: str, peer: str, connection: socket.socket) -> None:
+        """What a socket says goes to a peer, and what that says comes out of the socket.
+
+        Args:
+            name: of the connection, the same on both sides.
+            peer: full name of its cell.
+            connection: closed when the other side closes its own.
+        """
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def send(number: int, payload: bytes) -> bool:
+            message = Message({_CONNECTION: name, _NUMBER: number}, payload)
+            return not self.cell.fire_and_forget(CHANNEL, BYTES, peer, message, optional=True)[peer]
+
+        end = _End(connection, send, lambda: self._ends.pop((peer, name), None))
+        self._ends[peer, name] = end
+        end.start()
+
+    def ask(self, peer: str, topic: str, name: str = "", timeout_s: float = 10.0) -> bytes:
+        """A question to a peer, and its answer.
+
+        Raises:
+            OSError: there is none.
+        """
+        message = Message({_CONNECTION: name})
+        answer = self.cell.send_request(CHANNEL, topic, peer, message, timeout=timeout_s)
+        code = answer.get_header(MessageHeaderKey.RETURN_CODE)
+        if code != ReturnCode.OK:
+            told = answer.get_header(MessageHeaderKey.ERROR) or code
+            raise OSError(f"NVFLARE's server did not answer {topic!r}: {told}")
+        return bytes(answer.payload or b"")
+
+    def close(self) -> None:
+        """All."""
+        for end in list(self._ends.values()):
+            end.close()
+
+    def _take(self, message: Message) -> None:
+        key = message.get_header(MessageHeaderKey.ORIGIN), message.get_header(_CONNECTION)
+        end = self._ends.get(key)
+        if end is not None:
+            end.take(message.get_header(_NUMBER), bytes(message.payload or b""))
+
+
+def name_in(message: Message) -> str:
+    """Of the connection that a question is about."""
+    return str(message.get_header(_CONNECTION))
+
+
+class _End:
+    """One side of a connection.
+
+    Args:
+        connection: the socket.
+        send: a numbered piece to the other side, empty for the end; returns whether it went.
+        ended: called when nothing can come any more.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        send: Callable[[int, bytes], bool],
+        ended: Callable[[], object],
+    ) -> None:
+        self._connection, self._send, self._ended = connection, send, ended
+        self._lock, self._next = threading.Lock(), 0
+        self._early: dict[int, bytes] = {}
+        self._ordered = SimpleQueue[bytes]()
+        self._threads = [
+            threading.Thread(target=run, name="outergrad tunnel", daemon=True)
+            for run in (self._read, self._write)
+        ]
+
+    def start(self) -> None:
+        """Begins to read and write."""
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, number: int, payload: bytes) -> None:
+        """A piece came; it waits until those before it are there."""
+        with self._lock:
+            if len(self._early) == _MOST_EARLY:
+                self.close()
+                return
+            self._early[number] = payload
+            while self._next in self._early:
+                self._ordered.put(self._early.pop(self._next))
+                self._next += 1
+
+    def close(self) -> None:
+        """Ends both directions."""
+        with suppress(OSError):  # it is closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._ordered.put(b"")
+
+    def _read(self) -> None:
+        number, payload = 0, b"-"
+        while payload:
+            try:
+                payload = self._connection.recv(_CHUNK_BYTES)
+            except OSError:
+                payload = b""
+            if not self._send(number, payload):
+                break
+            number += 1
+        self.close()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while payload := self._ordered.get():
+                self._connection.sendall(payload)
+        self._ended()
+        self.close()
+        self._threads[0].join()
+        self._connection.close()
