@@ -17,7 +17,6 @@ METHODS = {
     "rank-dad gather": og.RankDAD(rank=2, reduce="gather"),
     "rank-dad two_way": og.RankDAD(rank=2, reduce="two_way"),
     "rank-dad all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
-    "rank-dad alternate": og.RankDAD(rank=2, reduce="alternate"),
     "powersgd": og.PowerSGD(rank=2),
     "sparse": og.Sparse(density=0.05),
     "sparse random": og.Sparse(density=0.05, select="random"),

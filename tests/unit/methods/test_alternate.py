@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import outergrad as og
 from cases import relative_error
 from outergrad.linalg.outer import formed
+from outergrad.linalg.probe import gaussian_probe
 from ranks import run_on_lasting_groups, run_ranks
 
 WIDTHS = 60, 50
@@ -114,6 +115,39 @@ def test_on_one_batch_the_error_becomes_the_best_of_the_rank():
     errors = [(g["weight"].double() - exact).norm().item() for g in found]
     assert all(after <= before * (1 + 1e-6) for before, after in pairwise(errors))
     assert errors[-1] < 1.05 * best
+
+
+def acp_sgd(gradients_TS: list[list[Tensor]], q_IK: Tensor) -> list[Tensor]:
+    """What is applied in each step, by the formulas of the paper: of formed gradients, float64."""
+    owed_S = [torch.zeros_like(g) for g in gradients_TS[0]]
+    applied, factor = [], q_IK
+    for step, gradients_S in enumerate(gradients_TS):
+        due_S = [g + owed for g, owed in zip(gradients_S, owed_S, strict=True)]
+        if step % 2:
+            due_S = [due.T for due in due_S]
+        basis = torch.linalg.qr(factor).Q
+        own_S = [due @ basis for due in due_S]
+        owed_S = [due - own @ basis.T for due, own in zip(due_S, own_S, strict=True)]
+        factor = sum(own_S[1:], own_S[0]) / len(own_S)
+        mean = factor @ basis.T
+        if step % 2:
+            owed_S, mean = [owed.T for owed in owed_S], mean.T
+        applied.append(mean)
+    return applied
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_it_is_acp_sgd(sites):
+    """Which an independent few lines of formulas say, in float64."""
+    steps = 7
+    gradients_TS = [
+        [mean_gradient([rows(site, step)])["weight"] for site in range(sites)]
+        for step in range(steps)
+    ]
+    expected = acp_sgd(gradients_TS, gaussian_probe(60, 4))
+    found = trained(METHODS["dense"], sites, steps)[0][0]
+    for step in range(steps):
+        assert relative_error(found[step]["weight"], expected[step]) < 2e-5, step
 
 
 @pytest.mark.parametrize("feedback", ["factored", "dense"])

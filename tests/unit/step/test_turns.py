@@ -43,6 +43,15 @@ def test_equal_steps_follow_each_other_and_are_expected_a_step_ahead():
     assert posted == [2, 3, 4, 5, 6, 7]
 
 
+def test_steps_of_two_kinds_in_turns_are_expected_like_equal_ones():
+    """One that is of the same kind again is not what was expected."""
+    counter, found = Turns(), []
+    for kind, following in [(LIKE, OTHER), (OTHER, LIKE), (LIKE, OTHER), (LIKE, OTHER)]:
+        found.append(counter.begin(kind, following))
+    assert [turn for turn, _ in found] == [2, 3, 4, 6]
+    assert [list(posted) for _, posted in found] == [[2], [3, 4], [5], [6]]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_posted_twice_and_no_turn_comes_again(seed):
     """Also where a turn was expected for other lengths than it would have."""
