@@ -96,6 +96,7 @@ REFUSED = {
         r"'0.weight' travels with every=2 and '2.weight' with every=1: give all",
     ),
     "local steps": (MODEL, og.LocalSteps(2), SAMPLES, r"LocalSteps .* '0.weight' .*use og.DAD"),
+    "fragments": (MODEL, og.LocalSteps(2, stream=2), SITE, r"stream=2\) .* a time: use stream=1"),
     "edad": (DEEPER, og.EDAD(always=True), Half(), r"'2.weight' would be .*again.*og.DAD\(\)"),
     "edad blocks": (MODEL, og.EDAD(blocks=["2"]), SITE, r"would be computed again"),
     "replayed": (nn.GRU(6, 4), og.DAD(reveal="activations"), Half(), r"'weight_ih_l0' would be"),
