@@ -111,7 +111,7 @@ def train(
         if first and verbose and report and training.replica.session:
             print(training.replica.session.coverage())
     if first and report:
-        ddp_bytes = all_reduce_bytes(training.replica.model, group)
+        ddp_bytes = 0 if job.method == "ddp" else all_reduce_bytes(training.replica.model, group)
         print("\n".join([_summary(job, report), *_what_next(report, ddp_bytes, files)]))
     return report is not None
 
