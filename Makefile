@@ -45,10 +45,14 @@ docs: $(READY_FOR_DOCS)
 # The pinned torch comes first: a looser request would download gigabytes. timm comes without
 # torchvision, whose wheel beside a torch for CPUs breaks the imports of transformers and lightning.
 $(READY): pyproject.toml constraints.txt
-	echo "installing into .venv: some minutes, once"
+	echo "installing into .venv, once: some minutes"
+	echo "1 of 4: a virtual environment of $(PYTHON)"
 	$(PYTHON) -m venv .venv
+	echo "2 of 4: PyTorch, the largest part"
 	$(PIP) install -c constraints.txt torch==2.13.0
+	echo "3 of 4: outergrad, and what the demo, reports and tests need, some hundred packages"
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	echo "4 of 4: timm, for tests with models of others"
 	$(PIP) install -c constraints.txt --no-deps timm
 	touch $@
 

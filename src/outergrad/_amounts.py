@@ -29,6 +29,11 @@ def times(ratio: float) -> str:
     return short(ratio, 2)
 
 
+def fold(ratio: float) -> str:
+    """The same with the sign that is read as "times": 3.1 and the sign of multiplication."""
+    return f"{times(ratio)} \N{MULTIPLICATION SIGN}"
+
+
 def many(count: int, word: str) -> str:
     """A number of things: 1 thread, 2 threads."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -27,6 +27,7 @@ class Run:
             as DDP does.
         outergrad: its version.
         torch: its version.
+        machine: what this site computes on.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Run:
     dense_bytes: int
     outergrad: str
     torch: str
+    machine: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

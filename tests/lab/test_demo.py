@@ -9,7 +9,7 @@ from rich.console import Console
 
 from forked import forked_processes
 from outergrad.launch.start import run_sites
-from outergrad_lab.demo import JOB, Outcome, conclusions, demo, table
+from outergrad_lab.demo import JOB, LINK, Outcome, conclusions, demo, table, verdict
 
 
 def outcomes(**changes) -> dict[str, Outcome]:
@@ -27,11 +27,11 @@ def outcomes(**changes) -> dict[str, Outcome]:
     return usually | changes
 
 
-def text(of: dict[str, Outcome]) -> str:
+def text(of: dict[str, Outcome], link: str = "loopback") -> str:
     """The table on a screen of 80 columns."""
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(table(JOB, of))
+        console.print(table(JOB, of, link))
     return capture.get()
 
 
@@ -41,7 +41,7 @@ def test_the_table_has_a_row_for_each_method_and_fits_the_screen():
     assert [row.split()[1] for row in rows] == ["pooled", "alone", "dense", "PyTorch", "dAD", "the"]
     assert "90.0%" in rows[-1]
     assert "0.100" in rows[-1]
-    assert "kB per step and site" in text(outcomes())
+    assert "kB per step" in text(outcomes())
 
 
 def test_computed_bytes_are_said_to_be():
@@ -60,13 +60,31 @@ def test_only_equal_losses_are_called_equal():
 def test_the_default_is_compared_with_ddp():
     slower = replace(outcomes()["auto"], seconds=1.5)
     assert "take 1.50 times as long as DDP's" in conclusions(outcomes(auto=slower))
-    assert "1.50" in text(outcomes(auto=slower))
+    assert "1.50" in text(outcomes(auto=slower), LINK)
 
 
 def test_bytes_of_strangers_are_mentioned():
     disturbed = replace(outcomes()["alone"], sent_bytes=50.0)
     assert "Other programs" in conclusions(outcomes(alone=disturbed))
     assert "Other programs" not in conclusions(outcomes())
+
+
+def test_seconds_are_those_of_a_slow_link_measured_or_planned():
+    sent = 1.25e6  # a tenth of a second at 100 Mbit/s, in each of two steps
+    found = outcomes(ddp=replace(outcomes()["ddp"], sent_bytes=sent, seconds=3.0))
+    assert "planned" not in text(found, LINK)
+    assert "planned" in text(found)
+    assert found["ddp"].on_link_s(LINK) == 3.0
+    assert found["ddp"].on_link_s("loopback") == pytest.approx(3.2)
+    assert "Planned seconds" in conclusions(found)
+    assert "Planned seconds" not in conclusions(found, LINK)
+
+
+def test_the_verdict_is_one_sentence_that_follows_from_the_table():
+    faster = outcomes(dad=replace(outcomes()["dad"], sent_bytes=100.0, seconds=0.25))
+    said = verdict(faster, LINK)
+    assert "4.0 times as fast as DDP, with 10 times fewer bytes, to 90%" in said
+    assert said.count(".") - said.count(".0") == 1
 
 
 @pytest.mark.slow
@@ -76,5 +94,6 @@ def test_two_sites_run_the_demo(tmp_path):
     shown = (tmp_path / "shown").read_text()
     assert "dAD equals pooled" in shown
     assert shown.count("│") == 6 * 7
-    assert str(tmp_path / "report.html") in shown.splitlines()[-1]
+    assert str(tmp_path / "report.html") in shown.splitlines()[-2]
+    assert "exact factors train" in shown.splitlines()[-1]
     assert (tmp_path / "report.html").stat().st_size > 1e6

@@ -15,6 +15,7 @@ SHAPES = {
     "head.bias": (10,),
 }
 TRAVELS = {"encoder.0.weight": "low rank", "encoder.2.weight": "factors", "head.weight": "dense"}
+MACHINE = "Linux x86_64, 2 cores, 1 thread of PyTorch"
 DENSE_BYTES = 4 * sum(math.prod(shape) for shape in SHAPES.values())
 
 
@@ -31,7 +32,7 @@ def write_run(
 
 
 def events(rank: int, sites: int, steps: int, every: int, start: float) -> list[Event]:
-    versions = {"outergrad": "0.1.0", "torch": "2.13.0"}
+    versions = {"outergrad": "0.1.0", "torch": "2.13.0", "machine": MACHINE}
     about = {"method": "RankDAD(rank=4)", "shapes": SHAPES, "dense_bytes": DENSE_BYTES}
     found: list[Event] = [Run(rank=rank, sites=sites, step=0, time=start, **about, **versions)]
     for step in range(steps):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
 from outergrad.launch.errors import RecipeError
 
@@ -17,13 +18,24 @@ def shared_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
     """The store that torchrun's agent holds, or site 0 if there is none.
 
     Raises:
-        RecipeError: The environment does not say where it is.
+        RecipeError: The environment does not say where it is; its port is taken; nobody answers.
     """
     if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         raise RecipeError("RANK is set but MASTER_ADDR or MASTER_PORT is not: set them to site 0's")
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     holds = environment["RANK"] == "0" and environment.get(_SERVED) != "True"
-    return TCPStore(address, port, int(environment["WORLD_SIZE"]), holds, timeout)
+    try:
+        return TCPStore(address, port, int(environment["WORLD_SIZE"]), holds, timeout)
+    except DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise RecipeError(
+                f"port {port} is taken by another program: choose another MASTER_PORT, the same "
+                f"at every site"
+            ) from None
+        raise RecipeError(
+            f"site {environment['RANK']} does not reach site 0 at {address}:{port}: start it, and "
+            f"let `outergrad doctor` look at what is between them"
+        ) from None
 
 
 def fresh_store(store: Store, rank: int, sites: int, timeout: timedelta) -> Store:

@@ -13,10 +13,12 @@ from outergrad._amounts import amount, plain, seconds, times
 from outergrad._whole_files import write_whole
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned, require
 from outergrad.report.series import POINTS, series
+from outergrad.report.settings import settings
 from outergrad.report.skeleton import asset, whole_page
 from outergrad.report.summary import Summary, columns_of, summary, trials
 
 _SCRIPTS = ("theme.js", "parts.js", "figures.js", "layers.js", "page.js")
+_SENT, _TIME, _NOISE = "Sent per step", "Time per step", "Noise scale"
 _NOTHING, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
 
@@ -28,19 +30,24 @@ class Page:
         path: where.
         size_bytes: of the file.
         problems: what was wrong with the runs, a line of text each.
+        ended: whether all runs on it have ended.
     """
 
     path: Path
     size_bytes: int
     problems: tuple[str, ...]
+    ended: bool
 
 
-def write_page(runs: Sequence[str | Path], path: str | Path) -> Page:
+def write_page(
+    runs: Sequence[str | Path], path: str | Path, *, reload_s: int | None = None
+) -> Page:
     """Writes one page about some runs, which needs nothing else to be opened.
 
     Args:
         runs: their folders, or files of single sites.
         path: of the page.
+        reload_s: seconds until a browser opens the page anew, while a run goes on; None for never.
 
     Raises:
         ImportError: pandas or plotly is missing.
@@ -50,9 +57,10 @@ def write_page(runs: Sequence[str | Path], path: str | Path) -> Page:
     require("pandas", "plotly")
     recordings, problems = _load_all(list(dict.fromkeys(map(Path, runs))))
     path = Path(path)
-    content = _page(recordings, problems).encode()
+    ended = all(recording.ended for recording in recordings.values())
+    content = _page(recordings, problems, None if ended else reload_s).encode()
     write_whole(path, content)
-    return Page(path=path, size_bytes=len(content), problems=tuple(problems))
+    return Page(path=path, size_bytes=len(content), problems=tuple(problems), ended=ended)
 
 
 def _load_all(runs: Sequence[Path]) -> tuple[dict[str, Recording], list[str]]:
@@ -71,9 +79,11 @@ def _load_all(runs: Sequence[Path]) -> tuple[dict[str, Recording], list[str]]:
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """Names of runs: the last parts of their paths, as many as tell them apart."""
-    paths = [path.resolve() for path in runs]
-    parts = [(p.with_suffix("") if p.suffix == ".jsonl" else p).parts for p in paths]
+    """Names of runs: the last parts of their paths, as many as tell them apart.
+
+    A file of one site has the name of its folder before its own.
+    """
+    parts = [_parts(path.resolve()) for path in runs]
     for depth in range(1, max(map(len, parts))):
         found = ["/".join(part[-depth:]) for part in parts]
         if len(set(found)) == len(found):
@@ -81,7 +91,15 @@ def names(runs: Sequence[Path]) -> list[str]:
     return list(map(str, runs))
 
 
-def _page(recordings: dict[str, Recording], problems: Sequence[str]) -> str:
+def _parts(path: Path) -> tuple[str, ...]:
+    if path.suffix != ".jsonl":
+        return path.parts
+    return (*path.parts[:-2], "/".join(path.with_suffix("").parts[-2:]))
+
+
+def _page(
+    recordings: dict[str, Recording], problems: Sequence[str], reload_s: int | None = None
+) -> str:
     from plotly.offline import get_plotlyjs
 
     found = [{"name": name, **series(recording)} for name, recording in recordings.items()]
@@ -91,8 +109,11 @@ def _page(recordings: dict[str, Recording], problems: Sequence[str]) -> str:
     return whole_page(
         command="outergrad report",
         title=next(iter(recordings)) if len(recordings) == 1 else f"{len(recordings)} runs",
-        lead=f"{_days(recordings)}.",
-        head=f'<table class="figures summary">{_table(summaries)}</table>\n{notes}',
+        lead=f"{_days(recordings)}." + (f" Follows every {reload_s} s." if reload_s else ""),
+        head=f"{_verdict(summaries)}"
+        f'<table class="figures summary">{_table(summaries)}</table>\n'
+        f"{settings(recordings)}{notes}",
+        reload_s=reload_s,
         body=asset("page.html"),
         scripts=(
             f'<script type="application/json" id="data">{data}</script>',
@@ -111,12 +132,26 @@ def _days(recordings: dict[str, Recording]) -> str:
     return f"Recorded on {days[0]}" if days[0] == days[-1] else f"Recorded {days[0]} to {days[-1]}"
 
 
+def _verdict(summaries: dict[str, Summary]) -> str:
+    """A sentence about the run, or about that which saves most."""
+    told = {name: found for name, found in summaries.items() if found.verdict}
+    if not told:
+        return ""
+    name = max(told, key=lambda name: (told[name].dense_bytes or 0) / (told[name].sent_bytes or 1))
+    said = told[name].verdict
+    sentence = f"{said[0].upper()}{said[1:]}." if len(summaries) == 1 else f"{name}: {said}."
+    return f"<p class=verdict>{escape(sentence)}</p>\n"
+
+
 def _table(summaries: dict[str, Summary]) -> str:
     scalars = columns_of(summaries.values())
     cells = {name: _cells(found, scalars) for name, found in summaries.items()}
+    if all(found.noise_batches is None for found in summaries.values()):
+        cells = {name: {h: c for h, c in row.items() if h != _NOISE} for name, row in cells.items()}
     heads = ["Run", *next(iter(cells.values()))]
     head = "".join(f"<th scope=col>{escape(text)}</th>" for text in heads)
-    rows = [_row(name, found.method, cells[name]) for name, found in summaries.items()]
+    bars = _bars(summaries)
+    rows = [_row(name, found.method, cells[name], bars[name]) for name, found in summaries.items()]
     return f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
 
 
@@ -125,9 +160,10 @@ def _cells(found: Summary, scalars: Sequence[str]) -> dict[str, str]:
     return {
         "Sites": str(found.sites),
         "Steps": str(found.steps),
-        "Sent per step": _told(found.sent_bytes, amount),
+        _SENT: _told(found.sent_bytes, amount),
         "Fewer bytes than DDP": _saving(found),
-        "Time per step": _told(found.step_s, seconds),
+        _TIME: _told(found.step_s, seconds),
+        _NOISE: _told(found.noise_batches, lambda scale: f"{times(scale)} batches"),
         **{f"Final {name}": _told(found.finals.get(name), plain) for name in scalars},
     }
 
@@ -144,9 +180,31 @@ def _saving(found: Summary) -> str:
     return f"{times(ratio)}{_TIMES}" if ratio >= 0.995 else f"{times(1 / ratio)}{_TIMES} more"
 
 
-def _row(name: str, method: str, cells: Mapping[str, str]) -> str:
+def _bars(summaries: dict[str, Summary]) -> dict[str, dict[str, str]]:
+    """Per run and heading the bar of a value, beside the largest, and beside DDP's bytes."""
+    found: dict[str, dict[str, str]] = {name: {} for name in summaries}
+    for heading, values, most in (
+        (_SENT, {n: s.sent_bytes for n, s in summaries.items()}, _most_bytes(summaries)),
+        (_TIME, {n: s.step_s for n, s in summaries.items()}, 0.0),
+    ):
+        most = max([most, *(value or 0 for value in values.values())])
+        for name, value in values.items():
+            if value and most:
+                share = f"<i style=width:{max(1, round(100 * value / most))}%></i>"
+                found[name][heading] = f"<span class=bar>{share}</span>"
+    return found
+
+
+def _most_bytes(summaries: dict[str, Summary]) -> float:
+    return float(max((found.dense_bytes or 0 for found in summaries.values()), default=0))
+
+
+def _row(name: str, method: str, cells: Mapping[str, str], bars: Mapping[str, str]) -> str:
     """Every cell says its column, which a phone shows beside it."""
-    others = [f'<td data-head="{escape(h)}">{escape(text)}</td>' for h, text in cells.items()]
+    others = [
+        f'<td data-head="{escape(h)}">{escape(text)}{bars.get(h, "")}</td>'
+        for h, text in cells.items()
+    ]
     method = f"<span class=method>{escape(method or 'method not known')}</span>"
     return f"<tr><th scope=row>{escape(name)}{method}</th>{''.join(others)}</tr>"
 

@@ -40,6 +40,7 @@ class Recording:
         trials: what `og.Auto()` tried, one row per site that told of it.
         changes: changes of the sites that take part, one row per site that told of it.
         problems: what could not be read or looks wrong, a line of text each.
+        ended: whether every site that there is has told the end.
     """
 
     runs: DataFrame
@@ -50,6 +51,7 @@ class Recording:
     trials: DataFrame
     changes: DataFrame
     problems: tuple[str, ...]
+    ended: bool
 
 
 def load(run: str | Path) -> Recording:
@@ -93,7 +95,8 @@ def load_thinned(run: str | Path, most_steps: int | None) -> Recording:
     tables = _tables(by_site)
     problems += [*_doubts(tables["runs"], tables["steps"]), *_mishaps(tables["mishaps"])]
     problems += _changes(tables["changes"])
-    return Recording(**tables, problems=tuple(problems))
+    ended = all(events[-1]["event"] == "end" for _, events in by_site.values())
+    return Recording(**tables, problems=tuple(problems), ended=ended)
 
 
 def _files(run: Path) -> list[Path]:

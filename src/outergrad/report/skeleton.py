@@ -20,6 +20,7 @@ def whole_page(
     about: str = "",
     style: str = "",
     scripts: Sequence[str] = (),
+    reload_s: int | None = None,
 ) -> str:
     """A page in one file.
 
@@ -32,9 +33,11 @@ def whole_page(
         about: text behind the command.
         style: CSS beyond that of all pages.
         scripts: elements at the end; where there are none, the page forbids them.
+        reload_s: seconds until a browser opens it anew; None for never.
     """
     script, pictures = ("script-src 'unsafe-inline'; ", "data: blob:") if scripts else ("", "data:")
     return Template(asset("skeleton.html")).substitute(
+        reload="" if reload_s is None else f'\n<meta http-equiv="refresh" content="{reload_s}">',
         allowed=f"{script}style-src 'unsafe-inline'; img-src {pictures}",
         command=escape(command),
         title=escape(title),

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outergrad._amounts import seconds
+from outergrad.report.noise import noise_scale
 from outergrad.report.recording import Recording
 from outergrad.report.series import dense_bytes
+from outergrad.report.verdict import verdict
 
 _SCALARS_SHOWN = 4
 
@@ -24,6 +26,8 @@ class Summary:
         dense_bytes: what DDP would have sent.
         step_s: mean of the seconds per step: what the parts of the figure of times add up to.
         finals: the last value of each scalar, as a mean over sites.
+        verdict: what it comes to, as part of a sentence; empty where that is not known.
+        noise_batches: the noise scale of the gradients, in batches of a site.
     """
 
     method: str
@@ -33,6 +37,8 @@ class Summary:
     dense_bytes: int | None
     step_s: float | None
     finals: dict[str, float]
+    verdict: str
+    noise_batches: float | None
 
 
 def summary(recording: Recording) -> Summary:
@@ -51,6 +57,8 @@ def summary(recording: Recording) -> Summary:
         dense_bytes=dense_bytes(recording),
         step_s=float(seconds.mean()) if len(seconds) else None,
         finals={str(name): float(v) for name, v in last.groupby("name")["value"].mean().items()},
+        verdict=verdict(recording),
+        noise_batches=noise_scale(recording),
     )
 
 

@@ -20,6 +20,7 @@ from outergrad.core.transport import Comm
 from outergrad.core.types import Slot
 from outergrad.events import Change, End, Event, Layer, Mishap, Run, Scalars, Step, Trial
 from outergrad.record.gauge import Gauge, Reading
+from outergrad.record.machine import machine
 from outergrad.record.quietly import warn
 from outergrad.record.recorders import Client, Ending
 from outergrad.record.stats import Stats
@@ -189,6 +190,7 @@ class Reporter:
             dense_bytes=sum(ring.all_reduce(p.nbytes).sent for p in params.values()),
             outergrad=__version__,
             torch=torch.__version__,
+            machine=machine(next((p.device for p in params.values()), torch.device("cpu"))),
         )
 
     def _tell_everybody(self, event: Scalars | Mishap | Trial | Change) -> None:

@@ -15,6 +15,7 @@ from outergrad.star.frames import MOST_MESSAGE_BYTES, MalformedError, unpacked
 from outergrad.star.greetings import Hello
 from outergrad.star.hub import GRACE_S, Hub, RefusedError
 from outergrad.star.journal import Journal
+from outergrad.star.listening import refuse_taken
 from outergrad.star.member import Member, Stream
 from outergrad.star.run import Run
 from outergrad.star.window import WINDOW_BYTES
@@ -67,6 +68,7 @@ class HubServer:
         grace_s: float = GRACE_S,
     ) -> None:
         self._folder, self.names = folder, _names(folder, sites)
+        refuse_taken(listen)
         identity, authority = folder.identity("hub"), folder.identity("authority")
         self._journal = Journal(folder.log_file, identity)
         self._hub = Hub(self.names, self._journal.write, grace_s)

@@ -7,13 +7,12 @@ from math import inf
 from pathlib import Path
 
 from outergrad.launch.errors import RecipeError
-from outergrad.tools.named_methods.attach import METHODS
 from outergrad_lab.peers.named import attach_of
 from outergrad_lab.training.job import require
 from outergrad_lab.workloads import WORKLOADS, Workload
 
-COMPARED = tuple(name for name in METHODS if name != "pooled")
-"""Methods by which several sites train one model each, at the same cost in rows."""
+COMPARED = ("ddp", "powersgd-4", "dense", "dad", "rank-dad-4", "auto")
+"""What one wants to know first: PyTorch's own, exact and approximate, and the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,13 @@ class Plan:
         Raises:
             RecipeError: One is not allowed; the error names its option.
         """
-        require(self.workload in WORKLOADS, "workload", f"one of {', '.join(WORKLOADS)}", self)
+        require(
+            self.workload in WORKLOADS,
+            "workload",
+            f"one of {', '.join(WORKLOADS)}",
+            self,
+            WORKLOADS,
+        )
         for method in self.methods:
             attach_of(method, "--methods")
         if "pooled" in self.methods:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from matplotlib import rc_context
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from pandas import DataFrame
 from seaborn import barplot
 
+from outergrad._amounts import fold
 from outergrad._whole_files import whole_file
 from outergrad_lab.axes import draw_line, readable
-from outergrad_lab.bench.results import Results
+from outergrad_lab.bench.results import LinkResult, Results
 from outergrad_lab.bench.table import title
 from outergrad_lab.labels import Method, told_apart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FEW_LINKS = 3
 _MS, _MB = "ms per step", "MB sent per step and site"
 
 
@@ -33,10 +37,10 @@ def plot(results: Results, path: Path) -> None:
 
 
 def draw(results: Results) -> Figure:
-    """The picture: of ways to a loss, over several links, or of one link."""
+    """The picture: ways to a loss; else lines over many links, bars of few."""
     if results.links[0].arrivals:
         return _ways(results)
-    return _lines(results) if len(results.links) > 1 else _bars(results)
+    return _lines(results) if len(results.links) > FEW_LINKS else _bars(results)
 
 
 def _lines(results: Results) -> Figure:
@@ -61,16 +65,37 @@ def _lines(results: Results) -> Figure:
 
 
 def _bars(results: Results) -> Figure:
-    """Seconds and bytes of every method on the only link."""
-    timings = results.links[0].timings
-    figure, ((left, right),) = _grid(results, 0.8 + 0.25 * len(timings))
-    rows = [(t.method, 1e3 * t.median_s, t.sent_bytes / 1e6) for t in timings]
-    found = DataFrame(rows, columns=["method", _MS, _MB])
-    colours = {t.method: Method.parse(t.method).look["color"] for t in timings}
-    for axes, value in ((left, _MS), (right, _MB)):
-        barplot(found, x=value, y="method", hue="method", palette=colours, saturation=1, ax=axes)
-        axes.set(ylabel="")
+    """Seconds and bytes of every method, a row per link; bars say how many times below DDP's."""
+    figure, grid = _grid(results, 0.8 + 0.25 * len(results.links[0].timings))
+    for (left, right), link in zip(grid, results.links, strict=True):
+        timings = link.timings
+        rows = [(t.method, 1e3 * t.median_s, t.sent_bytes / 1e6) for t in timings]
+        found = DataFrame(rows, columns=["method", _MS, _MB])
+        colours = {t.method: Method.parse(t.method).look["color"] for t in timings}
+        _draw_bars(left, found, _MS, colours, [gain(t.ratio_to_ddp) for t in timings])
+        _draw_bars(right, found, _MB, colours, [gain(r) for r in byte_ratios(link)])
     return figure
+
+
+def _draw_bars(
+    axes: Axes, found: DataFrame, value: str, colours: dict[str, str], labels: Sequence[str]
+) -> None:
+    barplot(found, x=value, y="method", hue="method", palette=colours, saturation=1, ax=axes)
+    for container, label in zip(axes.containers, labels, strict=True):
+        axes.bar_label(cast(BarContainer, container), [label], padding=3)
+    axes.set(ylabel="")
+    axes.margins(x=0.15)
+
+
+def gain(ratio: float | None) -> str:
+    """How many times less than DDP's: nothing where DDP is not there, or nothing sent."""
+    return fold(1 / ratio) if ratio else ""
+
+
+def byte_ratios(link: LinkResult) -> list[float | None]:
+    """Of every method's bytes to DDP's."""
+    ddp = next((t.sent_bytes for t in link.timings if t.method == "ddp"), None)
+    return [t.sent_bytes / ddp if ddp else None for t in link.timings]
 
 
 def _ways(results: Results) -> Figure:

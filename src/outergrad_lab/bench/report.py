@@ -17,7 +17,7 @@ from outergrad.report.recording import require
 from outergrad_lab.bench.check import Check, check
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.results import LinkResult, Results
-from outergrad_lab.bench.table import phases_lines, table
+from outergrad_lab.bench.table import PAIRING, phases_lines, table
 
 WIDTH = 110
 """Columns of a file that the tables are written to."""
@@ -50,6 +50,8 @@ class Report:
     def link_done(self, results: Results, link: LinkResult) -> None:
         """Shows the table of a link and saves what there is."""
         self.console.print(table(results, link))
+        if any(timing.ratio_to_ddp is not None for timing in link.timings):
+            self.console.print(PAIRING, highlight=False)
         if self.verbose and link.timings:
             self.console.print(phases_lines(link.timings), highlight=False)
         if self.checked:

@@ -16,6 +16,7 @@ from outergrad_lab.bench.measure import Block, time_steps
 from outergrad_lab.bench.meeting import PATIENCE, Meeting
 from outergrad_lab.bench.plan import Plan
 from outergrad_lab.bench.probe import Probe, probe
+from outergrad_lab.bench.time_left import TimeLeft
 from outergrad_lab.bench.trainer import dataset
 from outergrad_lab.bench.until import Mark, train_until
 
@@ -97,19 +98,24 @@ def _measure(
     else:
         measured = time_steps(plan, data, keep, counter, meeting)
         total = plan.rounds * len(plan.methods)
-    for method, one in _shown(measured, f"{plan.workload}, {link.name}", total, shown):
+    title = f"{plan.workload}, {link.name}"
+    for method, one in _shown(measured, title, total, TimeLeft(plan), shown):
         found.add(method, one)
     meeting.barrier()  # no site may leave while another still waits for its bytes
     return found
 
 
 def _shown(
-    measured: Iterator[tuple[str, Block | Mark]], title: str, total: int | None, shown: bool
+    measured: Iterator[tuple[str, Block | Mark]],
+    title: str,
+    total: int | None,
+    left: TimeLeft,
+    shown: bool,
 ) -> Iterator[tuple[str, Block | Mark]]:
     """Passes measurements on and shows a bar that says what is done."""
     with step_bars(shown=shown) as bars:
         task = bars.add_task(title, total=total)
         for method, one in measured:
-            state = f" at loss {one.loss:.3f}" if isinstance(one, Mark) else " done"
-            bars.update(task, advance=1, description=f"{title}: {method}{state}")
+            told = left.told(method, one) if isinstance(one, Mark) else f"{method} done"
+            bars.update(task, advance=1, description=f"{title}: {told}")
             yield method, one

@@ -41,6 +41,12 @@ def title(results: Results, result: LinkResult) -> str:
     return f"{plan['workload']}, {plan['sites']} sites, data {result.data}, {link}"
 
 
+PAIRING = (
+    "x DDP: each step beside DDP's of the same round, and of these ratios the median, so that what "
+    "slows the machine for a while falls on both."
+)
+
+
 def timing_rows(result: LinkResult) -> list[Row]:
     """Step times, a row per method."""
     ddp_bytes = next((t.sent_bytes for t in result.timings if t.method == "ddp"), None)

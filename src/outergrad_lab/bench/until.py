@@ -56,7 +56,7 @@ def train_until(
             block = take_block(trainer, plan.check_every, counter, meeting)
             marks[method] = marks[method].after(block, _test_loss(trainer, data, meeting))
             yield method, marks[method]
-            if meeting.told(_done(plan, marks[method])):
+            if meeting.told(is_done(plan, marks[method])):
                 trainers.pop(method).close()
 
 
@@ -65,7 +65,8 @@ def _test_loss(trainer: Trainer, data: Dataset, meeting: Meeting) -> float:
     return meeting.told(test_loss(trainer.replica.model, data, TEST_ROWS) if first else None)
 
 
-def _done(plan: Plan, mark: Mark) -> bool:
+def is_done(plan: Plan, mark: Mark) -> bool:
+    """Whether a method has got there, or is given up."""
     assert plan.until_loss is not None
     given_up = mark.steps >= plan.max_steps or mark.seconds >= plan.seconds
     return mark.loss <= plan.until_loss or given_up

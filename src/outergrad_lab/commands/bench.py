@@ -35,7 +35,7 @@ LinkRates = Annotated[
 Rtt = Annotated[str, typer.Option(help="Latency there and back, as 40ms.")]
 Methods = Annotated[
     str,
-    typer.Option(help=f"With commas, of: {METHOD_HELP}.", show_default="all"),
+    typer.Option(help=f"With commas, of: {METHOD_HELP}.", show_default=", ".join(COMPARED)),
 ]
 Sites = Annotated[int, typer.Option(help="Number of sites, each a process.")]
 Steps = Annotated[int, typer.Option(help="Timed steps in a block.")]
@@ -64,7 +64,7 @@ Out = Annotated[
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show the phases of a step, and tracebacks.")
 ]
-RESULTS = Path("benchmarks/results")
+RESULTS = Path()
 USUAL = "100mbit"
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from outergrad.launch.console import download_bars, errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.tools.commands.options import DATA_DIR, DataDir
+from outergrad.tools.named_methods.settings import did_you_mean
 from outergrad_lab.data import (
     SOURCES,
     folder_of,
@@ -27,10 +28,11 @@ Url = Annotated[str, typer.Option(help="Folder on the net to download from inste
 
 @data_app.command("list")
 def list_data(data_dir: DataDir = DATA_DIR) -> None:
-    """List the data sets and whether they are there."""
-    table = Table("name", "what", "state")
+    """List the data sets, whether they are there, and where each comes from."""
+    table = Table("name", "what", "from", "state")
+    table.columns[0].no_wrap = True
     for name, source in SOURCES.items():
-        table.add_row(name, source.summary, _state(name, data_dir))
+        table.add_row(name, source.summary, source.origin, _state(name, data_dir))
     Console().print(table)
 
 
@@ -38,7 +40,7 @@ def _state(name: str, data_dir: Path) -> str:
     absent = missing_files(name, data_dir)
     if not absent:
         return "ready"
-    if SOURCES[name].url:
+    if SOURCES[name].can_be_fetched:
         return get_command(name, data_dir)
     return where_to_put(name, data_dir, absent)
 
@@ -48,8 +50,9 @@ def get_data(name: str, data_dir: DataDir = DATA_DIR, url: Url = "") -> None:
     """Download a data set; files that are right already stay."""
     with errors_in_one_line():
         if name not in SOURCES:
-            raise RecipeError(f"no data set {name!r}: there are {', '.join(SOURCES)}")
-        if not (url or SOURCES[name].url):
+            close = did_you_mean(name, [*SOURCES])
+            raise RecipeError(f"no data set {name!r}{close}: there are {', '.join(SOURCES)}")
+        if not (url or SOURCES[name].can_be_fetched):
             require_files(name, data_dir)
         with download_bars() as bars:
             files = download(SOURCES[name], folder_of(name, data_dir), bars, url)

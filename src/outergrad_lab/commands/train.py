@@ -54,7 +54,10 @@ Activation = Annotated[
 Local = Annotated[
     list[str] | None,
     typer.Option(
-        help="Pattern of parameters that a site keeps to itself, as 'encoder.*'; repeatable.",
+        "--local",
+        "--local-part",
+        help="Pattern of parameters that a site keeps to itself, as 'encoder.*'; repeatable; "
+        "--local-part under torchrun.",
         show_default="none",
     ),
 ]
@@ -64,8 +67,11 @@ Joint = Annotated[
 Log = Annotated[
     Path | None,
     typer.Option(
-        "--log", "--log-file", help="File that gets a line of JSON per epoch.", dir_okay=False
-    ),  # torchrun before Python 3.12 takes --log for an abbreviation of an option of its own
+        "--log",
+        "--log-file",
+        help="File that gets a line of JSON per epoch; --log-file under torchrun.",
+        dir_okay=False,
+    ),  # torchrun takes --log and --local for abbreviations of options of its own
 ]
 Record = Annotated[
     Path | None,

@@ -1,8 +1,9 @@
 """Downloads the files of a data set."""
 
+import gzip
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
@@ -13,7 +14,7 @@ from rich.progress import Progress
 
 from outergrad._whole_files import whole_file
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.data import Source
+from outergrad_lab.data.sources import Original, Source
 
 TIMEOUT_S = 30
 CHUNK_BYTES = 1 << 16
@@ -38,11 +39,19 @@ def download(source: Source, folder: Path, progress: Progress, url: str = "") ->
         RecipeError: The net, a checksum or the disk does not allow it, or the address is not of
             https: then anybody on the way could have changed the files.
     """
-    base = (url or source.url).rstrip("/") + "/"
     wanted = [name for name, md5 in source.files.items() if not _is_right(folder / name, md5)]
     for name in wanted:
-        _fetch(urljoin(base, name), folder / name, source.files[name], progress)
+        original = _original(source, name, url)
+        _fetch(original.url, folder / name, original.md5, progress)
     return wanted
+
+
+def _original(source: Source, name: str, url: str) -> Original:
+    """Where a file comes from: the folder that was asked for, or its own address."""
+    base = url or source.url
+    if not base:
+        return source.originals[name]
+    return Original(urljoin(base.rstrip("/") + "/", name), source.files[name])
 
 
 def _refuse_unprotected(url: str) -> None:
@@ -74,8 +83,10 @@ def _is_right(path: Path, md5: str) -> bool:
 
 
 def _fetch(url: str, path: Path, md5: str, progress: Progress) -> None:
-    with _atomic(path) as file:
-        digest = hashlib.md5(usedforsecurity=False)
+    with _atomic(path) as target, ExitStack() as stack:
+        file, digest = target, hashlib.md5(usedforsecurity=False)
+        if path.suffix == ".gz" and not url.endswith(".gz"):
+            file = stack.enter_context(gzip.GzipFile(fileobj=target, mode="wb", mtime=0))
         for chunk in _chunks(url, path, progress):
             digest.update(chunk)
             file.write(chunk)

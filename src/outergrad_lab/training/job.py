@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from outergrad.launch.errors import RecipeError
+from outergrad.tools.named_methods.settings import did_you_mean
 from outergrad_lab.data import SOURCES
 from outergrad_lab.models import MODELS, require_fit
 from outergrad_lab.models.activations import ACTIVATIONS
@@ -57,7 +58,7 @@ class Job:
         for name, known in _CHOICES.items():
             chosen = getattr(self, name)
             right = chosen in known or (name == "activation" and chosen is None)
-            require(right, name, f"one of {', '.join(known)}", self)
+            require(right, name, f"one of {', '.join(known)}", self, known)
         attach_of(self.method, local=self.local, joint=self.joint)
         for name in ("sites", "epochs", "batch_size", "lr"):
             require(getattr(self, name) > 0, name, "above 0", self)
@@ -80,10 +81,14 @@ _CHOICES: dict[str, Iterable[str]] = {
 }
 
 
-def require(holds: bool, name: str, wanted: str, settings: object) -> None:
+def require(
+    holds: bool, name: str, wanted: str, settings: object, known: Iterable[str] = ()
+) -> None:
     """Raises `RecipeError` that names the option of a field, unless what it must be holds."""
     if not holds:
-        raise RecipeError(f"{option(name)} must be {wanted}, not {getattr(settings, name)!r}")
+        value = getattr(settings, name)
+        close = did_you_mean(str(value), [*known])
+        raise RecipeError(f"{option(name)} must be {wanted}, not {value!r}{close}")
 
 
 def option(name: str) -> str:

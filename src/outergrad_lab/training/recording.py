@@ -12,6 +12,7 @@ import outergrad as og
 from outergrad.events import End, Event, Run, Scalars, Step
 from outergrad.launch.errors import RecipeError
 from outergrad.record.jsonl import JSONL
+from outergrad.record.machine import machine
 from outergrad.record.quietly import warn
 from outergrad.tools.named_methods.attach import Replica, all_reduce_bytes
 from outergrad_lab.training.sites import Group, number_in, rank_in, sites_of
@@ -151,4 +152,5 @@ class Recording:
             dense_bytes=all_reduce_bytes(model, self._group),
             outergrad=og.__version__,
             torch=torch.__version__,
+            machine=machine(next(model.parameters()).device),
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from outergrad.launch.console import count, step_bars
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop
 from outergrad.record.jsonl import JSONL
+from outergrad.report.verdict import cost_of_bytes
+from outergrad.tools.named_methods.attach import all_reduce_bytes
 from outergrad_lab.data import Dataset, load
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.position import Position
@@ -108,7 +111,8 @@ def train(
         if first and verbose and report and training.replica.session:
             print(training.replica.session.coverage())
     if first and report:
-        print(_summary(job, report))
+        ddp_bytes = 0 if job.method == "ddp" else all_reduce_bytes(training.replica.model, group)
+        print("\n".join([_summary(job, report), *_what_next(report, ddp_bytes, files)]))
     return report is not None
 
 
@@ -201,3 +205,13 @@ def _summary(job: Job, report: Report) -> str:
         f"test accuracy {report.test_accuracy:.2%}, "
         f"{sent}, {report.seconds:.1f} s"
     )
+
+
+def _what_next(report: Report, ddp_bytes: int, files: Files) -> Iterator[str]:
+    """What the bytes come to, where the record lies, and the next command."""
+    if report.sent_bytes and ddp_bytes:
+        yield f"That is {cost_of_bytes(report.sent_bytes, ddp_bytes)}."
+    if files.record is None:
+        yield "Nothing was recorded; to look inside, add --record runs/first."
+    else:
+        yield f"The record lies in {files.record}. Look at it: outergrad report {files.record}"

@@ -115,6 +115,7 @@ def test_the_usual_link_gives_way_to_loopback_and_that_is_said(request, measured
     assert result.stderr.endswith("going on unshaped\n")
     assert measured["links"] == [parse_link("loopback")]
     assert "UNSHAPED" in result.stdout
+    assert "x DDP: each step beside DDP's of the same round" in " ".join(result.stdout.split())
 
 
 @shaped
@@ -137,7 +138,7 @@ def test_what_was_asked_for_is_done(measured, monkeypatch):
 
 def test_results_lie_where_they_are_looked_for(measured, tmp_path):
     result = invoke(*LOOPBACK)
-    (path,) = (tmp_path / "benchmarks" / "results").glob("mlp_2-sites_loopback_*.json")
+    (path,) = tmp_path.glob("mlp_2-sites_loopback_*.json")
     assert f"results: {path.relative_to(tmp_path)}" in result.stdout
     assert path.with_suffix(".png").exists()
 

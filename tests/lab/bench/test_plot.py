@@ -14,9 +14,10 @@ pytest.importorskip("seaborn")
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgba
 
-from outergrad_lab.bench.plot import draw, plot
+from outergrad_lab.bench.plot import byte_ratios, draw, gain, plot
 
 DIVERGED = [arrival("ddp", [2.0, inf], reached=False), arrival("dad", [nan], reached=False)]
+MANY = ("10mbit", "100mbit", "1gbit", "none")
 CASES = {
     "one rate": timed_links("100mbit"),
     "two rates": timed_links("10mbit", "100mbit"),
@@ -51,27 +52,46 @@ def test_the_picture_opens_and_is_not_empty(tmp_path, links):
 
 
 def test_over_several_rates_each_method_is_a_line():
-    seconds, sent_bytes = figure("none", "10mbit", "100mbit").axes
+    seconds, sent_bytes = figure("none", "10mbit", "100mbit", "1gbit").axes
     names = [tick.get_text() for tick in seconds.get_xticklabels()]
-    assert names == ["10mbit", "100mbit", "unshaped"]
+    assert names == ["10mbit", "100mbit", "1gbit", "unshaped"]
     assert [line.get_label() for line in seconds.lines] == list(COMPARED)
-    assert [line.get_label() for line in sent_bytes.lines] == [m for m in COMPARED if m != "alone"]
+    assert [line.get_label() for line in sent_bytes.lines] == list(COMPARED)
     for line in (*seconds.lines, *sent_bytes.lines):
-        assert line.get_xdata().tolist() == [0, 1, 2]
+        assert line.get_xdata().tolist() == [0, 1, 2, 3]
     ddp = seconds.lines[COMPARED.index("ddp")]
-    assert ddp.get_ydata().tolist() == [timed_links("none")[0].timings[1].median_s] * 3
+    assert (
+        ddp.get_ydata().tolist()
+        == [timed_links("none")[0].timings[COMPARED.index("ddp")].median_s] * 4
+    )
 
 
-@pytest.mark.parametrize("name", ["none", "100mbit", "loopback"])
-def test_on_one_link_each_method_is_a_bar(name):
-    drawn = figure(name).axes
-    assert len(drawn) == 2
+@pytest.mark.parametrize("names", [["none"], ["loopback"], ["10mbit", "100mbit", "1gbit"]])
+def test_on_few_links_each_method_is_a_bar(names):
+    drawn = figure(*names).axes
+    assert len(drawn) == 2 * len(names)
     for axes in drawn:
         assert [tick.get_text() for tick in axes.get_yticklabels()] == list(COMPARED)
 
 
+def test_bars_say_how_many_times_less_they_are_than_ddp():
+    (found,) = timed_links("100mbit")
+    for axes in figure("100mbit").axes:
+        told = dict(zip(COMPARED, [text.get_text() for text in axes.texts], strict=True))
+        for one in found.timings:
+            assert float(told[one.method].split()[0]) == pytest.approx(
+                1 / one.ratio_to_ddp, rel=0.1
+            )
+
+
+def test_without_ddp_bars_compare_nothing():
+    (found,) = timed_links("100mbit", methods=["dense", "alone"])
+    assert byte_ratios(found) == [None, None]
+    assert [gain(ratio) for ratio in (None, 0.0, 0.1)] == ["", "", "10 \N{MULTIPLICATION SIGN}"]
+
+
 def test_no_two_methods_look_alike():
-    seconds, _ = figure("none", "10mbit").axes
+    seconds, _ = figure(*MANY).axes
     looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in seconds.lines}
     assert len(looks) == len(COMPARED)
 
@@ -80,8 +100,7 @@ def test_no_two_methods_look_alike():
 @pytest.mark.parametrize("method", COMPARED)
 def test_a_method_has_its_colour_whatever_is_beside_it(method):
     (alone, _), (beside, _) = (
-        draw(results(*timed_links("10mbit", "none", methods=methods))).axes
-        for methods in ([method], COMPARED)
+        draw(results(*timed_links(*MANY, methods=methods))).axes for methods in ([method], COMPARED)
     )
     colours = {line.get_label(): line.get_color() for line in beside.lines}
     assert alone.lines[0].get_color() == colours[method]
@@ -89,6 +108,6 @@ def test_a_method_has_its_colour_whatever_is_beside_it(method):
 
 def test_bars_have_the_colours_of_lines():
     bars, _ = figure("none").axes
-    lines, _ = figure("none", "10mbit").axes
+    lines, _ = figure(*MANY).axes
     drawn = [bar.get_facecolor() for container in bars.containers for bar in container]
     assert drawn == [to_rgba(line.get_color()) for line in lines.lines]

@@ -132,9 +132,10 @@ def test_real_texts_are_whole_words_and_shuffled(data_dir, name):
 
 def test_every_source_can_be_had():
     assert all(source.summary for source in SOURCES.values())
-    assert all(source.url or source.origin for source in SOURCES.values() if source.files)
     for source in SOURCES.values():
         assert all(source.files.values()) == bool(source.url) or not source.files
+        assert {*source.originals} in (set(), {*source.files})
+        assert source.origin
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if SOURCES[name].files])
@@ -143,7 +144,7 @@ def test_absent_files_are_named_with_their_place_and_the_remedy(tmp_path, name):
         load(name, tmp_path)
     source, said = SOURCES[name], str(caught.value)
     assert f"put {', '.join(source.files)} into {tmp_path / (source.folder or name)}" in said
-    if source.url:
+    if source.can_be_fetched:
         assert f"outergrad data get {name} --data-dir {tmp_path}" in said
     else:
         assert source.origin in said

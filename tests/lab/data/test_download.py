@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
 import threading
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from typer.testing import CliRunner
 
 from outergrad.launch.console import download_bars
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.data import Format, Source
+from outergrad_lab.commands.data import data_app
+from outergrad_lab.data import SOURCES, Format, Source
 from outergrad_lab.data.download import download
+from outergrad_lab.data.sources import Original
+from outergrad_lab.training.job import Job
 
 FILES = {"images.gz": b"i" * 200_000, "labels.gz": b"l" * 100}
 
@@ -160,3 +166,39 @@ def test_a_redirect_to_such_an_address_is_refused(url, tmp_path, handler):
 def test_files_of_this_machine_are_taken(url, tmp_path):
     address = (tmp_path / "served" / "mirror").as_uri()
     assert get(source(), tmp_path / "data", address) == list(FILES)
+
+
+def test_a_file_that_its_authors_publish_plain_is_gzipped_on_its_way(tmp_path):
+    (tmp_path / "input.txt").write_bytes(text := b"to be or not to be")
+    original = Original((tmp_path / "input.txt").as_uri(), hashlib.md5(text).hexdigest())
+    folder = tmp_path / "data"
+    one = replace(source(), files={"input.txt.gz": ""}, originals={"input.txt.gz": original})
+    assert get(one, folder) == ["input.txt.gz"]
+    assert gzip.decompress((folder / "input.txt.gz").read_bytes()) == text
+    assert get(one, folder) == []
+
+
+def test_a_changed_original_is_not_kept(tmp_path):
+    (tmp_path / "input.txt").write_text("other words")
+    original = Original((tmp_path / "input.txt").as_uri(), hashlib.md5(b"").hexdigest())
+    one = replace(source(), files={"input.txt.gz": ""}, originals={"input.txt.gz": original})
+    with pytest.raises(RecipeError, match="checksum"):
+        get(one, tmp_path / "data")
+    assert names(tmp_path / "data") == []
+
+
+def test_the_list_says_of_every_data_set_where_it_is_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    told = CliRunner().invoke(data_app, ["list", "--data-dir", str(tmp_path)]).stdout
+    for name, one in SOURCES.items():
+        line = next(line for line in told.splitlines() if f" {name} " in line)
+        assert one.origin in line
+        assert not one.can_be_fetched or f"outergrad data get {name}" in line
+
+
+def test_a_misspelt_data_set_gets_a_near_match():
+    assert "did you mean mnist?" in CliRunner().invoke(data_app, ["get", "mnits"]).stderr
+    with pytest.raises(
+        RecipeError, match=r"--data must be .* not 'mnits' \(did you mean mnist\?\)"
+    ):
+        Job(data="mnits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -41,3 +42,21 @@ def test_a_start_that_was_cut_short_is_forgotten():
 def test_where_to_meet_must_be_known():
     with pytest.raises(RecipeError, match="MASTER_ADDR"):
         shared_store({"RANK": "0", "WORLD_SIZE": "2"}, SPAN)
+
+
+def test_a_taken_port_is_told_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(RecipeError, match=r"port \d+ is taken by another program") as raised:
+            shared_store({"RANK": "0", "WORLD_SIZE": "2"} | where, SPAN)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_site_0_that_is_not_there_is_told_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with pytest.raises(
+        RecipeError, match=r"site 1 does not reach site 0 at 127.0.0.1:\d+"
+    ) as raised:
+        shared_store({"RANK": "1", "WORLD_SIZE": "2"} | where, timedelta(seconds=0.3))
+    assert "\n" not in str(raised.value)

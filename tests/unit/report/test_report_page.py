@@ -11,14 +11,15 @@ from pages import RUNS, page_of, write_bare
 from typer.testing import CliRunner
 
 from full_disk import longest_file
-from made_up_run import DENSE_BYTES, TRAVELS, write_run
+from made_up_run import DENSE_BYTES, MACHINE, TRAVELS, write_run
 from outergrad._event_lines import line_of
-from outergrad.events import Trial
+from outergrad.events import End, Trial
 from outergrad.report import load, write_page
 from outergrad.report.files import thin
 from outergrad.report.page import names
 from outergrad.report.series import series, time_split
 from outergrad.report.summary import summary
+from outergrad.report.verdict import verdict
 from outergrad.tools.commands.app import app
 
 
@@ -48,10 +49,66 @@ def test_the_page_begins_with_a_summary(tmp_path):
         "Sent per step": "9 kB",
         "Fewer bytes than DDP": f"{DENSE_BYTES / 9000:.2g}\N{MULTIPLICATION SIGN}",
         "Time per step": "100 ms",
+        "Noise scale": "1.6 batches",
         "Final loss": "0.1962",
         "Final accuracy": "0.9169",
     }
     assert "RankDAD(rank=4)" in summary
+
+
+def test_the_page_opens_with_a_sentence(tmp_path):
+    text = page_of(tmp_path, "whole").read_text("utf-8")
+    (said,) = re.findall("<p class=verdict>([^<]*)</p>", text)
+    assert said == f"{verdict(load(tmp_path / 'whole'))}."
+    assert text.index("<p class=verdict>") < text.index("<table")
+    few = page_of(tmp_path / "few", "whole", "bare").read_text("utf-8")
+    assert re.search("<p class=verdict>(whole|bare): ", few)
+
+
+def test_bars_are_as_long_as_their_values(tmp_path):
+    text = page_of(tmp_path, "whole").read_text("utf-8")
+    sent, time = re.findall(r"<i style=width:(\d+)%>", text[: text.index("</table>")])
+    assert int(sent) == round(100 * 9000 / DENSE_BYTES)
+    assert time == "100"
+
+
+def test_settings_and_machines_stand_in_a_panel(tmp_path):
+    text = page_of(tmp_path, "whole").read_text("utf-8")
+    panel = text[text.index("<details class=settings>") :]
+    said = dict(re.findall("<dt>([^<]*)</dt><dd>([^<]*)</dd>", panel[: panel.index("</details>")]))
+    assert said["Method"] == "RankDAD(rank=4)"
+    assert said["Versions"] == "outergrad 0.1.0, torch 2.13.0"
+    assert said["Site 0"] == said["Site 1"] == MACHINE
+    assert "settings>" not in page_of(tmp_path / "none", "layers alone").read_text("utf-8")
+
+
+def test_live_follows_a_run_until_it_ends(tmp_path, monkeypatch):
+    run, page, told = write_run(tmp_path / "run", sites=1), tmp_path / "page.html", []
+
+    def later(seconds):
+        told.append(page.read_text("utf-8"))
+        if len(told) == 2:
+            end = line_of(End(rank=0, step=200, time=1.7e9))
+            with (run / "site-0.jsonl").open("a") as file:
+                file.write(json.dumps(end) + "\n")
+
+    monkeypatch.setattr("outergrad.tools.commands.report.time.sleep", later)
+    assert report(run, "--live", "-o", page).exit_code == 0
+    reloading = '<meta http-equiv="refresh" content="5">'
+    assert [reloading in text for text in told] == [True, True]
+    assert reloading not in page.read_text("utf-8")
+
+
+def test_an_interrupt_leaves_a_page_that_rests(tmp_path, monkeypatch):
+    run, page = write_run(tmp_path / "run", sites=1), tmp_path / "page.html"
+    monkeypatch.setattr("outergrad.tools.commands.report.time.sleep", interrupted)
+    result = report(run, "--live", "-o", page)
+    assert result.exit_code == 0
+    assert "refresh" not in page.read_text("utf-8").partition("<body>")[0]
+
+
+def interrupted(seconds):
+    raise KeyboardInterrupt
 
 
 def test_the_page_tells_what_was_tried(tmp_path):
@@ -223,7 +280,8 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch):
 def test_names_are_as_short_as_tells_runs_apart():
     assert names([Path("/x/runs/a"), Path("/x/runs/b")]) == ["a", "b"]
     assert names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
-    assert names([Path("/x/run/site-0.jsonl")]) == ["site-0"]
+    assert names([Path("/x/run/site-0.jsonl")]) == ["run/site-0"]
+    assert names([Path("/x/a/site-0.jsonl"), Path("/x/b/site-0.jsonl")]) == ["a/site-0", "b/site-0"]
     assert names([Path("/x/run-0.5"), Path("/x/run-0.9")]) == ["run-0.5", "run-0.9"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -73,3 +74,19 @@ def take_part(one):
 def change(log):
     lines = log.read_text().splitlines()
     log.write_text("\n".join([lines[0], lines[1].replace("joined", "joinee"), *lines[2:]]) + "\n")
+
+
+def test_where_a_hub_cannot_listen_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    invoke("hub", "init", "hub", "--address", "127.0.0.1:0")
+    invoke("hub", "invite", "a")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for listen, why in {
+            f"127.0.0.1:{port}": "Address already in use",
+            f"[::]:{port}": "Address already in use",
+            "127.0.0.1:99999": "no address and port",
+            "127.0.0.1": "no address and port",
+        }.items():
+            told = invoke("hub", "serve", "--listen", listen).stderr.strip()
+            assert told == f"outergrad: cannot listen on {listen} ({why}): use another --listen"

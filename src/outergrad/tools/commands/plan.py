@@ -16,12 +16,12 @@ from outergrad.tools.commands.options import METHOD_HELP
 from outergrad.tools.plan.forecast import Forecast, Question, forecast
 from outergrad.tools.plan.measure import ROUNDS
 from outergrad.tools.plan.subject import known
-from outergrad.tools.plan.table import tables
-from outergrad.tools.plan.words import sentences
+from outergrad.tools.plan.table import layer_tables, methods_table
+from outergrad.tools.plan.words import sentences, why_equal_layers_differ
 
-WIDTH = 100
+WIDTH = 80
 """Of what is not written to a terminal."""
-COMPARED = "dense,dad,edad,rank-dad-1,rank-dad-4,rank-dad:rank=16"
+COMPARED = "dense,dad,edad,og-powersgd:rank=4,rank-dad-1,rank-dad-4,rank-dad:rank=16"
 
 Model = Annotated[
     str,
@@ -66,6 +66,7 @@ Threads = Annotated[
     int | None, typer.Option(min=1, help="PyTorch's.", show_default="as PyTorch chooses")
 ]
 Seconds = Annotated[float, typer.Option(help="Begin no further round of steps after so long.")]
+PerLayer = Annotated[bool, typer.Option("--layers", help="Show what every layer sends, too.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="File that gets all of it.", dir_okay=False)
 ]
@@ -82,6 +83,7 @@ def plan(
     methods: Methods = COMPARED,
     threads: Threads = None,
     seconds: Seconds = Question.seconds,
+    layers: PerLayer = False,
     json_file: JsonFile = None,
 ) -> None:
     """Predict what each method would send and how long a step would take, on this machine alone.
@@ -103,7 +105,7 @@ def plan(
         if threads is not None:
             torch.set_num_threads(threads)
         found = _watched(question)
-        show(found)
+        show(found, layers=layers)
         if json_file is not None:
             _save(found, json_file)
 
@@ -119,15 +121,19 @@ def _watched(question: Question) -> Forecast:
         )
 
 
-def show(found: Forecast) -> None:
-    """Writes the tables and what they come to."""
+def show(found: Forecast, *, layers: bool = False) -> None:
+    """Writes what a plan comes to, and the tables."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    for table in tables(found, console):
-        console.print(table)
     for sentence in sentences(found):
         console.print(sentence, highlight=False)
+    console.print(methods_table(found))
+    if not layers:
+        return
+    for table in layer_tables(found, console):
+        console.print(table)
+    console.print(why_equal_layers_differ(found), highlight=False)
 
 
 def _save(found: Forecast, path: Path) -> None:

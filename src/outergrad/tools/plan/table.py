@@ -10,16 +10,55 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from outergrad._amounts import milliseconds
+from outergrad._amounts import milliseconds, times
 from outergrad.tools.plan.forecast import Forecast
 from outergrad.tools.plan.layers import LayerBytes, LayerPlan
 from outergrad.tools.plan.measure import Planned
 
+_HEADINGS = (
+    "exact",
+    "kB sent\nper step",
+    "fewer\nbytes",
+    "mes-\nsages",
+    "com-\nputing",
+    "wait-\ning",
+    "step,\nms",
+    "x\ndense",
+)
+_LAYERS = (
+    "kB that a site sends per step and layer\n(f: factors, l: low rank, s: sparse, "
+    "c: compressed, r: computed again, -r: with the block below)"
+)
 _NAME_WIDTH = 18
 _METHOD_WIDTH = 9
 
 
-def tables(plan: Forecast, console: Console) -> Iterator[Table]:
+def methods_table(plan: Forecast) -> Table:
+    """A row per method, within 80 columns."""
+    table = Table(title=title(plan), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    table.add_column("method", overflow="fold")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for planned in plan.methods:
+        table.add_row(planned.method, *_method_cells(plan, planned))
+    return table
+
+
+def _method_cells(plan: Forecast, planned: Planned) -> Iterator[str]:
+    """Below `_HEADINGS`."""
+    dense, step_s = plan.dense, plan.seconds(planned)
+    yield "yes" if planned.exact else "no"
+    yield _kilobytes(planned.sent_bytes)
+    yield times(dense.sent_bytes / planned.sent_bytes) if planned.sent_bytes else "-"
+    yield str(planned.messages)
+    yield milliseconds(planned.compute_s)
+    yield milliseconds(step_s - planned.compute_s)
+    yield milliseconds(step_s)
+    yield f"{step_s / plan.seconds(dense):.3f}"
+
+
+def layer_tables(plan: Forecast, console: Console) -> Iterator[Table]:
     """A table of every layer and in total; several, where there are too many methods for one."""
     left = plan.methods
     while left:
@@ -40,7 +79,7 @@ def _fitting(plan: Forecast, methods: Sequence[Planned], console: Console) -> in
 
 def _table(plan: Forecast, methods: Sequence[Planned]) -> Table:
     table = Table(
-        title=title(plan),
+        title=_LAYERS,
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
@@ -53,19 +92,17 @@ def _table(plan: Forecast, methods: Sequence[Planned]) -> Table:
     for layer in plan.layers:
         table.add_row(*_layer_cells(layer), *(_sent(layer.sent.get(m.method)) for m in methods))
     table.add_section()
-    for name, cells in _totals(plan, methods):
+    for name, cells in _totals(methods):
         table.add_row(name, "", "", "", *cells)
     return table
 
 
 def title(plan: Forecast) -> str:
-    """Says what is planned, and how to read the bytes."""
+    """Says what is planned."""
     sites, link = plan.question.sites, plan.question.link.name
     return (
         f"{plan.subject.name}, {plan.subject.rows} rows a batch, {sites} sites, link {link}"
-        f"{plan.question.network.title}: kB that a site sends per step\n"
-        f"(f: factors, l: low rank, s: sparse, c: compressed, r: computed again, "
-        f"-r: with the block below)"
+        f"{plan.question.network.title}"
     )
 
 
@@ -111,17 +148,7 @@ def _kilobytes(nbytes: float) -> str:
     return f"{nbytes / 1e3:,.{1 if nbytes < 100e3 else 0}f}"
 
 
-def _totals(plan: Forecast, methods: Sequence[Planned]) -> Iterator[tuple[str, list[str]]]:
+def _totals(methods: Sequence[Planned]) -> Iterator[tuple[str, list[str]]]:
     """Lines below those of the layers."""
-    dense_s = plan.seconds(plan.dense)
     yield "total", [_kilobytes(m.sent_bytes) + " " for m in methods]
     yield "with TCP/IP, mean", [_kilobytes(m.wire_bytes) + " " for m in methods]
-    yield "messages", [f"{m.messages} " for m in methods]
-    yield "computing, ms", [_ms(m.compute_s) for m in methods]
-    yield "waiting, ms", [_ms(plan.seconds(m) - m.compute_s) for m in methods]
-    yield "step, ms", [_ms(plan.seconds(m)) for m in methods]
-    yield "x dense", [f"{plan.seconds(m) / dense_s:.3f} " for m in methods]
-
-
-def _ms(seconds: float) -> str:
-    return f"{milliseconds(seconds)} "

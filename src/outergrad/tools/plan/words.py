@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from outergrad._amounts import milliseconds, times
@@ -16,17 +17,34 @@ _EVEN = 0.03
 def sentences(plan: Forecast) -> Iterator[str]:
     """Which methods pay, by how much, and from where on dense is as fast."""
     sites, link = plan.question.sites, plan.question.link.name
-    yield (
-        f"Alone a step takes {_ms(plan.alone.compute_s)} here; dense, with {sites} sites on "
-        f"{link}, {_ms(plan.seconds(plan.dense))}."
-    )
     for exact, kind in ((True, "exact"), (False, "approximate")):
         best = plan.fastest(exact=exact)
         if best is not None:
             yield f"Of the {kind} methods {_verdict(plan, best)}. {_from_where_on(plan, best)}"
+    yield (
+        f"Alone a step takes {_ms(plan.alone.compute_s)} here; dense, with {sites} sites on "
+        f"{link}, {_ms(plan.seconds(plan.dense))}."
+    )
     limits = [layer.break_even for layer in plan.layers if layer.break_even is not None]
     if limits:
         yield _rows(plan, [low for low, _ in limits], [high for _, high in limits])
+
+
+def why_equal_layers_differ(plan: Forecast) -> str:
+    """Of layers of one shape that send unlike bytes by one method; empty where there are none."""
+    sent = defaultdict[tuple[object, ...], set[int]](set)
+    for layer in plan.layers:
+        for method, told in layer.sent.items():
+            if told.sent_bytes is not None:
+                kind = layer.shape, layer.rows, layer.break_even, method, told.marks
+                sent[kind].add(told.sent_bytes)
+    unlike = dict.fromkeys(kind[3] for kind, amounts in sent.items() if len(amounts) > 1)
+    if not unlike:
+        return ""
+    return (
+        f"Equal layers differ by {', '.join(map(str, unlike))}: of each, one site merges what the "
+        f"others send. The table is of site 0; over all layers the sites send about the same."
+    )
 
 
 def _verdict(plan: Forecast, best: Planned) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -19,9 +20,12 @@ from forked import forked_processes
 from outergrad.launch.links import ShapedLink, what_is_missing
 from outergrad.record.stats import Stats
 from outergrad.tools.commands.app import app
+from outergrad.tools.commands.plan import COMPARED
+from outergrad.tools.plan.layers import LayerBytes, LayerPlan
 from outergrad.tools.plan.measure import Planned
 from outergrad.tools.plan.network import network_of
 from outergrad.tools.plan.table import shortened
+from outergrad.tools.plan.words import why_equal_layers_differ
 
 MISSING = what_is_missing(ShapedLink(rate_bit_per_s=1e8), 3)
 shaped = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -87,7 +91,7 @@ def planned(path, *args: str):
     """What the command said, and its JSON."""
     result = invoke("--json", str(path / "plan.json"), *args)
     assert result.exit_code == 0, result.stderr
-    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert max(map(len, result.stdout.splitlines())) <= 80
     return result.stdout, json.loads((path / "plan.json").read_text())
 
 
@@ -143,6 +147,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, said, mine):
 
 def test_a_recipe_is_planned(tmp_path):
     said, found = planned(tmp_path, "--rows", "4", "--methods", "dad,rank-dad-1")
+    said = " ".join(said.split())
     dad, low = found["methods"].values()
     assert dad["exact"]
     assert not low["exact"]
@@ -158,7 +163,10 @@ def test_a_recipe_is_planned(tmp_path):
 
 
 def test_entries_are_planned(tmp_path):
-    said, found = planned(tmp_path, "--rows", "4", "--methods", "dad,sparse:density=0.02")
+    said, found = planned(
+        tmp_path, "--rows", "4", "--methods", "dad,sparse:density=0.02", "--layers"
+    )
+    said = " ".join(said.split())
     sparse, first = found["methods"]["sparse:density=0.02"], found["layers"][0]
     assert not sparse["exact"]
     assert first["sent"]["sparse:density=0.02"]["marks"] == "s"
@@ -207,11 +215,51 @@ def test_a_model_that_is_one_layer_is_planned(mine):
 
 def test_many_methods_make_several_tables(tmp_path):
     ranks = ",".join(f"rank-dad:rank={rank}:reduce=two_way" for rank in range(1, 9))
-    said, found = planned(tmp_path, "--rows", "2", "--methods", ranks)
+    said, found = planned(tmp_path, "--rows", "2", "--methods", ranks, "--layers")
     assert said.count("with TCP/IP") > 1
-    assert said.count(" reduce=") >= len(found["methods"]) == 8
+    assert said.count("reduce=") >= len(found["methods"]) == 8
     assert "…" not in said
     assert "Of the exact" not in said
+
+
+def test_the_verdict_comes_first_and_then_a_row_per_method(tmp_path):
+    methods = "dad,rank-dad-1,og-powersgd:rank=4"
+    said, found = planned(tmp_path, "--rows", "4", "--methods", methods)
+    first, *lines = said.splitlines()
+    assert first.startswith("Of the exact methods dad is the fastest")
+    for name, method in found["methods"].items():
+        (row,) = (line for line in lines if line.split()[:1] == [name])
+        assert row.split()[1] == ("yes" if method["exact"] else "no")
+        assert f"{method['sent_bytes'] / 1e3:,.1f}"[:3] in row
+    assert "f: factors" not in said
+    assert COMPARED.split(",")[3] in methods
+
+
+def layer_of(sent_bytes: int, *, marks: str = "l", rows: int = 4) -> LayerPlan:
+    sent = {"rank-dad-1": LayerBytes(sent_bytes, marks), "dad": LayerBytes(7, "f")}
+    return LayerPlan("name", (8, 8), rows, (4.0, 4.0), sent)
+
+
+@pytest.mark.parametrize(
+    ("layers", "differ"),
+    [
+        ([layer_of(10), layer_of(20)], True),
+        ([layer_of(10), layer_of(10)], False),
+        ([layer_of(10), layer_of(20, rows=5)], False),
+        ([layer_of(10), layer_of(20, marks="f")], False),
+    ],
+)
+def test_equal_layers_that_differ_are_explained(layers, differ):
+    said = why_equal_layers_differ(SimpleNamespace(layers=layers))
+    assert said.startswith("Equal layers differ by rank-dad-1: ") == differ
+    assert bool(said) == differ
+
+
+def test_layers_are_shown_where_they_are_asked_for(tmp_path):
+    said, found = planned(tmp_path, "--rows", "2", "--layers", "--methods", "dad")
+    assert "f: factors" in said
+    for layer in found["layers"]:
+        assert f"{layer['shape'][0]}x{layer['shape'][1]}" in said
 
 
 def test_without_a_limit_only_computing_is_left(tmp_path):
