@@ -83,7 +83,8 @@ def _draw_bars(
     barplot(found, x=value, y="method", hue="method", palette=colours, saturation=1, ax=axes)
     for container, label in zip(axes.containers, labels, strict=True):
         axes.bar_label(cast(BarContainer, container), [label], padding=3)
-    axes.set(ylabel="")
+    told = f"{value}; beside it: how many times less than DDP" if any(labels) else value
+    axes.set(xlabel=told, ylabel="")
     axes.margins(x=0.15)
 
 

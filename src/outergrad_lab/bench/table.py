@@ -41,10 +41,7 @@ def title(results: Results, result: LinkResult) -> str:
     return f"{plan['workload']}, {plan['sites']} sites, data {result.data}, {link}"
 
 
-PAIRING = (
-    "x DDP: each step beside DDP's of the same round, and of these ratios the median, so that what "
-    "slows the machine for a while falls on both."
-)
+PAIRING = "x DDP: the median step of a round by DDP's in that round; of all rounds the median."
 
 
 def timing_rows(result: LinkResult) -> list[Row]:

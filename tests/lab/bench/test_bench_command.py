@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from outergrad.launch.links import ShapedLink, parse_link, what_is_missing
 from outergrad.tools.commands.app import app
 from outergrad_lab.bench.plan import COMPARED
+from outergrad_lab.bench.table import PAIRING
 from outergrad_lab.workloads import WORKLOADS
 
 command = import_module("outergrad_lab.commands.bench")  # the package's own name is the function
@@ -115,7 +116,7 @@ def test_the_usual_link_gives_way_to_loopback_and_that_is_said(request, measured
     assert result.stderr.endswith("going on unshaped\n")
     assert measured["links"] == [parse_link("loopback")]
     assert "UNSHAPED" in result.stdout
-    assert "x DDP: each step beside DDP's of the same round" in " ".join(result.stdout.split())
+    assert PAIRING in " ".join(result.stdout.split())
 
 
 @shaped
