@@ -91,7 +91,8 @@ def test_help_names_every_choice():
 
 
 def test_data_list_says_what_is_there(tmp_path):
-    text = " ".join(invoke("data", "list", "--data-dir", str(tmp_path)).stdout.split())
+    shown = invoke("data", "list", "--data-dir", str(tmp_path)).stdout
+    text = " ".join(shown.replace("│", " ").split())
     assert "ready" in text
     assert "outergrad data get mnist" in text
     assert "put natops.npz into" in text

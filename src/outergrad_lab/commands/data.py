@@ -29,10 +29,11 @@ Url = Annotated[str, typer.Option(help="Folder on the net to download from inste
 @data_app.command("list")
 def list_data(data_dir: DataDir = DATA_DIR) -> None:
     """List the data sets, whether they are there, and where each comes from."""
-    table = Table("name", "what", "from", "state")
+    table = Table("name", "what, from where, and whether it is there", show_lines=True)
     table.columns[0].no_wrap = True
     for name, source in SOURCES.items():
-        table.add_row(name, source.summary, source.origin, _state(name, data_dir))
+        lines = source.summary, source.origin, _state(name, data_dir)
+        table.add_row(name, "\n".join(lines))
     Console().print(table)
 
 

@@ -191,9 +191,10 @@ def test_the_list_says_of_every_data_set_where_it_is_from(tmp_path, monkeypatch)
     monkeypatch.setenv("COLUMNS", "2000")
     told = CliRunner().invoke(data_app, ["list", "--data-dir", str(tmp_path)]).stdout
     for name, one in SOURCES.items():
-        line = next(line for line in told.splitlines() if f" {name} " in line)
-        assert one.origin in line
-        assert not one.can_be_fetched or f"outergrad data get {name}" in line
+        (about,) = (row for row in told.split("├") if f"│ {name} " in row)
+        assert one.summary in about
+        assert one.origin in about
+        assert not one.can_be_fetched or f"outergrad data get {name} " in about
 
 
 def test_a_misspelt_data_set_gets_a_near_match():
