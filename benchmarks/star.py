@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import time
@@ -61,26 +62,30 @@ def _listed(text: str) -> list[str]:
 
 def measure(options: argparse.Namespace) -> None:
     """Prints the table."""
-    print("| link | transport |", " | ".join(options.kinds), "|")
-    print("|---" * (2 + len(options.kinds)) + "|")
+    print("| link | transport |", " | ".join(options.kinds), "| the hub's memory, MB |")
+    print("|---" * (3 + len(options.kinds)) + "|")
     for name in options.links:
         rate, _, rtt = name.partition("-")
         link = parse_link(rate, rtt or "0ms")
         for transport in options.transports:
-            medians = _medians(options, link, transport)
-            print(f"| {name} | {transport} |", " | ".join(f"{m:.1f}" for m in medians), "|")
+            medians, memory = _measured(options, link, transport)
+            cells = " | ".join(f"{m:.1f}" for m in medians)
+            print(f"| {name} | {transport} | {cells} |", *(f"{mb:.0f} |" for mb in memory))
 
 
-def _medians(options: argparse.Namespace, link: ShapedLink, transport: str) -> list[float]:
-    """Milliseconds of each kind."""
+def _measured(
+    options: argparse.Namespace, link: ShapedLink, transport: str
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each kind, and the most memory that the hub had, if there is one."""
     with TemporaryDirectory() as folder, places(options.sites + 1, link) as (*sites, hub):
         _widen(hub, link, parse_link(options.hub_rate).rate_bit_per_s)
         own = partial(run_site, options, transport, Path(folder))
         works = [partial(own, rank, place) for rank, place in enumerate(sites)]
         if transport == "star":
             works.append(partial(run_hub, Path(folder), hub, options.sites))
-        found = run_processes(works)[: options.sites]
-    return [1e3 * max(times) for times in zip(*found, strict=True)]
+        found = run_processes(works)
+    times = zip(*found[: options.sites], strict=True)
+    return [1e3 * max(one) for one in times], [m for peak in found[options.sites :] for m in peak]
 
 
 def _widen(hub: Place, link: ShapedLink, rate_bit_per_s: float | None) -> None:
@@ -97,7 +102,7 @@ def _widen(hub: Place, link: ShapedLink, rate_bit_per_s: float | None) -> None:
 
 
 def run_hub(folder: Path, place: Place, sites: int) -> list[float]:
-    """Relays until all sites are done."""
+    """Relays until all sites are done; the most memory that this process had, in MB."""
     place.enter()
     made = HubFolder(folder / "hub")
     made.create(f"10.77.0.{sites + 1}:{PORT}", [])
@@ -110,7 +115,7 @@ def run_hub(folder: Path, place: Place, sites: int) -> list[float]:
     while len(list(folder.glob("*.done"))) < sites:
         time.sleep(0.1)
     server.stop()
-    return []
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3]
 
 
 def run_site(
@@ -142,7 +147,7 @@ def _torch(folder: Path, rank: int, sites: int) -> Transport:
 
 def _median(step: Callable[[], object], steps: int) -> float:
     """After a few; the time between two ends of steps, which are the same on all sites."""
-    for _ in range(5):
+    for _ in range(min(5, steps)):
         step()
     ends = [time.perf_counter()]
     for _ in range(steps):

@@ -56,7 +56,7 @@ def test_small_files_are_read(tmp_path, name):
 def test_what_is_no_such_file_is_named(tmp_path, name, file, content):
     (write(name, tmp_path) / file).write_bytes(content)
     said = refused(name, tmp_path, file)
-    assert ("outergrad data get" in said) == bool(SOURCES[name].url)
+    assert ("outergrad data get" in said) == SOURCES[name].can_be_fetched
 
 
 @pytest.mark.parametrize(("name", "file"), FILES)

@@ -72,20 +72,21 @@ class Vectors:
         """The same with the bias gradient as a row, and what was not sent of it before."""
         if sent.b_GO is None or not self.codecs:
             return sent
-        due_GOI = sent.b_GO.reshape(1, -1, 1).float()
+        due_GOI = _precise(sent.b_GO.reshape(1, -1, 1))
         return sent._replace(b_GO=self._row(bias_slot(slot), due_GOI, 1.0)[0])
 
     def merged(self, slot: Slot, parts: Sequence[Factors], sites: int) -> Factors:
         """The row of the mean of a vector, of which this site remembers what is lost."""
         columns = [part.d_GRO.double().mT @ part.a_GRI.double() for part in parts]
         mean = sum(columns[1:], columns[0]) / sites
-        return _as_factors(self._row(slot, mean.float(), sites, latest=True))
+        mean = mean.to(_precise(parts[0].d_GRO).dtype)
+        return _as_factors(self._row(slot, mean, sites, latest=True))
 
     def with_merged_bias(self, slot: Slot, sent: Factors, sites: int) -> Factors:
         """The same with the mean of the bias gradients as a row."""
         if sent.b_GO is None or not self.codecs:
             return sent
-        mean = sent.b_GO.reshape(1, -1, 1).float()
+        mean = _precise(sent.b_GO.reshape(1, -1, 1))
         return sent._replace(b_GO=self._row(bias_slot(slot), mean, sites, latest=True)[0])
 
     def _row(self, slot: Slot, due_GOI: Tensor, times: float, *, latest: bool = False) -> Tensor:
@@ -111,6 +112,11 @@ class Vectors:
             start = memory or Memory(lost_GOI.new_zeros(1, 1, 0))
             self._memories[slot] = replace(start, residual=lost_GOI)
         return row
+
+
+def _precise(t: Tensor) -> Tensor:
+    """In float32 at least: what a codec loses is kept as exactly as the gradient is known."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def _as_factors(row: Tensor) -> Factors:
