@@ -22,6 +22,8 @@ from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20
 _DENSE_BYTES = 25 << 20
+_FEW_DENSE_BYTES = 1 << 18
+"""Another all-reduce costs more than it gains by starting before so few have been computed."""
 _RIDERS_BYTES = 1 << 18
 _RIDERS_EXTRA_BYTES = 1 << 14
 
@@ -80,11 +82,13 @@ class Packer:
         extras = dense if self._may_ride(dense, ordered) else []
         self._owners = self._share_out(ordered, extras)
         shelf = _Shelf(self, self._compressors, extras)
+        left = sum(self._model.params[name].nbytes for name in dense)
         for name in self._order:
             if name in units:
                 shelf.add_unit(*units.pop(name), last=not units)
             elif name not in inside and not extras:
-                shelf.add_param(name, self._model.params[name])
+                left -= self._model.params[name].nbytes
+                shelf.add_param(name, self._model.params[name], left)
         return shelf.close()
 
     def bucket(
@@ -178,10 +182,18 @@ class _Shelf:
         if full or (last and self._extras):
             self._close(key, self._extras if last else ())
 
-    def add_param(self, name: str, p: nn.Parameter) -> None:
-        """Adds a parameter that travels dense; the first bucket is small, to start early."""
+    def add_param(self, name: str, p: nn.Parameter, left: int) -> None:
+        """Adds a parameter that travels dense; the first bucket is small, to start early.
+
+        Args:
+            name: of the parameter.
+            p: itself.
+            left: bytes of those that are still to come; a few of them go along with the first.
+        """
         key = Route.DENSE, p.dtype, None
-        if self._add(key, name, p.nbytes) >= self._limits.get(key, _FIRST_DENSE_BYTES):
+        takes_rest = key not in self._limits and 0 < left < _FEW_DENSE_BYTES
+        full = self._add(key, name, p.nbytes) >= self._limits.get(key, _FIRST_DENSE_BYTES)
+        if full and not takes_rest:
             self._close(key)
             self._limits[key] = _DENSE_BYTES
 
