@@ -25,13 +25,12 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 
 import torch
-from star import _listed, _median, _stepping
+from star import KINDS, _listed, _median, _stepping
 
 import outergrad as og
 
 PORT, DIALLED = 8002, 8012
 """Of NVFLARE's server in its POC mode, and of what delays it."""
-KINDS = ("gather", "sum", "dad", "dense")
 _WAIT_S = 150
 
 

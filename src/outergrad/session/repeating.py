@@ -35,7 +35,7 @@ class Repeating(FollowingUp):
     _unshared: set[str]
 
     def _repeated(self, task: int, used: set[str]) -> RepeatedStep | None:
-        """A step like the last one; None where something may be another than then."""
+        """Begins a step like the last one; None where something may be another than then."""
         pattern, pact, number = self._pattern, self._pact(), self._stats.step
         if pattern is None or pact is None or not self._synchronise or used != pattern.used:
             return None
@@ -48,7 +48,10 @@ class Repeating(FollowingUp):
             pattern.own, used
         ):
             return None
-        return RepeatedStep(pattern, task, number, pact, self._votes)
+        step = RepeatedStep(pattern, task, number, pact, self._votes)
+        self._group.running.append(self)
+        self.counted_task = task
+        return step
 
     def _in_full(self) -> Any:
         """The step that runs, as one that may go every way, with what was sent of it."""
@@ -107,6 +110,7 @@ class Repeating(FollowingUp):
 
     def _close_repeated(self, step: RepeatedStep) -> None:
         """What of `_close` is not the same every time."""
+        self._group.running.remove(self)
         self._step, self.counted_task = None, NO_TASK
         for layer in () if self._rest else self._next_forward.layers:
             layer.forget_awaited()

@@ -119,9 +119,6 @@ class Stepping(Repeating):
         if step is None:
             begin = self._synchronised if self._synchronise else self._unsynchronised
             step = begin(task, used)
-        else:
-            self._group.running.append(self)
-            self.counted_task = task
         self._step = step
         at_end_of_backward(partial(self._end, task))
         return step
@@ -249,7 +246,6 @@ class Stepping(Repeating):
 
     def _close(self, step: Step) -> None:
         if isinstance(step, RepeatedStep):
-            self._group.running.remove(self)
             self._close_repeated(step)
             return
         self._step, due_parts, self._due_parts = None, self._due_parts, None

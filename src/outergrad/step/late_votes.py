@@ -58,21 +58,21 @@ class LateVotes:
         several = self.first is not None and self.first != last
         return f"the steps {self.first} to {last}" if several else f"step {last}"
 
-    def keep(self, ballot: Ballot, step: object, digest: SupportsInt = 0) -> None:
+    def keep(self, ballot: Ballot, step: object, digest: SupportsInt | None = None) -> None:
         """A step was applied, with votes or without.
 
         Args:
             ballot: on it.
             step: what may be asked of it.
-            digest: where no vote on it is cast, of what came in it and in those before it of
-                which that holds, too.
+            digest: the ballot's, if the caller has it already.
         """
         self._ballot, self._step = ballot, step
         if ballot.is_cast:
             self._left, self.first, self.digest = _EVERY - 1, None, 0
         else:
             first = ballot.step if self.first is None else self.first
-            self._left, self.first, self.digest = self._left - 1, first, digest
+            self.digest = ballot.digest if digest is None else digest
+            self._left, self.first = self._left - 1, first
 
     def make(self, ballot: Ballot, step: Any, pact: Pact) -> None:
         """A step whose messages all were good is made here; the sites vote on it if that is due.
