@@ -107,6 +107,20 @@ def test_a_message_that_never_comes_ends_the_connection(network):
     hub.close()
 
 
+def test_a_cell_that_has_ended_ends_the_connection(network, monkeypatch):
+    near = Tunnels(network.cell(CLIENT))
+    (there, script), _ = tcp_pair(), network.cell(SERVER)
+
+    def ended(*_, **__) -> None:
+        raise RuntimeError("Messenger is not running")
+
+    monkeypatch.setattr(near.cell, "fire_and_forget", ended)
+    near.carry("one", SERVER, there)
+    script.sendall(b"-")
+    assert script.recv(1) == b""
+    script.close()
+
+
 @pytest.fixture
 def connector(network, tmp_path):
     applet = HubApplet(tmp_path / "hub", ["site-a", "site-b"], grace_s=1.0)

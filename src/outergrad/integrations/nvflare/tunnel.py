@@ -47,7 +47,11 @@ class Tunnels:
 
         def send(number: int, payload: bytes) -> bool:
             message = Message({_CONNECTION: name, _NUMBER: number}, payload)
-            return not self.cell.fire_and_forget(CHANNEL, BYTES, peer, message, optional=True)[peer]
+            try:
+                sent = self.cell.fire_and_forget(CHANNEL, BYTES, peer, message, optional=True)
+            except RuntimeError:  # the cell has ended
+                return False
+            return not sent[peer]
 
         end = _End(connection, send, lambda: self._ends.pop((peer, name), None))
         self._ends[peer, name] = end
