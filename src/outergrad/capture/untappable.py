@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.fx import Proxy, _symbolic_trace
+from torch.fx import Proxy
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves
 
@@ -37,7 +38,7 @@ def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACERS)):
         return True
-    if not _symbolic_trace._is_fx_tracing_flag:
+    if not is_fx_symbolic_tracing():
         return False
     return any(isinstance(leaf, Proxy) for leaf in tree_leaves((args, kwargs)))
 
