@@ -183,12 +183,22 @@ def test_a_program_of_the_users_pages_runs(block, ranks):
         assert ours.equal(theirs)
 
 
-def test_the_tutorial_trains_records_and_saves(ranks):
+def test_the_tutorial_trains_records_saves_and_goes_on(ranks, capsys):
     code = [block.code for block in blocks(TUTORIAL) if block.language == "python"]
+    (lasting,) = (k for k, part in enumerate(code) if "og.Checkpoints(" in part)
+    assert "steps = 20_000\n" in code[lasting]
+    code[lasting] = code[lasting].replace("steps = 20_000", "steps = 200")
     first, second = ranks(code, lambda _: {})
     for ours, theirs in zip(first["model"].parameters(), second["model"].parameters(), strict=True):
         assert ours.equal(theirs)
     assert sum(first["losses"][-20:]) < 0.9 * sum(first["losses"][:20])
     assert not first["x_all"].equal(second["x_all"])
     assert len(list(Path("runs/first").glob("site-*.jsonl"))) == 2
-    assert list(Path("checkpoints").glob("step-00000010-of-2-*/site-1.pt"))
+    assert list(Path("checkpoints").glob("step-00000200-of-2-*/site-1.pt"))
+    capsys.readouterr()
+    again = code[lasting].replace("steps = 200", "steps = 300")
+    ranks([again], lambda _: {})
+    said = capsys.readouterr().out
+    assert "site 1 begins after step 200\n" in said
+    assert "step 300: loss" in said
+    assert "step 200: loss" not in said
