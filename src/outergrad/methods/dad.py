@@ -42,8 +42,8 @@ class DAD(Settings):
             overlap better with backward, larger ones cost fewer delays (docs/benchmarks.md).
         wire: codecs of `og.wire` that rows go through: fewer bytes, at their loss, of which
             nothing is remembered. Bias gradients and ids travel as they are.
-        every: share at every so many-th synchronised backward; between these the gradients are
-            summed up on each site, and what is shared is their mean (docs/methods.md).
+        every: k: share at every k-th synchronised backward only. Until then each site sums up its
+            gradients; what is shared is their mean (docs/methods.md).
     """
 
     always: bool = False

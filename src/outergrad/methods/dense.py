@@ -19,8 +19,8 @@ class Dense(Settings):
     Choose it where the link is fast, or to compare with.
 
     Attributes:
-        every: share at every so many-th synchronised backward; between these the gradients are
-            summed up on each site, and what is shared is their mean (docs/methods.md).
+        every: k: share at every k-th synchronised backward only. Until then each site sums up its
+            gradients; what is shared is their mean (docs/methods.md).
     """
 
     every: int = 1

@@ -17,13 +17,13 @@ class EDAD(Settings):
 
     Choose it for slow links between few sites of one owner: rows of activations travel. Exact.
 
-    Of a chain of linear layers and convolutions in an `nn.Sequential`, with elementwise
-    functions, norms, pooling or dropout between, the activations of every layer travel and the
-    delta of the last. Of other parts, named in `blocks`, only what enters and the delta of what
-    leaves travel; every site then computes forward and backward of the part again, for the rows of
-    all sites: fewer bytes for more arithmetic. `nn.RNN`, `nn.GRU` and `nn.LSTM` are such parts
-    unasked. All else travels as with `DAD`, and nothing where dense is fewer bytes. Source: Baker
-    et al., arXiv 2102.09631 (edAD).
+    A chain is linear layers and convolutions in an `nn.Sequential`, with elementwise functions,
+    norms, pooling or dropout between. Of a chain a site sends the activations of every layer, and
+    the delta of the last. Of a block, named in `blocks`, it sends only what enters, and the delta
+    of what leaves; every site then computes the block's forward and backward again, for the rows
+    of all sites. That is fewer bytes for more arithmetic. `nn.RNN`, `nn.GRU` and `nn.LSTM` are
+    blocks by themselves. All else travels as with `DAD`, and dense where that is fewer bytes.
+    Source: Baker et al., arXiv 2102.09631 (edAD).
 
     Attributes:
         blocks: patterns of full names of modules that are computed again, as ("layers.*",). Modules
@@ -36,8 +36,8 @@ class EDAD(Settings):
         always: also where the dense gradient is fewer bytes.
         wire: codecs of `og.wire` that activations and deltas go through: fewer bytes, at their
             loss, of which nothing is remembered.
-        every: share at every so many-th synchronised backward; between these the gradients are
-            summed up on each site, and what is shared is their mean (docs/methods.md). Above 1
+        every: k: share at every k-th synchronised backward only. Until then each site sums up its
+            gradients; what is shared is their mean (docs/methods.md). Above 1
             nothing is computed again: rows are kept, and travel as with `DAD`.
         bucket_bytes: payload of one message before the next layer opens another.
     """

@@ -26,9 +26,9 @@ def nesterov(params: list[nn.Parameter]) -> Optimizer:
 
 @dataclass(frozen=True, repr=False)
 class LocalSteps:
-    """Every site makes k steps of its own; then all go on from where these lead on average.
+    """Every site makes k steps of its own; then all sites average how these changed the weights.
 
-    Choose it where the link is too slow for an exchange per step, or only there now and then.
+    Choose it where the link is too slow for an exchange per step, or often down.
 
     What travels is the change of the weights since the last exchange, `start - now`: an "outer
     gradient", whose mean over the sites the outer optimizer applies to `start`. The state of the

@@ -30,8 +30,8 @@ class PowerSGD(Settings):
         min_ratio: send a layer at low rank only where that is so many times fewer bytes than
             dense, as the hook's `min_compression_rate`.
         bucket_bytes: payload of one message before the next layer opens another.
-        every: share at every so many-th synchronised backward; between these the gradients are
-            summed up on each site, and what is shared is their mean (docs/methods.md).
+        every: k: share at every k-th synchronised backward only. Until then each site sums up its
+            gradients; what is shared is their mean (docs/methods.md).
     """
 
     rank: int = 1

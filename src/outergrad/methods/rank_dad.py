@@ -15,18 +15,18 @@ class RankDAD(LowRankSettings):
     Choose it where layers see many rows, as in transformers and convolutions, or sites are many,
     and an approximate gradient will do: what is not sent in one step is sent later.
 
-    A layer that is fewer bytes exactly, as factors or dense, travels so; biases and other vectors
-    do unless `vectors` has codecs. Weights without a rule travel at low rank, too: triplets of the
-    formed gradient.
+    Where the exact factors or the dense gradient are fewer bytes, these are sent. Biases and other
+    vectors are sent exactly, unless `vectors` has codecs. For weights without a rule the gradient
+    is formed, and its triplets are sent.
     Source: Baker et al., arXiv 2102.09631, the section on rank-dAD.
 
     Attributes:
-        rank: most triplets that a site sends per layer.
-        budget: bytes that a site may send per step, as "160kB" or 160_000, or less than one as a
-            fraction of what dense gradients are, as 1/64: instead of a rank. They are shared out
-            over the layers anew in each step, by the energy that the next triplet of a layer is
-            worth per byte; each gets one at least. All that a step sends counts, but for buffers.
-            Triplets are gathered.
+        rank: the largest number of triplets that a site sends per layer.
+        budget: instead of a rank, the bytes that a site may send per step, as "160kB" or 160_000;
+            or, below one, a fraction of the dense gradients' bytes, as 1/64. Every step divides
+            them among the layers anew: each gets one triplet, the rest goes where a triplet has
+            most energy per byte. All that a step sends counts, but for buffers. Triplets are
+            gathered.
         tolerance: largest error that a site may make, relative to the Frobenius norm of its
             gradient, if `rank` triplets suffice for it: then it sends as few as do. What was too
             many or too few in one step is put right in the next, without a message for it.
@@ -60,8 +60,8 @@ class RankDAD(LowRankSettings):
             dense.
         bucket_bytes: payload of one message before the next layer opens another: small, because
             triplets are, and what is sent early need not be waited for.
-        every: share at every so many-th synchronised backward; between these the gradients are
-            summed up on each site, and what is shared is their mean (docs/methods.md).
+        every: k: share at every k-th synchronised backward only. Until then each site sums up its
+            gradients; what is shared is their mean (docs/methods.md).
     """
 
     def compressor(self) -> LowRankCompressor:

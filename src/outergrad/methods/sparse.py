@@ -43,8 +43,8 @@ class Sparse(SparseSettings):
             sum, at most 2⁻⁹ of it per site, no site knows.
         always: send entries even where the dense gradient is fewer bytes.
         bucket_bytes: payload of one message before the next layer opens another.
-        every: share at every so many-th synchronised backward; between these the gradients are
-            summed up on each site, and what is shared is their mean (docs/methods.md).
+        every: k: share at every k-th synchronised backward only. Until then each site sums up its
+            gradients; what is shared is their mean (docs/methods.md).
     """
 
     def compressor(self) -> SparseCompressor:

@@ -28,7 +28,7 @@ class TensorBoard:
 
     Args:
         dir: folder of the run; made if there is none.
-        every: record every so many-th step.
+        every: k: record every k-th step.
         budget: share of the time of a step that measuring and writing a recorded one may take:
             layers that do not fit are measured another time, in turn, at least one. `math.inf`
             measures all.

@@ -19,26 +19,27 @@ from outergrad.methods.per_layer import Local
 
 @dataclass(frozen=True, repr=False)
 class Auto:
-    """A policy: layers alike travel by the method with which steps take least time.
+    """A policy that finds out in training with which method steps are shortest.
 
-    The default of `og.distribute`: choose it where you do not want to think about it.
+    The default of `og.distribute`: choose it where you do not want to choose a method yourself.
 
-    It chooses among `og.Dense()` and `og.DAD()`, which are exact and show no more of a site than
-    its gradient, and what else the user admits. A forecast from the measured link and machines
-    says what to begin with and what is worth a trial; then ways take turns in steps of the
-    training, and another one is kept only if it is measurably faster at the slowest site. All
-    sites choose alike. Two runs may choose differently, and so differ in rounding: one that has to
-    repeat to the bit names its method, or what an earlier one chose, `og.Auto(frozen=choice)`.
+    It chooses for each kind and size of layers. It tries `og.Dense()` and `og.DAD()`, which are
+    exact and show no more of a site than its gradient, and the methods in `among`. A forecast from
+    the measured link and machines says which to begin with and which are worth a trial. In a trial
+    two of them take turns. The new one is kept only if it is measurably faster at the slowest
+    site. All sites choose alike.
 
-    Nothing is computed again (`og.EDAD`) while methods may change: such layers travel as by
-    `og.DAD`.
+    Two runs may choose differently, and then differ in rounding. If a run must repeat to the bit,
+    name its method, or pass what an earlier run chose: `og.Auto(frozen=choice)`. With `og.EDAD` in
+    `among` nothing is computed again: such layers travel as by `og.DAD`.
 
     Attributes:
-        among: methods besides these two; of what is lossy the user alone knows whether it may be.
-        looking: share of the time of the training that trials may take more than steps without.
-        every: share at every so many-th synchronised backward, as in `og.Dense`.
-        frozen: the method of each parameter by its full name, as `session.choice()` returned it:
-            nothing is tried.
+        among: other methods to try, as those that are not exact: only the user knows whether they
+            may be used.
+        looking: how much longer the training may take because of trials, as a share of its time.
+        every: k: share at every k-th synchronised backward only, as in `og.Dense`.
+        frozen: the method of each parameter by its full name, as `session.choice()` returned it;
+            then nothing is tried.
     """
 
     among: Sequence[Method] = ()
