@@ -129,7 +129,7 @@ def _squared_norms(gradient: SiteGradient, slots: Sequence[Slot]) -> Tensor:
     if not used:
         return widened(gradient.rows[slots[0]].factors.d_GRO).new_zeros(gradient.samples)
     if len(used) == 1:
-        return _of_slot(used[0], gradient.rows[used[0]], gradient.samples)
+        return squared_sample_norms(used[0], gradient.rows[used[0]], gradient.samples)
     return torch.stack([_of_sample(gradient, used, b) for b in range(gradient.samples)])
 
 
@@ -144,9 +144,15 @@ def _of_sample(gradient: SiteGradient, slots: Sequence[Slot], sample: int) -> Te
     return _sum(widened(g).square().sum() for g in found.values())
 
 
-def _of_slot(slot: Slot, part: SampleRows, samples: int) -> Tensor:
-    """Of the product of one slot, and of its bias, (B,)."""
+def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
+    """Squared norms of each sample's product of one slot, with its bias if it has one, (B,).
+
+    `|d_bᵀ a_b|²` of the rows of sample b: with one row `|d|² |a|²`, with few by their Gram
+    matrices, with many the product is formed.
+    """
     assert part.samples_N is not None
+    if not len(part.samples_N):
+        return widened(part.factors.d_GRO).new_zeros(samples)
     d_GNO, where = widened(part.factors.d_GRO), _Places(part.samples_N, samples)
     d_BGLO = where.padded(d_GNO)
     if slot.lookup:

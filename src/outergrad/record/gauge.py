@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -15,6 +15,8 @@ from outergrad.core.types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
 from outergrad.linalg.outer import stack
+from outergrad.record.by_sample import SampleNorms, Uses
+from outergrad.record.overlaps import Overlaps
 from outergrad.record.quietly import warn
 from outergrad.record.sums import (
     SPECTRUM,
@@ -43,17 +45,21 @@ class Gauge:
         self.starts: dict[Place, Tensor] = {}
         self._seconds: dict[str, float] = {}
 
-    def reading(self, seconds: float) -> Reading:
+    def reading(self, seconds: float, *, by_sample: bool = False) -> Reading:
         """Of one step: of so many parameters as can be measured in so many seconds, in turn.
 
         One at least; all at the first time, when it is not known how long they take.
+
+        Args:
+            seconds: of the step.
+            by_sample: whether norms of samples are measured, too.
         """
         left, later = seconds, set[str]()
         for place, (name, cost) in enumerate(self._seconds.items()):
             left -= cost
             if left < 0 and place:
                 later.add(name)
-        return Reading(self, later)
+        return Reading(self, later, by_sample=by_sample)
 
     def took(self, seconds: Mapping[str, float]) -> None:
         """How long each parameter took: the next turn is the others'."""
@@ -88,9 +94,15 @@ class Reading:
     Args:
         gauge: what is kept from one time to the next.
         later: parameters that are not measured now.
+        by_sample: whether the norms of samples are, too.
+
+    Attributes:
+        uses_of: the uses of a slot in the step, as they were captured.
     """
 
-    def __init__(self, gauge: Gauge, later: Collection[str]) -> None:
+    uses_of: Callable[[Slot], Uses] = staticmethod(lambda slot: ())
+
+    def __init__(self, gauge: Gauge, later: Collection[str], *, by_sample: bool = False) -> None:
         self._gauge, self.later = gauge, later
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
@@ -98,11 +110,16 @@ class Reading:
         self._mean: dict[Place, FactoredMean] = {}
         self._sparse: set[Place] = set()
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)
+        self.overlaps = Overlaps()
+        self.by_sample = SampleNorms() if by_sample else None
 
     def forget(self) -> None:
         """The step starts again."""
         for of in (self._slots, self._own, self._mean, self._sparse, self.sums, self.seconds):
             of.clear()
+        self.overlaps.clear()
+        if self.by_sample is not None:
+            self.by_sample.clear()
 
     def leave_out(self, name: str) -> None:
         """More will be added to a gradient than is known now."""
@@ -112,6 +129,22 @@ class Reading:
     def end(self) -> None:
         """The step is over."""
         self._gauge.took(self.seconds)
+
+    def measured(self, name: str) -> dict[str, Any]:
+        """What is known of a parameter, as fields of `events.Layer`."""
+        found = self.sums[name].measured() | self.overlaps.measured(name)
+        if self.by_sample is not None:
+            found |= self.by_sample.measured(name)
+        return found | {"unmeasured": dict(self._unmeasured(name, found)) or None}
+
+    def _unmeasured(self, name: str, found: Collection[str]) -> Iterator[tuple[str, str]]:
+        """What of a gradient's rows is not known, and why."""
+        figures = [("duplicates", self.overlaps.why, "single sites' rows do not arrive")]
+        if self.by_sample is not None:
+            figures.append(("sample_norm", self.by_sample.why, "its rows were not captured"))
+        for figure, why, usual in figures:
+            if figure not in found:
+                yield figure, "another step's turn" if name in self.later else why.get(name, usual)
 
     # -- what is sent -----------------------------------------------------------------------------
 
@@ -156,6 +189,12 @@ class Reading:
         missing = above_rounding(due - inner(z_GIK, z_GIK), due)
         self.sums[slot.weight].add(due=due, missing=missing)
 
+    @_in_turn
+    def samples(self, slot: Slot, scale: float) -> None:
+        """The norms of samples, of a captured product, so many times."""
+        if self.by_sample is not None:
+            self.by_sample.add(slot, self.uses_of(slot), scale)
+
     def _take(self, slot: Slot, gradient: Gradient, rows: Factors | None = None) -> None:
         """Keeps this site's gradient, as rows if these are given, and the norms of its factors."""
         own = rows or gradient
@@ -183,6 +222,17 @@ class Reading:
             return  # the gradient itself is less work
         rows = stack([Factors(*part[:2]) for part in factors])
         self._mean[slot.place] = FactoredMean(rows, scale)
+
+    @_in_turn
+    def overlap(self, slot: Slot, parts_S: Sequence[Arrived | None], rank: int) -> None:
+        """How much of this site's rows the others have, too.
+
+        Args:
+            slot: what they are of.
+            parts_S: what every site sent of it.
+            rank: this site.
+        """
+        self.overlaps.add(slot, parts_S, rank)
 
     @_in_turn
     def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:

@@ -122,5 +122,5 @@ def _states(device: torch.device) -> list[torch.Tensor]:
 
 def next_seed(device: torch.device) -> int:
     """A number that the state decides, without drawing it from there: states are on the host."""
-    digest = blake2b(_state(device).numpy(), digest_size=8).digest()
+    digest = blake2b(_state(device).numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 2**60
