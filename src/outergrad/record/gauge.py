@@ -16,6 +16,7 @@ from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
 from outergrad.linalg.outer import stack
 from outergrad.record.by_sample import SampleNorms, Uses
+from outergrad.record.matrices import matrix_of, used_rows, whole
 from outergrad.record.overlaps import Overlaps
 from outergrad.record.quietly import warn
 from outergrad.record.sums import (
@@ -27,6 +28,7 @@ from outergrad.record.sums import (
     squared_sum,
 )
 
+_NOT_ROWS = "its rows are not all of the gradient, or could not be measured"
 _FEW = 64
 """Rows of a mean gradient that cost less than the gradient itself."""
 
@@ -103,7 +105,7 @@ class Reading:
     uses_of: Callable[[Slot], Uses] = staticmethod(lambda slot: ())
 
     def __init__(self, gauge: Gauge, later: Collection[str], *, by_sample: bool = False) -> None:
-        self._gauge, self.later = gauge, later
+        self._gauge, self.later, self._another_turn = gauge, later, frozenset(later)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
         self._own: dict[Place, Factors] = {}
@@ -143,8 +145,12 @@ class Reading:
         if self.by_sample is not None:
             figures.append(("sample_norm", self.by_sample.why, "its rows were not captured"))
         for figure, why, usual in figures:
-            if figure not in found:
-                yield figure, "another step's turn" if name in self.later else why.get(name, usual)
+            if figure in found:
+                continue
+            if name in self._another_turn:
+                yield figure, "another step's turn"
+            else:
+                yield figure, _NOT_ROWS if name in self.later else why.get(name, usual)
 
     # -- what is sent -----------------------------------------------------------------------------
 
@@ -244,9 +250,9 @@ class Reading:
             mean: the mean gradient.
         """
         used = [slot for slot in self._slots[name].values() if not slot.lookup]
-        for slot in used or self._gauge.matrices.get(name) or _whole(name, mean):
-            formed_GOI = _matrix(slot, mean)
-            given = None if own is None else _matrix(slot, own)
+        for slot in used or self._gauge.matrices.get(name) or whole(name, mean):
+            formed_GOI = matrix_of(slot, mean)
+            given = None if own is None else matrix_of(slot, own)
             self._compare(slot, self._own.get(slot.place, given), formed_GOI)
             if mean.dim() > 1:
                 self.sums[name].sigma.append(self._spectrum(slot, formed_GOI))
@@ -263,7 +269,7 @@ class Reading:
         if rows is not None:
             return rows.singular_values[:, :SPECTRUM]
         if slot.weight in self._gauge.tables:
-            formed_GOI = _used_rows(formed_GOI)
+            formed_GOI = used_rows(formed_GOI)
         starts = {} if slot.place in self._sparse else self._gauge.starts  # others in every step
         sigma_GK, start = leading_values(formed_GOI, SPECTRUM, starts.get(slot.place))
         if start is not None:
@@ -275,21 +281,3 @@ def _square(t: Tensor) -> float:
     """The squared norm of all elements."""
     row_11N = t.flatten()[None, None]
     return inner(row_11N, row_11N)
-
-
-def _whole(name: str, mean: Tensor) -> list[Slot]:
-    """A parameter of which no more is known, as one matrix; a vector has one row."""
-    outputs = mean.shape[0] if mean.dim() > 1 else 1
-    return [Slot("", name, outputs, mean.numel() // max(outputs, 1))]
-
-
-def _matrix(slot: Slot, gradient: Tensor) -> Tensor:
-    start, stop = slot.weight_rows or (0, gradient.shape[0] if gradient.dim() else 1)
-    part = gradient if gradient.dim() == 0 else gradient[start:stop]
-    return part.reshape(slot.groups, slot.outputs, slot.inputs)
-
-
-def _used_rows(table_1IO: Tensor) -> Tensor:
-    """Those of a table that are not zero: its singular values are theirs."""
-    used = table_1IO[0].any(dim=1)
-    return table_1IO[:, used] if bool(used.any()) else table_1IO[:, :1]
