@@ -3,9 +3,9 @@ r"""What the noise scale, duplicate directions and norms of samples cost, as sha
     python benchmarks/by_sample.py --workloads mlp,gru,gpt --methods dad,rank-dad-4
 
 Two local sites, a recorder with samples that hears of every tenth step and measures every layer
-each time (`budget=inf`, more than by default). The clock runs in the functions that make these
-figures alone, so that the shares do not drown in the noise of whole steps, as
-`benchmarks/recording.py` would have it.
+each time, unless a `--budget` is given (0.04 is the default of recorders). The clock runs in the
+functions that make these figures alone, so that the shares do not drown in the noise of whole
+steps, as `benchmarks/recording.py` would have it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--budget", type=float, default=math.inf)
     return parser.parse_args()
 
 
@@ -74,7 +75,10 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     for workload in options.workloads:
         for method in options.methods:
             recorder = og.JSONL(
-                folder / f"{workload}-{method}", every=options.every, budget=math.inf, samples=True
+                folder / f"{workload}-{method}",
+                every=options.every,
+                budget=options.budget,
+                samples=True,
             )
             side = Side(workload, method, recorder)
             side.seconds(options.every + 1)

@@ -153,7 +153,7 @@ def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
     assert part.samples_N is not None
     if not len(part.samples_N):
         return widened(part.factors.d_GRO).new_zeros(samples)
-    d_GNO, where = widened(part.factors.d_GRO), _Places(part.samples_N, samples)
+    d_GNO, where = widened(part.factors.d_GRO), _places(part.samples_N, samples)
     d_BGLO = where.padded(d_GNO)
     if slot.lookup:
         ids_BL = where.padded(part.factors.a_GRI[None, :, None])[:, 0, :, 0]
@@ -172,6 +172,28 @@ def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
 def _paired(d_BGLO: Tensor, pairs_BGLL: Tensor) -> Tensor:
     """`|Σ_l d_l a_lᵀ|² = Σ_lm (d_l · d_m)(a_l · a_m)`, of each sample; rounding may go below 0."""
     return ((d_BGLO @ d_BGLO.mT) * pairs_BGLL).sum(dim=(1, 2, 3)).clamp_min(0)
+
+
+def _places(samples_N: Tensor, samples: int) -> _Rectangle | _Places:
+    rows = len(samples_N)
+    for positions_first in (False, True) if rows % samples == 0 else ():
+        about = Samples(samples, positions_first, 0)
+        if sample_of_rows(about, rows, samples_N.device).equal(samples_N):
+            return _Rectangle(samples, positions_first=positions_first)
+    return _Places(samples_N, samples)
+
+
+class _Rectangle:
+    """Rows of samples that have equally many, in order: nothing is copied."""
+
+    def __init__(self, samples: int, *, positions_first: bool) -> None:
+        self._samples, self._positions_first = samples, positions_first
+
+    def padded(self, t_GNW: Tensor) -> Tensor:
+        """(B, G, L, W)."""
+        if self._positions_first:
+            return t_GNW.unflatten(1, (-1, self._samples)).permute(2, 0, 1, 3)
+        return t_GNW.unflatten(1, (self._samples, -1)).transpose(0, 1)
 
 
 class _Places:
