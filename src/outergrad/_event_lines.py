@@ -84,6 +84,7 @@ def _values(fit: Check) -> Check:
 
 
 _INTS, _FLOATS = _list_of(int), _list_of(int, float)
+_TEXTS = _values(_list_of(str))
 _FITS: dict[str, Check] = {
     "int": _is_int,
     "float": lambda value: type(value) is float or _is_int(value),
@@ -93,6 +94,7 @@ _FITS: dict[str, Check] = {
     "tuple[str, ...]": _list_of(str),
     "tuple[float, ...] | None": lambda value: value is None or _FLOATS(value),
     "Mapping[str, float]": _values(_FLOATS),
+    "Mapping[str, str] | None": lambda value: value is None or _TEXTS(value),
     "Mapping[str, tuple[int, ...]]": _values(lambda lists: all(map(_INTS, lists))),
 }
 _CHECKS = {

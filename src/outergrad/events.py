@@ -76,6 +76,18 @@ class Layer:
         gradient_norm: of its own gradient.
         mean_norm: of the mean gradient of all sites.
         cosine: between its own gradient and the mean gradient: 1 where all sites agree.
+        duplicates: share of the directions of this site's rows, as they travel, that lie in the
+            span of the other sites' (of an embedding: of its ids that others looked up, too): the
+            mean squared cosine of the principal angles. 1: the others have them all.
+        samples: B, how many samples the norms below are of, counted along the first dimension of
+            what the layer is called with; 0 where these are not known. Only recorders with
+            `samples=True` are told of these and the next.
+        sample_norm: the median of the norms of what each sample adds to this site's gradient of
+            the weight; with a mean as loss 1 / B of the sample's own gradient.
+        outliers: samples that stand out, by their number in this site's batch: whose norm is above
+            three times the median, the largest first, at most five.
+        outlier_norms: their norms.
+        unmeasured: why `duplicates` and `sample_norm` are not known where they could be, by name.
     """
 
     rank: int
@@ -98,6 +110,12 @@ class Layer:
     gradient_norm: float | None = None
     mean_norm: float | None = None
     cosine: float | None = None
+    duplicates: float | None = None
+    samples: int = 0
+    sample_norm: float | None = None
+    outliers: tuple[int, ...] = ()
+    outlier_norms: tuple[float, ...] | None = None
+    unmeasured: Mapping[str, str] | None = None
 
     @property
     def discarded_energy(self) -> float | None:
@@ -123,6 +141,8 @@ class Step:
         wait_s: likewise, in which the training thread waited for other sites.
         took_part: names of the sites whose gradients it is the mean of, where the transport knows
             names, as `og.Star`.
+        noise_batches: over how many batches of one site the mean gradient has as much noise as
+            signal, by this site's norms of the last recorded steps; None where that is not known.
     """
 
     rank: int
@@ -136,6 +156,7 @@ class Step:
     replay_s: float
     wait_s: float
     took_part: tuple[str, ...] = ()
+    noise_batches: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

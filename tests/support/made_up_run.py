@@ -76,6 +76,12 @@ def layer(rank: int, sites: int, step: int, name: str) -> Layer:
         gradient_norm=norm * 1.2,
         mean_norm=norm,
         cosine=1 - math.exp(-step / 100) * 0.5 * (rank + 1) / sites,
+        duplicates=None if dense else 0.25,
+        samples=0 if dense else 16,
+        sample_norm=None if dense else 0.1,
+        outliers=(7,) if rank and travels == "factors" else (),
+        outlier_norms=(0.1 * (4 + step / 100),) if rank and travels == "factors" else None,
+        unmeasured={"duplicates": "single sites' rows do not arrive"} if dense else None,
     )
 
 
@@ -91,4 +97,5 @@ def whole(rank: int, step: int, every: int, start: float) -> Step:
         compress_s=4e-4,
         replay_s=0.0,
         wait_s=9e-3,
+        noise_batches=2.5,
     )

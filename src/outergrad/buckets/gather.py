@@ -102,6 +102,7 @@ class _FactorPending(Pending):
             parts, share = [part for part in parts_S if part is not None], 1 / len(parts_S)
             if context.reading is not None:
                 context.reading.record_mean(source, parts, share)
+                context.reading.overlap(source, parts_S, context.comm.rank)
             if parts:
                 into = additions if bucket.tapped[source] else means
                 add_gradients(into, source, parts, context.params, share)

@@ -163,6 +163,8 @@ class RowBucket(Carried):
         if context.reading is not None:
             for part, (piece, view), payload in zip(parts, filled, compressed, strict=True):
                 self._measure(context.reading, part, piece, payload, view.read())
+                if self.tapped[piece.slot]:
+                    context.reading.samples(piece.slot, context.scale)
 
     def _measure(
         self, reading: Reading, part: Part, piece: Piece, payload: Payload, arrives: Arrived

@@ -223,6 +223,8 @@ class _SketchPending(Pending):
         if slot in self._measured and self._context.reading is not None:
             projection = self._bucket.sketches.projection(slot, last)
             self._context.reading.sketched(slot, *self._measured.pop(slot), projection)
+            if self._bucket.tapped[slot]:
+                self._context.reading.samples(slot, self._context.scale)
 
     def _timed(self, slot: Slot, work: Callable[[Slot], Tensor]) -> Tensor:
         began = time.perf_counter()

@@ -72,6 +72,14 @@ class Batch:
             self._count = None
 
 
+class AnySamples:
+    """How many samples each layer is called with, whatever the model was: to be looked at alone."""
+
+    def samples(self, layer: str, count: int | None, *, positions_first: bool) -> Samples | None:
+        """As `Batch.samples`; None where it is not known."""
+        return None if count is None else Samples(count, positions_first, 0)
+
+
 class SampledUse:
     """The rows of one use of a layer, which are computed when they are asked for.
 
@@ -95,6 +103,11 @@ class SampledUse:
     ) -> None:
         self._factors, self._rule, self.samples = factors, rule, samples
         self._of = module, slot, call
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the rule of the layer tells samples apart."""
+        return hasattr(self._rule, "by_sample")
 
     def __call__(self) -> Factors:
         """The rows as they travel."""

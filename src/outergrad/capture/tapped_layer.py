@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outergrad.capture.batch import Batch, SampledUse
+from outergrad.capture.batch import AnySamples, Batch, SampledUse
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.compiled import key_of
 from outergrad.capture.engine import NO_TASK, current_task
@@ -42,7 +42,8 @@ class TappedLayer:
         slots: its outer products.
         watched: the parameters of each.
         sink: is told of deltas.
-        batch: knows the samples of the model's forward, where they are to be told apart.
+        batch: knows the samples of the model's forward, where they are to be told apart; or, where
+            somebody only looks at them, of the layer's.
 
     Attributes:
         rests: whether forwards are its own class's, and count no rows, because nothing would
@@ -59,7 +60,7 @@ class TappedLayer:
         slots: Sequence[Slot],
         watched: Sequence[Sequence[WatchedParameter]],
         sink: LayerSink,
-        batch: Batch | None = None,
+        batch: Batch | AnySamples | None = None,
     ) -> None:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
         self._batch = batch
@@ -74,7 +75,7 @@ class TappedLayer:
         self._decided = False
         self._own = OwnParameters([module], self._trained)
         self._key, self._taps_in_graphs = key_of(self), sink.taps(self)
-        traceable = getattr(rule, "traceable", False) and batch is None  # graphs keep no samples
+        traceable = getattr(rule, "traceable", False) and not isinstance(batch, Batch)
         self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +275,8 @@ class TappedLayer:
 
     def _hand_on(self, slot: int, call: Call, node: Any) -> None:
         factors = partial(self.rule.factors, self.module, slot, call)
-        if self._batch is not None:
-            factors = SampledUse(factors, self.rule, self.module, slot, call, node.samples)
+        samples = getattr(node, "samples", None)  # graphs of torch.compile keep none
+        if samples is not None:
+            factors = SampledUse(factors, self.rule, self.module, slot, call, samples)
         self._sink.on_factors(self.slots[slot], factors)
         self._count(slot, node)

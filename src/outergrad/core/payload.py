@@ -116,7 +116,7 @@ FACTOR_ROWS, BYTES = FactorRows(), Bytes()
 
 
 def _check_ids(slot: Slot, ids_R: Tensor) -> None:
-    lowest, highest = (int(t) for t in ids_R.aminmax())
+    lowest, highest = torch.stack(ids_R.aminmax()).tolist()
     if lowest < 0 or highest >= slot.inputs:
         outside = lowest if lowest < 0 else highest
         raise ValueError(f"{slot.weight!r} has {slot.inputs} rows, and none of id {outside}")

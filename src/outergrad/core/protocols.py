@@ -105,8 +105,9 @@ class Recorder(Protocol):
 
     An attribute `every` thins the steps that it is told of, to those whose number it divides;
     `budget` is the share of the time of a step that measuring and writing one may take: layers
-    that do not fit are measured another time. A method `close()` is called when the session ends.
-    All of these may be missing.
+    that do not fit are measured another time; with `samples` True it hears of single samples, too,
+    which are nobody else's business. A method `close()` is called when the session ends. All of
+    these may be missing.
     """
 
     def record(self, event: Event) -> None:

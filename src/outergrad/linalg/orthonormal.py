@@ -15,7 +15,7 @@ def orthonormal(y_GWK: Tensor) -> Tensor:
     Args:
         y_GWK: float32 or float64, finite.
     """
-    return torch.linalg.qr(y_GWK).Q if y_GWK.device.type == "cpu" else cholesky_qr2(y_GWK)
+    return _householder(y_GWK) if y_GWK.device.type == "cpu" else cholesky_qr2(y_GWK)
 
 
 def principal(y_GWK: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,14 @@ def cholesky_qr2(y_GWK: Tensor) -> Tensor:
     gram_GKK = once_GWK.mT @ once_GWK
     if bool((regular_G & _nearly_identity(gram_GKK)).all()):
         return _divide(once_GWK, torch.linalg.cholesky_ex(gram_GKK).L)
-    return torch.linalg.qr(y_GWK).Q
+    return _householder(y_GWK)
+
+
+def _householder(y_GWK: Tensor) -> Tensor:
+    """With the signs that Cholesky's factor gives: sites of any device have the same columns."""
+    q_GWK, r_GKK = torch.linalg.qr(y_GWK)
+    downwards_GK = r_GKK.diagonal(dim1=-2, dim2=-1) < 0
+    return torch.where(downwards_GK[:, None], -q_GWK, q_GWK)
 
 
 def _cholesky_qr(y_GWK: Tensor) -> tuple[Tensor, Tensor]:

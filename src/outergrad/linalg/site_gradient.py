@@ -129,7 +129,7 @@ def _squared_norms(gradient: SiteGradient, slots: Sequence[Slot]) -> Tensor:
     if not used:
         return widened(gradient.rows[slots[0]].factors.d_GRO).new_zeros(gradient.samples)
     if len(used) == 1:
-        return _of_slot(used[0], gradient.rows[used[0]], gradient.samples)
+        return squared_sample_norms(used[0], gradient.rows[used[0]], gradient.samples)
     return torch.stack([_of_sample(gradient, used, b) for b in range(gradient.samples)])
 
 
@@ -144,10 +144,16 @@ def _of_sample(gradient: SiteGradient, slots: Sequence[Slot], sample: int) -> Te
     return _sum(widened(g).square().sum() for g in found.values())
 
 
-def _of_slot(slot: Slot, part: SampleRows, samples: int) -> Tensor:
-    """Of the product of one slot, and of its bias, (B,)."""
+def squared_sample_norms(slot: Slot, part: SampleRows, samples: int) -> Tensor:
+    """Squared norms of each sample's product of one slot, with its bias if it has one, (B,).
+
+    `|d_bᵀ a_b|²` of the rows of sample b: with one row `|d|² |a|²`, with few by their Gram
+    matrices, with many the product is formed.
+    """
     assert part.samples_N is not None
-    d_GNO, where = widened(part.factors.d_GRO), _Places(part.samples_N, samples)
+    if not len(part.samples_N):
+        return widened(part.factors.d_GRO).new_zeros(samples)
+    d_GNO, where = widened(part.factors.d_GRO), _places(part.samples_N, samples)
     d_BGLO = where.padded(d_GNO)
     if slot.lookup:
         ids_BL = where.padded(part.factors.a_GRI[None, :, None])[:, 0, :, 0]
@@ -166,6 +172,28 @@ def _of_slot(slot: Slot, part: SampleRows, samples: int) -> Tensor:
 def _paired(d_BGLO: Tensor, pairs_BGLL: Tensor) -> Tensor:
     """`|Σ_l d_l a_lᵀ|² = Σ_lm (d_l · d_m)(a_l · a_m)`, of each sample; rounding may go below 0."""
     return ((d_BGLO @ d_BGLO.mT) * pairs_BGLL).sum(dim=(1, 2, 3)).clamp_min(0)
+
+
+def _places(samples_N: Tensor, samples: int) -> _Rectangle | _Places:
+    rows = len(samples_N)
+    for positions_first in (False, True) if rows % samples == 0 else ():
+        about = Samples(samples, positions_first, 0)
+        if sample_of_rows(about, rows, samples_N.device).equal(samples_N):
+            return _Rectangle(samples, positions_first=positions_first)
+    return _Places(samples_N, samples)
+
+
+class _Rectangle:
+    """Rows of samples that have equally many, in order: nothing is copied."""
+
+    def __init__(self, samples: int, *, positions_first: bool) -> None:
+        self._samples, self._positions_first = samples, positions_first
+
+    def padded(self, t_GNW: Tensor) -> Tensor:
+        """(B, G, L, W)."""
+        if self._positions_first:
+            return t_GNW.unflatten(1, (-1, self._samples)).permute(2, 0, 1, 3)
+        return t_GNW.unflatten(1, (self._samples, -1)).transpose(0, 1)
 
 
 class _Places:

@@ -132,8 +132,9 @@ def _objection(indices_K: Tensor, n: int) -> str | None:
     """What is wrong with places that should be distinct, sorted and below n."""
     if not len(indices_K):
         return None
-    first, last = indices_K[0].item(), indices_K[-1].item()
-    if not bool((indices_K[1:] > indices_K[:-1]).all()):
+    in_order = (indices_K[1:] > indices_K[:-1]).all()
+    first, last, in_order = torch.stack([indices_K[0], indices_K[-1], in_order]).tolist()
+    if not in_order:
         return "are not in order"
     return f"from {first} to {last}" if first < 0 or last >= n else None
 

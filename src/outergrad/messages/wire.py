@@ -134,10 +134,13 @@ class Preamble:
         Raises:
             RefusedError: the message belongs elsewhere, or is not as it was sent.
         """
-        size = Preamble.nbytes(len(expected.flags), len(expected.wanted_rows))
-        if len(message) < size:
-            raise RefusedError(f"site {rank} sent a message of {len(message)} bytes", rank)
-        words = message[:size].view(torch.int64).tolist()
+        (words,) = _words_of([message], expected, rank)
+        return Preamble._checked(words, expected, rank)
+
+    @staticmethod
+    def _checked(words: Sequence[int], expected: Preamble, rank: int) -> Preamble:
+        """The preamble of these words, with the checksum of the message behind them."""
+        *words, total = words
         ours = [MAGIC, expected.fingerprint, expected.step, expected.bucket, rank]
         if words[:5] != ours:
             raise RefusedError(
@@ -145,7 +148,6 @@ class Preamble:
                 f"{expected.step}",
                 rank,
             )
-        total = _sum_of(message)
         if words[_SUM] != total:
             raise RefusedError(f"the checksum of a message of site {rank} is wrong", rank)
         flags = bits(words[_FIXED:], len(expected.flags))
@@ -163,8 +165,25 @@ class Preamble:
 
 def read_all(messages: Sequence[Tensor], expected: Preamble) -> tuple[list[Preamble], State]:
     """The preambles of all sites, checked, and the worst of their states."""
-    preambles = [Preamble.read(m, expected, rank) for rank, m in enumerate(messages)]
+    told = enumerate(_words_of(messages, expected))
+    preambles = [Preamble._checked(words, expected, rank) for rank, words in told]
     return preambles, max(preamble.state for preamble in preambles)
+
+
+def _words_of(messages: Sequence[Tensor], expected: Preamble, first: int = 0) -> list[list[int]]:
+    """The words of each preamble, and the checksum of the message: for all one look at the device.
+
+    Args:
+        messages: of sites that follow each other.
+        expected: how long they are.
+        first: the first of these sites.
+    """
+    size = Preamble.nbytes(len(expected.flags), len(expected.wanted_rows))
+    for rank, message in enumerate(messages, first):
+        if len(message) < size:
+            raise RefusedError(f"site {rank} sent a message of {len(message)} bytes", rank)
+    told = [torch.cat([m[:size].view(torch.int64), _sum_of(m)]) for m in messages]
+    return torch.stack(told).tolist()
 
 
 def _named(bucket: int) -> str:
@@ -180,15 +199,15 @@ _FIXED_BYTES = 8 * _FIXED
 """Of a preamble, before what depends on its bucket."""
 
 
-def _sum_of(message: Tensor) -> int:
-    """Of its state and of all that follows: what stands before is known to who reads it."""
+def _sum_of(message: Tensor) -> Tensor:
+    """Of its state and of all that follows, (1,): what stands before is known to who reads it."""
     state = message[8 * _STATE : 8 * _SUM].view(torch.int64)
-    return int((checksum(message[_FIXED_BYTES:]) + state).item())
+    return checksum(message[_FIXED_BYTES:]) + state
 
 
 def _seal(message: Tensor) -> None:
     """Puts in the checksum."""
-    message[8 * _SUM : _FIXED_BYTES].view(torch.int64).fill_(_sum_of(message))
+    message[8 * _SUM : _FIXED_BYTES].view(torch.int64).copy_(_sum_of(message))
 
 
 def as_from(rank: int, message: Tensor, size: int) -> Tensor:

@@ -12,6 +12,7 @@ STEP = (
     "compress_s",
     "replay_s",
     "wait_s",
+    "noise_batches",
 )
 LAYER = (
     "sent_bytes",
@@ -25,9 +26,21 @@ LAYER = (
     "gradient_norm",
     "mean_norm",
     "cosine",
+    "duplicates",
+    "sample_norm",
 )
 ROWS = ("rows", "kept_rows", "compress_s")
-GROUPS = ("step", "mishap", "trial", *LAYER, *ROWS, "replay_s", "spectral_norm", "travels")
+GROUPS = (
+    "step",
+    "mishap",
+    "trial",
+    *LAYER,
+    *ROWS,
+    "replay_s",
+    "spectral_norm",
+    "largest_sample_norm",
+    "travels",
+)
 """What stands before the slash of a tag."""
 
 
@@ -69,4 +82,6 @@ def _of_layer(event: Layer) -> dict[str, float]:
     tags = {f"{n}/{event.layer}": v for n in names if (v := getattr(event, n)) is not None}
     if event.singular_values:
         tags[f"spectral_norm/{event.layer}"] = event.singular_values[0]
+    if event.outlier_norms:
+        tags[f"largest_sample_norm/{event.layer}"] = event.outlier_norms[0]
     return tags

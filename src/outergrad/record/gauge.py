@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -15,6 +15,9 @@ from outergrad.core.types import Factors, Gradient, Part, Place, Slot
 from outergrad.linalg.inner import inner
 from outergrad.linalg.leading import leading_values
 from outergrad.linalg.outer import stack
+from outergrad.record.by_sample import SampleNorms, Uses
+from outergrad.record.matrices import matrix_of, used_rows, whole
+from outergrad.record.overlaps import Overlaps
 from outergrad.record.quietly import warn
 from outergrad.record.sums import (
     SPECTRUM,
@@ -25,6 +28,7 @@ from outergrad.record.sums import (
     squared_sum,
 )
 
+_NOT_ROWS = "its rows are not all of the gradient, or could not be measured"
 _FEW = 64
 """Rows of a mean gradient that cost less than the gradient itself."""
 
@@ -43,17 +47,21 @@ class Gauge:
         self.starts: dict[Place, Tensor] = {}
         self._seconds: dict[str, float] = {}
 
-    def reading(self, seconds: float) -> Reading:
+    def reading(self, seconds: float, *, by_sample: bool = False) -> Reading:
         """Of one step: of so many parameters as can be measured in so many seconds, in turn.
 
         One at least; all at the first time, when it is not known how long they take.
+
+        Args:
+            seconds: of the step.
+            by_sample: whether norms of samples are measured, too.
         """
         left, later = seconds, set[str]()
         for place, (name, cost) in enumerate(self._seconds.items()):
             left -= cost
             if left < 0 and place:
                 later.add(name)
-        return Reading(self, later)
+        return Reading(self, later, by_sample=by_sample)
 
     def took(self, seconds: Mapping[str, float]) -> None:
         """How long each parameter took: the next turn is the others'."""
@@ -88,21 +96,32 @@ class Reading:
     Args:
         gauge: what is kept from one time to the next.
         later: parameters that are not measured now.
+        by_sample: whether the norms of samples are, too.
+
+    Attributes:
+        uses_of: the uses of a slot in the step, as they were captured.
     """
 
-    def __init__(self, gauge: Gauge, later: Collection[str]) -> None:
-        self._gauge, self.later = gauge, later
+    uses_of: Callable[[Slot], Uses] = staticmethod(lambda slot: ())
+
+    def __init__(self, gauge: Gauge, later: Collection[str], *, by_sample: bool = False) -> None:
+        self._gauge, self.later, self._another_turn = gauge, later, frozenset(later)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._slots: defaultdict[str, dict[Place, Slot]] = defaultdict(dict)
         self._own: dict[Place, Factors] = {}
         self._mean: dict[Place, FactoredMean] = {}
         self._sparse: set[Place] = set()
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)
+        self.overlaps = Overlaps()
+        self.by_sample = SampleNorms() if by_sample else None
 
     def forget(self) -> None:
         """The step starts again."""
         for of in (self._slots, self._own, self._mean, self._sparse, self.sums, self.seconds):
             of.clear()
+        self.overlaps.clear()
+        if self.by_sample is not None:
+            self.by_sample.clear()
 
     def leave_out(self, name: str) -> None:
         """More will be added to a gradient than is known now."""
@@ -112,6 +131,26 @@ class Reading:
     def end(self) -> None:
         """The step is over."""
         self._gauge.took(self.seconds)
+
+    def measured(self, name: str) -> dict[str, Any]:
+        """What is known of a parameter, as fields of `events.Layer`."""
+        found = self.sums[name].measured() | self.overlaps.measured(name)
+        if self.by_sample is not None:
+            found |= self.by_sample.measured(name)
+        return found | {"unmeasured": dict(self._unmeasured(name, found)) or None}
+
+    def _unmeasured(self, name: str, found: Collection[str]) -> Iterator[tuple[str, str]]:
+        """What of a gradient's rows is not known, and why."""
+        figures = [("duplicates", self.overlaps.why, "single sites' rows do not arrive")]
+        if self.by_sample is not None:
+            figures.append(("sample_norm", self.by_sample.why, "its rows were not captured"))
+        for figure, why, usual in figures:
+            if figure in found:
+                continue
+            if name in self._another_turn:
+                yield figure, "another step's turn"
+            else:
+                yield figure, _NOT_ROWS if name in self.later else why.get(name, usual)
 
     # -- what is sent -----------------------------------------------------------------------------
 
@@ -156,6 +195,12 @@ class Reading:
         missing = above_rounding(due - inner(z_GIK, z_GIK), due)
         self.sums[slot.weight].add(due=due, missing=missing)
 
+    @_in_turn
+    def samples(self, slot: Slot, scale: float) -> None:
+        """The norms of samples, of a captured product, so many times."""
+        if self.by_sample is not None:
+            self.by_sample.add(slot, self.uses_of(slot), scale)
+
     def _take(self, slot: Slot, gradient: Gradient, rows: Factors | None = None) -> None:
         """Keeps this site's gradient, as rows if these are given, and the norms of its factors."""
         own = rows or gradient
@@ -185,6 +230,17 @@ class Reading:
         self._mean[slot.place] = FactoredMean(rows, scale)
 
     @_in_turn
+    def overlap(self, slot: Slot, parts_S: Sequence[Arrived | None], rank: int) -> None:
+        """How much of this site's rows the others have, too.
+
+        Args:
+            slot: what they are of.
+            parts_S: what every site sent of it.
+            rank: this site.
+        """
+        self.overlaps.add(slot, parts_S, rank)
+
+    @_in_turn
     def mean(self, name: str, own: Tensor | None, mean: Tensor) -> None:
         """The mean gradient of a parameter.
 
@@ -194,9 +250,9 @@ class Reading:
             mean: the mean gradient.
         """
         used = [slot for slot in self._slots[name].values() if not slot.lookup]
-        for slot in used or self._gauge.matrices.get(name) or _whole(name, mean):
-            formed_GOI = _matrix(slot, mean)
-            given = None if own is None else _matrix(slot, own)
+        for slot in used or self._gauge.matrices.get(name) or whole(name, mean):
+            formed_GOI = matrix_of(slot, mean)
+            given = None if own is None else matrix_of(slot, own)
             self._compare(slot, self._own.get(slot.place, given), formed_GOI)
             if mean.dim() > 1:
                 self.sums[name].sigma.append(self._spectrum(slot, formed_GOI))
@@ -213,7 +269,7 @@ class Reading:
         if rows is not None:
             return rows.singular_values[:, :SPECTRUM]
         if slot.weight in self._gauge.tables:
-            formed_GOI = _used_rows(formed_GOI)
+            formed_GOI = used_rows(formed_GOI)
         starts = {} if slot.place in self._sparse else self._gauge.starts  # others in every step
         sigma_GK, start = leading_values(formed_GOI, SPECTRUM, starts.get(slot.place))
         if start is not None:
@@ -225,21 +281,3 @@ def _square(t: Tensor) -> float:
     """The squared norm of all elements."""
     row_11N = t.flatten()[None, None]
     return inner(row_11N, row_11N)
-
-
-def _whole(name: str, mean: Tensor) -> list[Slot]:
-    """A parameter of which no more is known, as one matrix; a vector has one row."""
-    outputs = mean.shape[0] if mean.dim() > 1 else 1
-    return [Slot("", name, outputs, mean.numel() // max(outputs, 1))]
-
-
-def _matrix(slot: Slot, gradient: Tensor) -> Tensor:
-    start, stop = slot.weight_rows or (0, gradient.shape[0] if gradient.dim() else 1)
-    part = gradient if gradient.dim() == 0 else gradient[start:stop]
-    return part.reshape(slot.groups, slot.outputs, slot.inputs)
-
-
-def _used_rows(table_1IO: Tensor) -> Tensor:
-    """Those of a table that are not zero: its singular values are theirs."""
-    used = table_1IO[0].any(dim=1)
-    return table_1IO[:, used] if bool(used.any()) else table_1IO[:, :1]

@@ -25,14 +25,19 @@ class JSONL:
         budget: share of the time of a step that measuring and writing a recorded one may take:
             layers that do not fit are measured another time, in turn, at least one. `math.inf`
             measures all.
+        samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
+            whoever reads what is written sees them.
 
     Raises:
         ValueError: a setting out of its range, or the path is a file.
     """
 
-    def __init__(self, path: str | Path, *, every: int = 10, budget: float = 0.04) -> None:
+    def __init__(
+        self, path: str | Path, *, every: int = 10, budget: float = 0.04, samples: bool = False
+    ) -> None:
         self.path = Path(path)
         self.every, self.budget = checked(every, budget)
+        self.samples = samples
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"JSONL: path={str(path)!r} is a file; name a folder for the run")
         self._files: dict[int, IO[str]] = {}

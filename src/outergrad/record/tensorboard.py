@@ -32,15 +32,20 @@ class TensorBoard:
         budget: share of the time of a step that measuring and writing a recorded one may take:
             layers that do not fit are measured another time, in turn, at least one. `math.inf`
             measures all.
+        samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
+            whoever reads what is written sees them.
 
     Raises:
         ImportError: the package tensorboard is not installed.
         ValueError: a setting out of its range.
     """
 
-    def __init__(self, dir: str | Path, *, every: int = 10, budget: float = 0.04) -> None:
+    def __init__(
+        self, dir: str | Path, *, every: int = 10, budget: float = 0.04, samples: bool = False
+    ) -> None:
         self.path = Path(dir)
         self.every, self.budget = checked(every, budget)
+        self.samples = samples
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:

@@ -29,14 +29,19 @@ class WandB:
         budget: share of the time of a step that measuring and writing a recorded one may take:
             layers that do not fit are measured another time, in turn, at least one. `math.inf`
             measures all.
+        samples: record norms of single samples, too, and which stand out (`Layer.outliers`):
+            whoever reads what is written sees them.
 
     Raises:
         ValueError: a setting out of its range.
     """
 
-    def __init__(self, run: Any, *, every: int = 10, budget: float = 0.04) -> None:
+    def __init__(
+        self, run: Any, *, every: int = 10, budget: float = 0.04, samples: bool = False
+    ) -> None:
         self.run = run
         self.every, self.budget = checked(every, budget)
+        self.samples = samples
         self._layers: dict[str, float | str] = {}
         self._defined: set[str] = set()
 

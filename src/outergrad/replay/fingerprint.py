@@ -56,16 +56,13 @@ def is_like(sent: Tensor, found: Tensor, tolerance: float) -> bool:
     """
     if sent.shape != found.shape:
         return False
-    pairs = zip(_floats(sent), _floats(found), strict=True)
+    both = torch.stack([sent, found]).view(torch.float32).tolist()  # a device is asked once
+    pairs = zip(*both, strict=True)
     return all(
         abs(a - b) <= tolerance * one[0] or not all(map(math.isfinite, one))
         for one, other in pairs
         for a, b in zip(one, other, strict=True)
     )
-
-
-def _floats(fingerprint: Tensor) -> list[list[float]]:
-    return fingerprint.view(torch.float32).tolist()
 
 
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device, *, same_machine: bool) -> float:

@@ -6,6 +6,8 @@ const MEASURES = {
   "rank-lines": ["effective_rank", "Effective rank"],
   "error-lines": ["relative_error", "Relative error"],
   "residual-lines": ["residual_norm", "Norm"],
+  "duplicate-lines": ["duplicates", "Share"],
+  "sample-lines": ["sample_norm", "Norm"],
 };
 
 /** A colour per layer and step. */

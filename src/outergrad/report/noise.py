@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outergrad._noise import noise_batches
 from outergrad.report.recording import Recording
 
 LATE = 0.75
@@ -11,13 +12,8 @@ LATE = 0.75
 def noise_scale(recording: Recording) -> float | None:
     """Batches of one site whose mean gradient has as much noise as signal; None if not known.
 
-    Of S sites whose gradients g are means over b samples each, and their mean G:
-    the signal squared is (S E‖G‖² - E‖g‖²) / (S - 1), without bias, and the variance of a
-    site's gradient S (E‖g‖² - E‖G‖²) / (S - 1); their ratio is the scale, in units of b.
-    Sums are over layers and over the last quarter of the recorded steps.
-
-    Source: McCandlish et al., An Empirical Model of Large-Batch Training, arXiv 1812.06162,
-    appendix A.
+    `outergrad._noise.noise_batches` says how. Sums are over layers and over the last quarter of the
+    recorded steps; squared norms of single sites are averaged.
     """
     table = recording.layers[["layer", "step", "site", "gradient_norm", "mean_norm"]].dropna()
     sites = 0 if recording.runs.empty else int(recording.runs["sites"].max())
@@ -31,5 +27,4 @@ def noise_scale(recording: Recording) -> float | None:
         mean=("mean_norm", lambda norms: (norms**2).mean()),
     )
     own, mean = means[whole].sum()
-    signal = sites * mean - own
-    return float(sites * (own - mean) / signal) if signal > 0 else None
+    return noise_batches(float(own), float(mean), sites)

@@ -14,6 +14,8 @@ const FIGURES = {
   "cosine-map": { draw: cosineMap, oneRun: true, controls: siteMenu },
   "error-lines": { draw: layerLines, controls: layerMenu },
   "residual-lines": { draw: layerLines, controls: layerMenu },
+  "duplicate-lines": { draw: layerLines, controls: layerMenu },
+  "sample-lines": { draw: layerLines, controls: layerMenu },
 };
 const SCALARS = [...new Set(RUNS.flatMap((run) => Object.keys(run.scalars)))];
 

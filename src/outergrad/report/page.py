@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outergrad._amounts import amount, plain, seconds, times
 from outergrad._whole_files import write_whole
+from outergrad.report.outliers import outliers
 from outergrad.report.recording import Recording, UnreadableRunError, load_thinned, require
 from outergrad.report.series import POINTS, series
 from outergrad.report.settings import settings
@@ -105,7 +106,9 @@ def _page(
     found = [{"name": name, **series(recording)} for name, recording in recordings.items()]
     data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     summaries = {name: summary(recording) for name, recording in recordings.items()}
-    notes = _trials(recordings) + _problems(problems)
+    tried, odd = "What og.Auto() tried", "Samples that stood out most"
+    notes = _listed(tried, recordings, trials) + _listed(odd, recordings, outliers)
+    notes += _problems(problems)
     return whole_page(
         command="outergrad report",
         title=next(iter(recordings)) if len(recordings) == 1 else f"{len(recordings)} runs",
@@ -209,17 +212,22 @@ def _row(name: str, method: str, cells: Mapping[str, str], bars: Mapping[str, st
     return f"<tr><th scope=row>{escape(name)}{method}</th>{''.join(others)}</tr>"
 
 
-def _trials(recordings: dict[str, Recording]) -> str:
-    """What `og.Auto()` tried, as the first site told it."""
+def _listed(
+    heading: str, recordings: dict[str, Recording], told: Callable[[Recording], list[str]]
+) -> str:
+    """What is told of each run, a line each, behind a heading; nothing of nothing."""
     lines = [
         f"<li>{escape(f'{name}: {line}' if len(recordings) > 1 else line)}</li>"
         for name, recording in recordings.items()
-        for line in trials(recording)
+        for line in told(recording)
     ]
     if not lines:
         return ""
-    count = f"What og.Auto() tried ({len(lines)})"
-    return f"<details class=trials><summary>{count}</summary><ul>{''.join(lines)}</ul></details>"
+    items = "".join(lines)
+    return (
+        f"<details class=trials><summary>{heading} ({len(lines)})</summary>"
+        f"<ul>{items}</ul></details>"
+    )
 
 
 def _problems(problems: Sequence[str]) -> str:

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 POINTS = 200
 _SPECTRA = 60
 _DIGITS = 4
-_MEASURES = ("effective_rank", "relative_error", "residual_norm", "cosine")
+_MEASURES = (
+    "effective_rank",
+    "relative_error",
+    "residual_norm",
+    "cosine",
+    "duplicates",
+    "sample_norm",
+)
 _TIMES = ("compress_s", "replay_s", "wait_s", "rest_s")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outergrad.capture.batch import AnySamples
 from outergrad.capture.engine import current_task
 from outergrad.capture.parameters import WatchedParameter
 from outergrad.capture.tapped_layer import TappedLayer
@@ -40,7 +41,8 @@ class BackwardHooks(Stepping):
         """Swaps the classes of layers and blocks, so that they tell of their products."""
         for layer in inspection.layers:
             watched = [self._watches(slot.params) for slot in layer.slots]
-            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, self._batch)
+            batch = self._batch or (AnySamples() if self._reporter.by_sample else None)
+            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, batch)
             self._next_forward.layers.append(tapped)
             self._header_builder.add(tapped)
         for found in inspection.blocks:  # in the order of the model

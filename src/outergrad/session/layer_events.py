@@ -15,7 +15,8 @@ from outergrad.linalg.inner import inner
 from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats, Stats
 
-_LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm")
+_LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm", "sample_norm")
+_LINEAR_EACH = ("singular_values", "outlier_norms")
 """What is so many times as large of so many times the gradient."""
 
 
@@ -40,7 +41,7 @@ class LayerEvents:
         for name, grad in grads.items():
             if grad is not None:
                 reading.mean(name, grad, grad)
-                measured = reading.sums[name].measured() | {"relative_error": 0.0}
+                measured = reading.measured(name) | {"relative_error": 0.0}
                 yield self._event(step, name, LayerStats("dense"), measured)
 
     def shared(self, context: StepContext, stats: Stats) -> Iterator[Layer]:
@@ -66,7 +67,7 @@ class LayerEvents:
         header, reading = context.header, context.reading
         uses = [header.uses[k] for source, k in context.index.items() if source.label == name]
         by_rows = layer.travels in ("factors", "low rank")
-        found: dict[str, Any] = reading.sums[name].measured() if reading is not None else {}
+        found: dict[str, Any] = reading.measured(name) if reading is not None else {}
         if layer.travels == "dense":
             found["relative_error"] = 0.0
         if name in residuals:
@@ -102,11 +103,19 @@ class LayerEvents:
         return {name: math.sqrt(max(square, 0.0)) for name, square in squares.items()}
 
 
+def without_samples(event: Layer) -> Layer:
+    """What a recorder hears that did not ask for single samples."""
+    why = {name: why for name, why in (event.unmeasured or {}).items() if name != "sample_norm"}
+    nothing = {"samples": 0, "sample_norm": None, "outliers": (), "outlier_norms": None}
+    return replace(event, unmeasured=why or None, **nothing)
+
+
 def _mean_over(passes: int, sums: dict[str, Any]) -> dict[str, Any]:
     """What is measured is the sum over the passes of `every=k`; `param.grad` becomes their mean."""
     if passes == 1:
         return sums
     scaled = {name: sums[name] / passes for name in _LINEAR if name in sums}
-    if "singular_values" in sums:
-        scaled["singular_values"] = tuple(sigma / passes for sigma in sums["singular_values"])
+    for name in _LINEAR_EACH:
+        if name in sums:
+            scaled[name] = tuple(number / passes for number in sums[name])
     return sums | scaled

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outergrad._noise import RecentNoise
 from outergrad._version import __version__
 from outergrad.buckets.bucket import StepContext
 from outergrad.comm.cost import RingCost
@@ -24,7 +25,7 @@ from outergrad.record.machine import machine
 from outergrad.record.quietly import warn
 from outergrad.record.recorders import Client, Ending
 from outergrad.record.stats import Stats
-from outergrad.session.layer_events import LayerEvents
+from outergrad.session.layer_events import LayerEvents, without_samples
 
 
 class Reporter:
@@ -54,6 +55,7 @@ class Reporter:
         self._rank, self._sites, self._method = rank, sites, method
         self._model, self._layers = model, LayerEvents(rank, model, compressors, every)
         self._told_s, self._steps = 0.0, 0
+        self._noise = RecentNoise()
         self._took_part: tuple[str, ...] = ()
         self._ending = Ending(self)
         matrices: defaultdict[str, list[Slot]] = defaultdict(list)
@@ -68,14 +70,21 @@ class Reporter:
         """Whether there is nobody to tell of steps."""
         return not self._clients
 
+    @property
+    def by_sample(self) -> bool:
+        """Whether a recorder wants to hear of single samples."""
+        return any(client.samples for client in self._clients)
+
     def is_due(self, step: int) -> bool:
         """Whether a recorder wants to know of a step."""
         return bool(self._due(step))
 
     def reading(self, step: int) -> Reading | None:
         """Measures a step, if a recorder wants to know of it."""
-        allowed_s = max((client.allowed_s for client in self._due(step)), default=0.0)
-        return self._gauge.reading(allowed_s - self._told_s) if allowed_s else None
+        due = self._due(step)
+        allowed_s = max((client.allowed_s for client in due), default=0.0) - self._told_s
+        by_sample = any(client.samples for client in due)
+        return self._gauge.reading(allowed_s, by_sample=by_sample) if due else None
 
     def report(self, context: StepContext, stats: Stats) -> None:
         """Tells of a step, which has been applied: so a failure must not undo it here."""
@@ -149,6 +158,7 @@ class Reporter:
 
     def resumed(self) -> None:
         """Other steps follow than those that were told of."""
+        self._noise = RecentNoise()
         for client in self._clients:
             client.forget()
 
@@ -200,8 +210,10 @@ class Reporter:
 
     def _tell_all(self, layers: Sequence[Layer], step: int, stats: Stats) -> None:
         """Whom it concerns, of a step."""
+        self._noise.take(layers)
         for client in self._due(step):
-            for event in [*layers, self._step(client, step, stats)]:
+            told = layers if client.samples else list(map(without_samples, layers))
+            for event in [*told, self._step(client, step, stats)]:
                 self._tell(client, event)
 
     def _step(self, client: Client, step: int, stats: Stats) -> Step:
@@ -213,6 +225,7 @@ class Reporter:
             received_bytes=stats.received_bytes,
             total_sent_bytes=stats.total_sent_bytes,
             took_part=self._took_part,
+            noise_batches=self._noise.batches(len(self._took_part) or self._sites),
             **client.pace(step)._asdict(),
         )
 

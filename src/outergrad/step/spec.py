@@ -108,6 +108,8 @@ class StepSpec:
 
     def context(self, captured: Captured) -> StepContext:
         """What the messages of the step need to know."""
+        if self.reading is not None:
+            self.reading.uses_of = captured.uses
         return StepContext(
             comm=self.comm,
             params=self.model.params,

@@ -30,6 +30,8 @@ FIGURES = {
     "cosine-map",
     "error-lines",
     "residual-lines",
+    "duplicate-lines",
+    "sample-lines",
 }
 DATA = """name => document.querySelector(`[data-figure="${name}"] .plot`).data
     .map(({x, y, z}) => ({x: x && [...x], y: y && [...y], z: z && z.map(row => [...row])}))"""

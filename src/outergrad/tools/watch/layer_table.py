@@ -114,6 +114,10 @@ def _cosine(line: LayerLine, width: int) -> Text:
     return NOTHING if line.cosine is None else Text(f"{line.cosine:.2f}", agreeing(line.cosine))
 
 
+def _duplicates(line: LayerLine, width: int) -> Text:
+    return NOTHING if line.duplicates is None else Text(f"{line.duplicates:.0%}")
+
+
 def agreeing(cosine: float) -> str:
     """The colour of a cosine between a site's gradient and the mean one."""
     return "green" if cosine > 0.7 else "yellow" if cosine > 0.3 else "red"
@@ -153,5 +157,6 @@ COLUMNS = (
     Column("", 7, _ranks, from_width=64, left=True, grows=True),
     Column("spectrum", 12, _spectrum, from_width=_WIDE, left=True, grows=True),
     Column("cosine", 6, _cosine, from_width=56),
+    Column("dup", 4, _duplicates, from_width=_WIDER),
     Column("error", 5, _error),
 )

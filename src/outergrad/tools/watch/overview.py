@@ -11,7 +11,7 @@ from outergrad._amounts import amount, duration, seconds, short, times
 from outergrad.tools.watch.chart import chart
 from outergrad.tools.watch.layer_table import agreeing
 from outergrad.tools.watch.state import Watched, WatchedSite
-from outergrad.tools.watch.summary import Speed, agreement, speed
+from outergrad.tools.watch.summary import Speed, agreement, noise_batches, outliers, speed
 from outergrad.tools.watch.view import DIM, LABEL, View, dotted, labelled, rule, sides
 
 _BAR = 24
@@ -70,6 +70,8 @@ def traffic(watched: Watched, view: View) -> list[Text]:
         labelled("sent", _sent(told)),
         labelled("time", _times(told, view.width)),
         labelled("sites", _sites(watched, view)),
+        *_noise(watched),
+        *_outliers(watched),
         *_silent_ones(watched, view),
         *_trial(watched),
         *_mishaps(watched),
@@ -130,6 +132,26 @@ def _site_dot(site: WatchedSite | None, now: float) -> Text:
     if site.ended:
         return Text("■", "red" if site.ended.error else "green")
     return Text("●", "green") if site.silence_s(now) is None else Text("○", "yellow")
+
+
+def _noise(watched: Watched) -> list[Text]:
+    """How many batches of a site have as much noise as signal in their mean."""
+    batches = noise_batches(watched)
+    if batches is None:
+        return []
+    return [labelled("noise", Text(f"as much as signal in {times(batches)} batches of a site"))]
+
+
+def _outliers(watched: Watched) -> list[Text]:
+    """The sample that stands out most, where sites record samples, and how many others do."""
+    found = outliers(watched)
+    if not found:
+        return []
+    worst, others = found[0], len(found) - 1
+    told = (
+        f"{worst.times:.1f}\u00d7 the median, in {worst.layer}: {worst.sample} of site {worst.site}"
+    )
+    return [labelled("samples", dotted((told, "yellow"), f"{others} more" if others else None))]
 
 
 def _trial(watched: Watched) -> list[Text]:

@@ -128,6 +128,11 @@ class LayerLine:
         errors = (e.relative_error for e in self.told if e.relative_error is not None)
         return max(errors, default=None)
 
+    @property
+    def duplicates(self) -> float | None:
+        """The mean of the sites."""
+        return _mean(e.duplicates for e in self.told if e.duplicates is not None)
+
     def mean(self, figure: str) -> float:
         """The mean over the sites of a field of `Layer`."""
         return fmean(getattr(event, figure) for event in self.told)
@@ -144,6 +149,41 @@ def layer_lines(watched: Watched) -> list[LayerLine]:
         LayerLine([layer.last for layer in layers], [*layers[0].effective_rank.values()])
         for layers in ordered
     ]
+
+
+def noise_batches(watched: Watched) -> float | None:
+    """The noise scale, the mean of what the sites told last."""
+    last = (site.steps[-1].noise_batches for site in watched.sites if site.steps)
+    return _mean(batches for batches in last if batches is not None)
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A sample that stood out when its layer was measured last.
+
+    Attributes:
+        site: whose it is.
+        sample: its number in the batch.
+        layer: of the gradient.
+        times: its norm, in medians of the layer's samples.
+    """
+
+    site: int
+    sample: int
+    layer: str
+    times: float
+
+
+def outliers(watched: Watched) -> list[Outlier]:
+    """Those of all sites and layers, the largest first."""
+    found = [
+        Outlier(site.rank, sample, name, norm / layer.last.sample_norm)
+        for site in watched.sites
+        for name, layer in site.layers.items()
+        if layer.last.sample_norm
+        for sample, norm in zip(layer.last.outliers, layer.last.outlier_norms or (), strict=False)
+    ]
+    return sorted(found, key=lambda outlier: -outlier.times)
 
 
 def _mean(values: Iterable[float]) -> float | None:

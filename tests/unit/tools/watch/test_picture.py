@@ -29,6 +29,8 @@ def test_at_80_by_24():
         "sent     9 kB per step · 90 kB/s · 1.75 MB in all · 3.1\u00d7 fewer than DDP",
         "░ the rest 91%",
         "● ●  agree 0.93 (site 1) to 0.96",
+        "noise    as much as signal in 2.5 batches of a site",
+        "samples  5.9\u00d7 the median, in encoder.2.weight: 7 of site 1",
         "layer               travels   rows→kept     sent  rank           cosine  error",
         "encoder.0           low rank       32→4  1.54 kB",
         "head                dense             -  5.12 kB",
@@ -93,7 +95,7 @@ def test_a_wide_terminal_shows_more():
 
 
 def test_curves_grow_where_there_is_room():
-    for height, rows in ((12, 1), (16, 4), (60, 8)):
+    for height, rows in ((14, 1), (18, 4), (60, 8)):
         lines = drawn(watched(), height=height)
         above = next(i for i, line in enumerate(lines) if line.startswith(" loss"))
         below = next(i for i, line in enumerate(lines) if line.startswith(" sent"))
