@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from star import CPU, run_hub
-from star_injections import inject, shut_connections
+from star_injections import METHODS, inject, shut_connections
 
 import outergrad as og
 from outergrad.core.errors import ExchangeError
@@ -134,7 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--injections", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--method", default="dad")
+    parser.add_argument("--method", choices=METHODS, default="dad")
     chosen = parser.parse_args()
     if chosen.injections:
         sys.exit(not inject(chosen.injections, chosen.seed, chosen.method))

@@ -39,10 +39,14 @@ SITES, GRACE_S, TIMEOUT_S = 4, 0.8, 15.0
 FAULTS = ("cut", "brief stop", "long stop", "kill", "restart")
 _DEADLY = {"long stop", "kill", "restart"}
 _STEP_S, _HANGS_S, _LONG_S, _BRIEF_S = 0.01, 120.0, 7.0, 0.4
-_METHODS = {
+METHODS = {
     "dense": og.Dense(),
     "dad": og.DAD(always=True),
+    "edad": og.EDAD(always=True),
     "rank-dad": og.RankDAD(rank=2, min_ratio=1),
+    "few-bits": og.RankDAD(rank=2, min_ratio=1, wire=og.wire.Int4()),
+    "two-way": og.RankDAD(rank=2, min_ratio=1, reduce="two_way"),
+    "power-sgd": og.PowerSGD(rank=2, min_ratio=1),
 }
 
 
@@ -91,7 +95,7 @@ def run_site(folder: Path, name: str, file: Path, method: str) -> None:
         try:
             session = og.distribute(
                 model,
-                _METHODS[method],
+                METHODS[method],
                 transport=transport,
                 timeout=TIMEOUT_S,
                 recorder=_Told(tell),

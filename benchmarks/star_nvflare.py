@@ -6,6 +6,11 @@ All processes are on this machine. NVFLARE runs in its POC mode, with certificat
 clients, and their job processes. Sites reach the hub, and clients the server, through a process
 that hands on what it is given half of the delay later; the rate is that of this machine. The table
 shows the median over steps at the slowest site.
+
+    python benchmarks/star_nvflare.py --where --kilobytes 1 --kinds gather --delays 0
+
+tells where a message through NVFLARE is for how long, by stamps that `nvflare_hops` sets in its
+processes: milliseconds from the tunnel of one job process to that of the other, medians.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import suppress
 from multiprocessing import Process
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import median
 from tempfile import TemporaryDirectory
 from threading import Thread
 
@@ -32,6 +39,8 @@ import outergrad as og
 PORT, DIALLED = 8002, 8012
 """Of NVFLARE's server in its POC mode, and of what delays it."""
 _WAIT_S = 150
+_STAMPS = 8
+"""Of a message that came."""
 
 
 def parse() -> argparse.Namespace:
@@ -42,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--delays", type=_listed, default=["0", "40"])
     parser.add_argument("--kinds", type=_listed, default=list(KINDS))
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--where", action="store_true", help="where messages are, hop by hop")
     parser.add_argument("--site", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -49,16 +59,21 @@ def parse() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> None:
     """Prints the table."""
+    ways = {"NVFLARE": through_nvflare}
+    if not options.where:
+        ways = {"og.Star": over_star, **ways}
     print("| there and back, ms | transport |", " | ".join(options.kinds), "|")
     print("|---" * (2 + len(options.kinds)) + "|")
     for delay in options.delays:
         line = Process(target=hand_on, args=(float(delay) / 2e3,), daemon=True)
         line.start()
-        for name, run in (("og.Star", over_star), ("NVFLARE", through_nvflare)):
+        for name, run in ways.items():
             with TemporaryDirectory() as folder:
                 run(options, Path(folder))
                 medians = _slowest(options, Path(folder))
-            print(f"| {delay} | {name} |", " | ".join(f"{m:.1f}" for m in medians), "|", flush=True)
+                print(f"| {delay} | {name} |", " | ".join(f"{m:.1f}" for m in medians), "|")
+                if options.where:
+                    tell_hops(Path(folder))
         line.terminate()
         line.join()
 
@@ -140,6 +155,11 @@ def through_nvflare(options: argparse.Namespace, folder: Path) -> None:
     os.environ["HOME"] = str(folder)
     os.environ["NVFLARE_POC_WORKSPACE"] = str(folder / "poc")
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if options.where:
+        (folder / "hops").mkdir()
+        os.environ["OUTERGRAD_HOPS"] = str(folder / "hops")
+        path = [str(Path(__file__).parent / "nvflare_hops"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     script = folder / "train.py"
     here = str(Path(__file__).parent)
     run = f"runpy.run_path({__file__!r}, run_name='__main__')"
@@ -174,6 +194,37 @@ try:
 finally:
     env.stop()
 """
+
+
+HOPS = {
+    "is sent": ("sends", "sent"),
+    "travels to the server's process": ("sent", "server read"),
+    "waits for a thread": ("server read", "server begun"),
+    "is sent on": ("server begun", "server done"),
+    "travels to the other job process": ("server done", "read"),
+    "waits for a thread ": ("read", "begun"),
+    "is taken": ("begun", "done"),
+    "in all": ("sends", "done"),
+}
+"""Between which stamps of a message each is."""
+
+
+def tell_hops(folder: Path) -> None:
+    """Prints the median of each hop, to the hub and from it."""
+    found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for file in (folder / "hops").iterdir():
+        for cell, about, times in map(json.loads, file.read_text().splitlines()):
+            at = "server " if cell == "server" else ""
+            found[tuple(about)] |= {f"{at}{name}": time for name, time in times.items()}
+    kept = [(about, times) for about, times in found.items() if len(times) == _STAMPS]
+    to_hub = [times for (sender, *_), times in kept if not sender.startswith("server")]
+    from_hub = [times for (sender, *_), times in kept if sender.startswith("server")]
+    print(
+        f"\n| a message | to the hub ({len(to_hub)}) | from it ({len(from_hub)}) |\n|---|---|---|"
+    )
+    for hop, (first, last) in HOPS.items():
+        ways = [[1e3 * (one[last] - one[first]) for one in way] for way in (to_hub, from_hub)]
+        print(f"| {hop.strip()} |", " | ".join(f"{median(way):.2f}" for way in ways), "|")
 
 
 def run_site(options: argparse.Namespace) -> None:

@@ -129,8 +129,6 @@ class Ballot:
             self._vote = replace(self._vote, verdict=verdict, param=index, site=NOTHING)
         good = verdict == Verdict.GOOD
         self._vote = replace(self._vote, digest=int(self.digest) if good else 0)
-        if good:
-            self.note_part()
         words, began = self._comm.control(self._vote.words()), time.monotonic()
         self._is_cast = True  # if this raises, some site may have it
         self._work = self._comm.all_gather(words, [len(words)] * self._comm.world_size, lane=_LANE)
@@ -140,7 +138,7 @@ class Ballot:
             raise ExchangeError(told, kind=Failure.LOCAL)
 
     def note_part(self) -> None:
-        """Tells the transport that this site has all of what it is about."""
+        """Tells the transport that what it is about counts."""
         first = self.step if self._first is None else self._first
         self._comm.took_part(self.session, first, self.step)
 

@@ -116,6 +116,8 @@ class LateStep:
         self._receiver.place = "the other sites' word that they have everything"
         with self._receiver.waiting():
             decision = self._ballot.count()
+        if decision.good:
+            self._ballot.note_part()
         if self._pact is not None and decision.verdict != Verdict.SURPRISED:
             own = self.context.header.fingerprint
             self._pact.makes(own, None, applied=decision.good)

@@ -85,6 +85,7 @@ class LateVotes:
         digest = ballot.digest
         pact.makes(ballot.session, step, applied=True, digest=digest)
         if self.are_due:
+            ballot.note_part()
             with suppress(ExchangeError):  # the next step finds it
                 ballot.cast(State.GOOD)
         self.keep(ballot, step, digest)

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from nvflare.app_common.tie.defs import Constant
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.message import Message
 
+from outergrad.integrations.nvflare import tunnel
 from outergrad.integrations.nvflare.server import KIT, HubApplet, HubConnector, StarController
 from outergrad.integrations.nvflare.tunnel import CHANNEL, OPEN, Tunnels
 
@@ -93,6 +95,23 @@ def test_bytes_come_out_as_they_went_in_whatever_order_messages_come_in(network)
     assert received == sent
     script.close()
     hub.close()
+
+
+def test_what_is_long_goes_in_few_messages_and_what_is_short_at_once(network, monkeypatch):
+    near, sent = Tunnels(network.cell(CLIENT)), SimpleQueue()
+    (there, script), later = tcp_pair(), [b"-" * 50_000] * 3
+    network.cell(SERVER).register_request_cb(CHANNEL, "bytes", lambda said: sent.put(said.payload))
+
+    def more_comes(_):
+        if later:
+            script.sendall(later.pop())
+
+    monkeypatch.setattr(tunnel, "time", SimpleNamespace(sleep=more_comes))
+    near.carry("one", SERVER, there)
+    for piece, whole in ((1_000, 1_000), (50_000, 200_000)):
+        script.sendall(b"-" * piece)
+        assert len(sent.get(timeout=5)) == whole
+    script.close()
 
 
 def test_a_message_that_never_comes_ends_the_connection(network):

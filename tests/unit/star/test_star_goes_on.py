@@ -17,6 +17,7 @@ from torch.optim import SGD
 import outergrad as og
 from cases import relative_error
 from covering import LONG
+from outergrad.step.commit import Ballot
 from stars import NAMES, Proxy, folder, hub, kit_of, on_star, star
 
 BATCHES, LOST_IN = 7, 3
@@ -78,15 +79,24 @@ def trained(rank, transport, method, fault=lambda step: None, lost=lambda: None,
     return found, model, session
 
 
-def run(sites, method, *, lost_in=LOST_IN, grace_s=0.3, each=lambda rank: {}, **of_star):
-    """All sites; the last one's line is cut before its batch of this number."""
+def run(
+    sites,
+    method,
+    *,
+    lost_in=LOST_IN,
+    grace_s=0.3,
+    each=lambda rank: {},
+    when=lambda off: off(),
+    **of_star,
+):
+    """All sites; the last one's line is cut before its batch of this number, or `when` says."""
     with hub(sites, grace_s=grace_s) as server:
         cut = Cut(server, sites, **of_star)
 
         def body(rank):
             def maybe(step):
                 if rank == sites - 1 and step == lost_in:
-                    cut.off()
+                    when(cut.off)
 
             told = [maybe, lambda: setattr(cut.proxy, "is_up", True)]
             return trained(rank, cut.stars[rank], method, *told, **each(rank))
@@ -184,13 +194,36 @@ def test_who_took_part_stands_in_every_record():
     lines = lines_of_log()[len(before) :]
     (change,) = [line for line in lines if line["what"] == "epoch"]
     assert (change["sites"], change["without"]) == (list(NAMES[:2]), [NAMES[2]])
+    assert sites_in(lines) == {k: list(NAMES[: 3 if k < void else 2]) for k in range(BATCHES - 1)}
+
+
+def sites_in(lines):
+    """Of each step in the log; the same in all its lines."""
     found = {}
     for line in lines:
         if line["what"] == "step":
             steps = range(line["first"], line["step"] + 1)
             assert not found.keys() & {k for k in steps if found.get(k) != line["sites"]}
             found.update(dict.fromkeys(steps, line["sites"]))
-    assert found == {k: list(NAMES[: 3 if k < void else 2]) for k in range(BATCHES - 1)}
+    return found
+
+
+def test_a_step_that_is_void_for_want_of_a_vote_is_not_in_the_log(monkeypatch):
+    """Where sites wait for votes: all have everything of the step, but the last one's vote."""
+    cast, before = Ballot.cast, lines_of_log()
+
+    def before_its_vote(off):
+        def cut_then_cast(ballot, *args):
+            if ballot._vote.rank == 2:
+                off()
+            cast(ballot, *args)
+
+        monkeypatch.setattr(Ballot, "cast", cut_then_cast)
+
+    first, _, _ = run(3, CASES["powersgd"], when=before_its_vote)
+    assert voids_of(first[0]) == [LOST_IN]
+    found = sites_in(lines_of_log()[len(before) :])
+    assert found == {k: list(NAMES[: 3 if k < LOST_IN else 2]) for k in range(BATCHES - 1)}
 
 
 def lines_of_log():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -18,7 +19,8 @@ from nvflare.fuel.f3.message import Message
 CHANNEL = "outergrad"
 OPEN, BYTES = "open", "bytes"
 _CONNECTION, _NUMBER = "outergrad.connection", "outergrad.number"
-_CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES, _SHORT_BYTES, _MOMENT_S = 1 << 18, 1 << 14, 5e-4
+"""Messages of NVFLARE are few and long: each costs more than its bytes do (docs/nvflare.md)."""
 _MOST_EARLY = 1 << 10
 """Pieces that came before one that is missing: that one will not come any more."""
 
@@ -137,14 +139,24 @@ class _End:
     def _read(self) -> None:
         number, payload = 0, b"-"
         while payload:
-            try:
-                payload = self._connection.recv(_CHUNK_BYTES)
-            except OSError:
-                payload = b""
+            payload = self._piece()
             if not self._send(number, payload):
                 break
             number += 1
         self.close()
+
+    def _piece(self) -> bytes:
+        """What is there; of what is long also that which comes within a moment."""
+        recv, piece = self._connection.recv, bytearray()
+        with suppress(OSError):  # there is no more, or no connection
+            piece += recv(_CHUNK_BYTES)
+            while _SHORT_BYTES < len(piece) < _CHUNK_BYTES:
+                time.sleep(_MOMENT_S)
+                rest = recv(_CHUNK_BYTES - len(piece), socket.MSG_DONTWAIT)
+                if not rest:
+                    break
+                piece += rest
+        return bytes(piece)
 
     def _write(self) -> None:
         with suppress(OSError):
