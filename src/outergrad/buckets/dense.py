@@ -18,8 +18,8 @@ from outergrad.messages.checksum import SummedRoom
 from outergrad.messages.wire import State
 from outergrad.record.stats import Booking
 
-_SMALL = 1 << 14
-"""Elements of a gradient below which a pass over all of them costs less than a call for each."""
+LARGE = 1 << 14
+"""Elements from which a pass over a gradient costs more than a few calls."""
 
 _BUFFERS = 2
 
@@ -82,7 +82,7 @@ class DenseBucket(Bucket):
         if len(there) < len(grads) or not context.adds_all_alike():
             for name, view in kept.views.items():
                 context.fill(name, self._params[name], view)
-        elif kept.room.tensor.numel() < _SMALL * len(grads):
+        elif kept.room.tensor.numel() < LARGE * len(grads):
             torch._foreach_copy_(list(kept.views.values()), there)  # type: ignore[attr-defined]
             kept.room.tensor[:-2].mul_(context.share)
         else:

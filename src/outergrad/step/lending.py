@@ -8,11 +8,9 @@ from weakref import ref
 
 from torch import Tensor
 
+from outergrad.buckets.dense import LARGE
 from outergrad.core.memory import holders
 from outergrad.step import param_grad
-
-LARGE = 1 << 14
-"""Elements from which to copy a gradient costs more than the calls that are saved by copying."""
 
 
 class Lending:
@@ -25,10 +23,12 @@ class Lending:
     """
 
     def __init__(self) -> None:
-        self._written: list[_Written] | None = None
-        """The gradients of the last step; None before the first."""
-        self._large: Mapping[str, Tensor] = {}
-        self._lends = self._is_over = False
+        self._large: list[str] | None = None
+        """Parameters whose sums may be lent; none of them once the loop would notice."""
+        self._copies: list[_Copy] | None = None
+        self._sums: Mapping[str, Tensor] = {}
+        self._lent: tuple[Tensor, int] | None = None
+        """One of the sums that were lent, with the count of changes of all of them then."""
 
     def write(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         """Copies into `param.grad`; what is lent comes with `lend`.
@@ -37,19 +37,31 @@ class Lending:
             params: by name.
             sums: parts of a buffer that is not written to as long as somebody holds them.
         """
-        large = {} if self._is_over else {n: t for n, t in sums.items() if t.numel() >= LARGE}
-        alike = bool(large) and all(_is_like(params[name].grad, t) for name, t in large.items())
-        self._is_over = not (alike and all(one.is_left_alone() for one in self._written or ()))
-        self._large = {} if self._is_over else large
-        self._lends = bool(self._large) and self._written is not None
-        copied = {n: t for n, t in sums.items() if n not in large} if self._lends else sums
+        if self._large is None:
+            self._large = [name for name, t in sums.items() if t.numel() >= LARGE]
+        elif not self._was_left_alone():
+            self._large.clear()
+        if not all(_is_like(params[name].grad, sums[name]) for name in self._large):
+            self._large.clear()
+        lends = bool(self._large) and self._copies is not None
+        self._sums = {name: sums[name] for name in self._large} if lends else {}
+        copied = {n: t for n, t in sums.items() if n not in self._sums} if lends else sums
         param_grad.overwrite(params, copied)
 
     def lend(self, params: Mapping[str, Tensor]) -> None:
         """The step counts: large sums become `param.grad`."""
-        if self._lends:
-            param_grad.replace(params, self._large)
-        self._written = [_Written.of(params[name]) for name in self._large]
+        self._lent = None
+        if self._sums:
+            param_grad.replace(params, self._sums)
+            one = next(iter(self._sums.values()))
+            self._lent, self._copies = (one, one._version), []
+        else:
+            self._copies = [_Copy.of(params[name]) for name in self._large or ()]
+
+    def _was_left_alone(self) -> bool:
+        lent = self._lent
+        same = lent is None or lent[0]._version == lent[1]
+        return same and all(one.was_left_alone() for one in self._copies or ())
 
 
 def _is_like(grad: Tensor | None, t: Tensor) -> bool:
@@ -60,8 +72,8 @@ def _is_like(grad: Tensor | None, t: Tensor) -> bool:
 
 
 @dataclass
-class _Written:
-    """A gradient that a loop has got, whose memory it may free.
+class _Copy:
+    """A gradient that a sum was copied into, whose memory may be freed.
 
     Attributes:
         param: whose.
@@ -76,14 +88,14 @@ class _Written:
     version: int
 
     @staticmethod
-    def of(param: Tensor) -> _Written:
+    def of(param: Tensor) -> _Copy:
         """What is in `param.grad` now."""
         grad = param.grad
         assert grad is not None
         counter = grad.detach()
         counter.data = grad.new_empty(0)
-        return _Written(param, ref(grad), counter, grad._version)
+        return _Copy(param, ref(grad), counter, grad._version)
 
-    def is_left_alone(self) -> bool:
+    def was_left_alone(self) -> bool:
         """Whether it was not changed in place, and a new backward has made another one."""
         return self.counter._version == self.version and self.grad() is not self.param.grad
