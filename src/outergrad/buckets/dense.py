@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
 from outergrad.core.cost import CostModel
+from outergrad.core.memory import holders
 from outergrad.core.transport import Work
 from outergrad.linalg.finite import is_finite
 from outergrad.messages.checksum import SummedRoom
 from outergrad.messages.wire import State
 from outergrad.record.stats import Booking
 
-_SMALL = 1 << 14
-"""Elements of a gradient below which a pass over all of them costs less than a call for each."""
+LARGE = 1 << 14
+"""Elements from which a pass over a gradient costs more than a few calls."""
 
 _BUFFERS = 2
 
@@ -51,7 +52,7 @@ class DenseBucket(Bucket):
         """Posts the receive of what is added up, where a transport does that at every site."""
         context.comm.expect_sum(self._size, turn, self._dtype)
 
-    def start(self, context: StepContext) -> Pending:
+    def start(self, context: StepContext) -> DensePending:
         """Copies what is in `param.grad` (nothing counts as zero) and starts the all-reduce."""
         kept = self._scratch(context.comm.cost)
         buffer, views = kept.room.tensor, kept.views
@@ -62,7 +63,7 @@ class DenseBucket(Bucket):
                 context.check(name, [view])
         kept.say(context.state)
         work = context.comm.all_reduce(buffer)
-        return _DensePending(work, kept)
+        return DensePending(work, kept)
 
     def _scratch(self, cost: CostModel) -> _Buffer:
         """The buffer that the step before does not have."""
@@ -70,6 +71,8 @@ class DenseBucket(Bucket):
             self._buffers.insert(0, _Buffer.of(self._params, cost))
         else:
             self._buffers.reverse()
+        if self._buffers[0].is_lent:
+            self._buffers[0] = _Buffer.of(self._params, cost)
         return self._buffers[0]
 
     def _fill(self, context: StepContext, kept: _Buffer) -> None:
@@ -79,7 +82,7 @@ class DenseBucket(Bucket):
         if len(there) < len(grads) or not context.adds_all_alike():
             for name, view in kept.views.items():
                 context.fill(name, self._params[name], view)
-        elif kept.room.tensor.numel() < _SMALL * len(grads):
+        elif kept.room.tensor.numel() < LARGE * len(grads):
             torch._foreach_copy_(list(kept.views.values()), there)  # type: ignore[attr-defined]
             kept.room.tensor[:-2].mul_(context.share)
         else:
@@ -96,12 +99,19 @@ class _Buffer:
         views: of the part of each parameter, in its shape.
         told: of the two counts behind them.
         bookings: what it does for each of them.
+        holders: tensors that lie in it, if none is a loop's gradient.
     """
 
     room: SummedRoom
     views: Mapping[str, Tensor]
     told: Tensor
     bookings: Sequence[Booking]
+    holders: int
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a loop still has a gradient in it."""
+        return holders(self.told) > self.holders
 
     def say(self, state: State) -> None:
         """Counts this site in, by how it fares."""
@@ -124,17 +134,33 @@ class _Buffer:
         views = {name: part.view(p.shape) for (name, p), part in pairs}
         traffic = {name: cost.all_reduce(view.nbytes) for name, view in views.items()}
         bookings = [Booking(name, "dense", *one) for name, one in traffic.items()]
-        return _Buffer(room, views, room.tensor[-2:], bookings)
+        told = room.tensor[-2:]
+        return _Buffer(room, views, told, bookings, holders(told))
 
 
-class _DensePending(Pending):
+class DensePending(Pending):
+    """An all-reduce under way.
+
+    Args:
+        work: brings the sum.
+        kept: where that is.
+    """
+
     def __init__(self, work: Work, kept: _Buffer) -> None:
         self._work, self._kept = work, kept
         self._result: Result | None = None
 
     def wait(self) -> Result:
+        """The sum, and whether every site was in the same step."""
         if self._result is None:
             self._work.wait()
             state = State.of(*self._kept.told.tolist())
             self._result = Result(self._kept.views, state=state, digest=self._kept.summed())
         return self._result
+
+    def brought_again(self) -> Mapping[str, Tensor] | None:
+        """Copies of the means; None if they have been changed since they came."""
+        result = self.wait()
+        means = {name: mean.clone() for name, mean in result.means.items()}
+        assert result.digest is not None
+        return means if int(self._kept.summed()) == int(result.digest) else None

@@ -37,8 +37,8 @@ class Kept(Protocol):
         """For how long this site has been waiting for what it waits for now."""
         ...
 
-    def brought(self) -> Brought:
-        """What came of it, again."""
+    def brought(self) -> Brought | None:
+        """What came of it, again; None if that cannot be had any more."""
         ...
 
     def message_to(self, site: int, place: int) -> bytes | None:
@@ -63,7 +63,8 @@ class _Step:
         if self.kept is None:
             return Brought(self.applied).packed()
         step = self.kept()
-        return None if step is None else step.brought().packed()
+        brought = None if step is None else step.brought()
+        return None if brought is None else brought.packed()
 
 
 class Pact(Turning):

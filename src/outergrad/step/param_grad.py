@@ -32,6 +32,12 @@ def overwrite(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> 
             p.grad = gradient.clone()
 
 
+def replace(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """`param.grad = gradient`, a tensor of its own in the same memory."""
+    for name, gradient in gradients.items():
+        params[name].grad = gradient.detach()
+
+
 @torch.no_grad()
 def scale(params: Iterable[Tensor], factor: float) -> None:
     """`param.grad *= factor`, where there is one."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import compress
 
 import torch
+from torch import Tensor
 
 from outergrad.buckets.bucket import Bucket, Pending, Result, StepContext
-from outergrad.buckets.dense import DenseBucket
+from outergrad.buckets.dense import DenseBucket, DensePending
 from outergrad.capture.engine import NO_TASK
 from outergrad.core.errors import DriftError, ExchangeError
 from outergrad.core.model import Choice
@@ -21,11 +22,11 @@ from outergrad.messages.header import Header, Join
 from outergrad.messages.vote import Subjects
 from outergrad.messages.wire import State
 from outergrad.record.stats import LayerBook, Since, Stats
-from outergrad.step import param_grad
 from outergrad.step.brought import Brought
 from outergrad.step.commit import Ballot
 from outergrad.step.groups import on_transport
 from outergrad.step.late_votes import LateVotes
+from outergrad.step.lending import Lending
 from outergrad.step.pact import Pact, refuse_if_given_up
 from outergrad.step.receiving import only
 from outergrad.step.step import SharedStep
@@ -50,6 +51,7 @@ class Pattern:
         counts: how many of them each message has.
         subjects: what votes can be about.
         rests: whether no layer had been captured that might still come.
+        lending: for each message, how its sums become gradients.
     """
 
     known: Sequence[Header]
@@ -63,6 +65,7 @@ class Pattern:
     counts: Sequence[int]
     subjects: Subjects
     rests: bool
+    lending: Sequence[Lending]
 
     @staticmethod
     def of(step: SharedStep, known: Sequence[Header], *, rests: bool) -> Pattern | None:
@@ -92,6 +95,7 @@ class Pattern:
             [counts[k] for k in range(len(dense))],
             step.subjects,
             rests,
+            [Lending() for _ in dense],
         )
 
 
@@ -211,7 +215,9 @@ class RepeatedStep:
         if self.drift is not None:
             return False
         refuse_if_given_up(self.context.comm, began)
-        self._write(results[-1])
+        self._write(len(results) - 1, results[-1])
+        for lending in self._pattern.lending:
+            lending.lend(self.context.params)
         ballot = Ballot(self.context.comm, self.context.header, self._pattern.subjects)
         for result in results:
             assert result.digest is not None
@@ -230,7 +236,7 @@ class RepeatedStep:
             if result.state != State.GOOD:
                 return None
             if results:
-                self._write(results[-1])
+                self._write(len(results) - 1, results[-1])
             results.append(result)
         return results
 
@@ -242,9 +248,9 @@ class RepeatedStep:
             self.wait_s += self.waits_s
             self._waits_since = None
 
-    def _write(self, result: Result) -> None:
+    def _write(self, place: int, result: Result) -> None:
         context = self.context
-        param_grad.overwrite(context.params, only(result.means, context.used))
+        self._pattern.lending[place].write(context.params, only(result.means, context.used))
 
     def stats(self, step: int) -> Stats:
         """What this site did; as of a `SharedStep`."""
@@ -252,10 +258,16 @@ class RepeatedStep:
 
     # -- for sites that lack it -----------------------------------------------------------------
 
-    def brought(self) -> Brought:
-        """What came of it, again."""
-        means = [only(pending.wait().means, self.context.used) for _, pending in self.sent]
-        return Brought(True, {name: t for part in means for name, t in part.items()})
+    def brought(self) -> Brought | None:
+        """What came of it, again; None if a gradient that was lent has been changed."""
+        means: dict[str, Tensor] = {}
+        for _, pending in self.sent:
+            assert isinstance(pending, DensePending)
+            part = pending.brought_again()
+            if part is None:
+                return None
+            means |= only(part, self.context.used)
+        return Brought(True, means)
 
     def message_to(self, site: int, place: int) -> None:
         """Nothing: sums cannot be sent again."""

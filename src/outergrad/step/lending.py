@@ -1,0 +1,101 @@
+"""Gradients that stay in the buffer in which they were summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import Tensor
+
+from outergrad.buckets.dense import LARGE
+from outergrad.core.memory import holders
+from outergrad.step import param_grad
+
+
+class Lending:
+    """Makes sums the gradients of a loop, if that leaves gradients as they are.
+
+    To copy a sum into `param.grad` takes a pass over it. It is needed where somebody keeps the
+    gradient that autograd formed (`zero_grad(set_to_none=False)`, flat buffers of others), and
+    where the loop changes gradients in place (clipping, unscaling), because a sum is kept for a
+    step, for sites that lack it. The first sums are copied, to see what becomes of them.
+    """
+
+    def __init__(self) -> None:
+        self._large: list[str] | None = None
+        """Parameters whose sums may be lent; none of them once the loop would notice."""
+        self._copies: list[_Copy] | None = None
+        self._sums: Mapping[str, Tensor] = {}
+        self._lent: tuple[Tensor, int] | None = None
+        """One of the sums that were lent, with the count of changes of all of them then."""
+
+    def write(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+        """Copies into `param.grad`; what is lent comes with `lend`.
+
+        Args:
+            params: by name.
+            sums: parts of a buffer that is not written to as long as somebody holds them.
+        """
+        if self._large is None:
+            self._large = [name for name, t in sums.items() if t.numel() >= LARGE]
+        elif not self._was_left_alone():
+            self._large.clear()
+        if not all(_is_like(params[name].grad, sums[name]) for name in self._large):
+            self._large.clear()
+        lends = bool(self._large) and self._copies is not None
+        self._sums = {name: sums[name] for name in self._large} if lends else {}
+        copied = {n: t for n, t in sums.items() if n not in self._sums} if lends else sums
+        param_grad.overwrite(params, copied)
+
+    def lend(self, params: Mapping[str, Tensor]) -> None:
+        """The step counts: large sums become `param.grad`."""
+        self._lent = None
+        if self._sums:
+            param_grad.replace(params, self._sums)
+            one = next(iter(self._sums.values()))
+            self._lent, self._copies = (one, one._version), []
+        else:
+            self._copies = [_Copy.of(params[name]) for name in self._large or ()]
+
+    def _was_left_alone(self) -> bool:
+        lent = self._lent
+        same = lent is None or lent[0]._version == lent[1]
+        return same and all(one.was_left_alone() for one in self._copies or ())
+
+
+def _is_like(grad: Tensor | None, t: Tensor) -> bool:
+    """Whether nobody would notice if a gradient were another tensor of the same values."""
+    if type(grad) is not Tensor or grad.requires_grad:
+        return False
+    return grad.stride() == t.stride() and grad.dtype == t.dtype and holders(grad) == 1
+
+
+@dataclass
+class _Copy:
+    """A gradient that a sum was copied into, whose memory may be freed.
+
+    Attributes:
+        param: whose.
+        grad: it, as long as somebody has it.
+        counter: an empty tensor with its count of changes.
+        version: that count then.
+    """
+
+    param: Tensor
+    grad: ref[Tensor]
+    counter: Tensor
+    version: int
+
+    @staticmethod
+    def of(param: Tensor) -> _Copy:
+        """What is in `param.grad` now."""
+        grad = param.grad
+        assert grad is not None
+        counter = grad.detach()
+        counter.data = grad.new_empty(0)
+        return _Copy(param, ref(grad), counter, grad._version)
+
+    def was_left_alone(self) -> bool:
+        """Whether it was not changed in place, and a new backward has made another one."""
+        return self.counter._version == self.version and self.grad() is not self.param.grad
