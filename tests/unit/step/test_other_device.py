@@ -33,7 +33,7 @@ ALLOWED = {
         "replay/run.py:Message.write",
     ],
     "whether a step counts is decided on the host, once per message": [
-        "buckets/dense.py:_DensePending.wait",
+        "buckets/dense.py:DensePending.wait",
         "buckets/sketch.py:_SketchPending.wait",
         "buckets/sketch.py:_SketchPending._exact",
         "buckets/sketch.py:_SketchPending._take_exact",
