@@ -20,6 +20,7 @@ from outergrad_lab.experiments.frames import (
     per_site,
     varied,
 )
+from outergrad_lab.experiments.hours import around_hub
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text, title
 from outergrad_lab.experiments.sweeps import with_best
 from outergrad_lab.experiments.verdicts import verdicts
@@ -83,6 +84,8 @@ def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -
         results = with_best(results, swept)
     if against := wanted.get("against"):
         frame = verdicts(results, against, rows[0])
+    elif around := wanted.get("around"):
+        frame = around_hub(finals(results), results, around, "steps")
     else:
         frame = _source(keys, values, results).rename(columns={"loss": "test_loss"})
     frame = chosen(what, frame, [*keys, *values], wanted.get("where"))
