@@ -37,7 +37,7 @@ _HEIGHTS = {1: 4.0, 2: 3.1, 3: 2.5}
 """Inches of a row of panels, by their number."""
 _OWN_RANGE = {"data", "model", "workload", "layer"}
 """Panels that differ in these need not share an axis."""
-_COURSE = ("step", "epoch", "seconds")
+_COURSE = ("step", "epoch", "seconds", "hours")
 _OF_COURSE = ("loss", "test_loss", "accuracy", "auc")
 _WINDOWS = 40
 """A training has so many windows of the running mean."""

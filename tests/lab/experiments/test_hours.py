@@ -25,7 +25,7 @@ def star(link, **steps):
         method: {"step_s": s, "sent_bytes": b, "received_bytes": 2 * b, "cut_s": cut}
         for method, (s, b, cut) in steps.items()
     }
-    settings = {"workload": "w", "link": link, "methods": list(steps)}
+    settings = {"workload": "w", "link": link, "steps": STEPS, "methods": list(steps)}
     return {"kind": "star", "settings": settings, "steps": found, "seconds": 1.0, **ABOUT}
 
 
@@ -108,3 +108,14 @@ def test_a_table_tells_hours_in_units_that_fit(tmp_path):
 def test_a_wrong_setting_is_named():
     with pytest.raises(RecipeError, match="rtt is missing"):
         around_hub(finals(results()), results(), {"links": ["4mbit"]}, "steps")
+
+
+def test_a_table_of_trainings_waits_for_the_first(tmp_path):
+    timed = [star("4mbit", **{FEDAVG: (1.0, 500, None)})]
+    tables = [
+        {"name": "sites", "rows": ["method", "site"], "value": "accuracy"},
+        {"name": "hours", "around": WANTED, "rows": "method", "columns": "link", "value": "hours"},
+        {"name": "rates", "where": {"kind": "training"}, "rows": "lr", "value": "accuracy"},
+        {"name": "steps", "rows": "method", "value": "step_s"},
+    ]
+    assert [table.name for table in write_tables(tables, timed, tmp_path)] == ["steps"]
