@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MEASURED, PLANNED = "measured", "planned"
+_NEW = ("link", "times", "hours", "line_bytes", "quicker", "fewer_line")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,10 @@ def around_hub(
 ) -> DataFrame:
     """The rows of `finals` or `curves` once per link.
 
-    New columns are `link`; `times`, whether seconds were measured or planned; `seconds` and
-    `hours`, cuts included; `line_bytes`, which a site's line carries both ways in the whole
-    training; and how many times fewer (`fewer_line`) and less time (`quicker`) than the reference.
+    New columns are `link`; `times`, whether steps were measured or planned; `hours`, cuts
+    included; `line_bytes`, which a site's line carries both ways in the whole training; and how
+    many times fewer (`fewer_line`) and less time (`quicker`) than the reference, where both were
+    measured or both were planned.
 
     What was not timed is planned: computing, the bytes that are counted, once up and once down, at
     the rate of the line, and its delay once per exchange. Cuts then cost nothing.
@@ -77,6 +79,8 @@ def around_hub(
 
     around, results = read(Around, wanted), list(results)
     frame = frame[frame["kind"] == "training"]
+    if frame.empty:
+        return frame.reindex(columns=list(dict.fromkeys([*frame.columns, "workload", *_NEW])))
     per_step = frame["sent_bytes"] / (frame["step"] if steps == "step" else 1)
     frame = frame.assign(_per_step=per_step)
     over = concat([_on_link(frame, results, around, link, steps) for link in around.links])
@@ -97,7 +101,6 @@ def _on_link(
     return frame.assign(
         link=link,
         times=[step.times for step in found],
-        seconds=seconds,
         hours=seconds / 3600,
         line_bytes=counts * [step.line_bytes for step in found],
     )
@@ -134,13 +137,13 @@ def _planned(row: Mapping[str, Any], around: Around, link: str) -> Step:
 
 
 def _compared(frame: DataFrame, around: Around) -> DataFrame:
-    """With the reference's mean over its seeds, by workload and link."""
+    """With the reference's mean over its seeds; never what was measured with what was planned."""
     is_reference = frame["method"] == frame["workload"].map(around.reference)
-    keys = ["workload", "link"]
-    mean = frame[is_reference].groupby(keys)[["seconds", "line_bytes"]].mean().reset_index()
-    names = {"seconds": "_seconds", "line_bytes": "_bytes"}
+    keys = ["workload", "link", "times"]
+    mean = frame[is_reference].groupby(keys)[["hours", "line_bytes"]].mean().reset_index()
+    names = {"hours": "_hours", "line_bytes": "_bytes"}
     both = frame.merge(mean.rename(columns=names), on=keys, how="left")
     both = both.assign(
-        quicker=both["_seconds"] / both["seconds"], fewer_line=both["_bytes"] / both["line_bytes"]
+        quicker=both["_hours"] / both["hours"], fewer_line=both["_bytes"] / both["line_bytes"]
     )
-    return both.drop(columns=["_seconds", "_bytes"])
+    return both.drop(columns=["_hours", "_bytes"])

@@ -6,6 +6,7 @@ import pytest
 from made_up_results import ABOUT, a_test, training
 
 from outergrad.launch.errors import RecipeError
+from outergrad_lab.experiments.figures import write_figures
 from outergrad_lab.experiments.frames import curves, finals
 from outergrad_lab.experiments.hours import around_hub
 from outergrad_lab.experiments.tables import write_tables
@@ -45,6 +46,11 @@ def results(*timed):
     ] + list(timed)
 
 
+def hours(seconds, times):
+    """So many times, nearly."""
+    return pytest.approx([seconds / 3600] * times)
+
+
 def cell(frame, name, **where):
     for column, value in where.items():
         frame = frame[frame[column] == value]
@@ -56,10 +62,8 @@ def test_measured_steps_and_cuts_make_the_time():
     found = around_hub(finals(results(timed)), results(timed), WANTED, "steps")
     cuts = 1 + (7.0 + 3.0) / 2 / 100
     of_link = {"link": "4mbit", "times": "measured"}
-    assert cell(found, "seconds", method=LOW, **of_link) == pytest.approx([STEPS * 0.5 * cuts] * 2)
-    assert cell(found, "hours", method=FEDAVG, **of_link)[0] == pytest.approx(
-        STEPS * 2 * cuts / 3600
-    )
+    assert cell(found, "hours", method=LOW, **of_link) == hours(STEPS * 0.5 * cuts, 2)
+    assert cell(found, "hours", method=FEDAVG, **of_link) == hours(STEPS * 2.0 * cuts, 2)
     assert cell(found, "line_bytes", method=LOW, **of_link) == [STEPS * 3 * 10] * 2
     assert cell(found, "fewer_line", method=LOW, **of_link) == [50] * 2
     assert cell(found, "quicker", method=LOW, **of_link) == pytest.approx([4] * 2)
@@ -69,19 +73,28 @@ def test_what_was_not_measured_is_planned_and_says_so():
     found = around_hub(finals(results()), results(), WANTED, "steps")
     assert set(found["times"]) == {"planned"}
     per_step = COMPUTE_S + 2 * SENT * 8 / 8e6 + 0.04 / 5
-    assert cell(found, "seconds", method=LOW, link="8mbit") == pytest.approx([STEPS * per_step] * 2)
+    assert cell(found, "hours", method=LOW, link="8mbit") == hours(STEPS * per_step, 2)
     assert cell(found, "line_bytes", method=LOW, link="4mbit") == [2 * SENT * STEPS] * 2
+
+
+def test_measured_and_planned_are_not_compared():
+    timed = star("4mbit", **{FEDAVG: (2.0, 500, None)})
+    found = around_hub(finals(results(timed)), results(timed), WANTED, "steps")
+    alone = found[(found["link"] == "4mbit") & (found["method"] == LOW)]
+    assert alone["quicker"].isna().all()
+    assert alone["fewer_line"].isna().all()
+    assert found[found["link"] == "8mbit"]["quicker"].notna().all()
 
 
 def test_a_course_ends_where_the_training_does():
     timed = star("4mbit", **{FEDAVG: (2.0, 500, None)})
     found = around_hub(curves(results(timed)), results(timed), WANTED, "step")
     of_link = found[(found["link"] == "4mbit") & (found["method"] == FEDAVG)]
-    assert of_link["seconds"].max() == pytest.approx(STEPS * 2.0)
+    assert [of_link["hours"].max()] == hours(STEPS * 2.0, 1)
     planned = found[(found["link"] == "8mbit") & (found["step"] == STEPS)]
     end = around_hub(finals(results(timed)), results(timed), WANTED, "steps")
-    expected = end[end["link"] == "8mbit"]["seconds"].tolist()
-    assert planned["seconds"].tolist() == pytest.approx(expected)
+    expected = end[end["link"] == "8mbit"]["hours"].tolist()
+    assert planned["hours"].tolist() == pytest.approx(expected)
 
 
 def test_a_table_tells_hours_in_units_that_fit(tmp_path):
@@ -119,3 +132,6 @@ def test_a_table_of_trainings_waits_for_the_first(tmp_path):
         {"name": "steps", "rows": "method", "value": "step_s"},
     ]
     assert [table.name for table in write_tables(tables, timed, tmp_path)] == ["steps"]
+    course = {"x": "hours", "y": "auc", "lines": "method", "panels": ["workload", "link"]}
+    figure = {"name": "auc", "around": WANTED, "where": {"method": FEDAVG}, **course}
+    assert not write_figures([figure], timed, tmp_path)
