@@ -11,10 +11,7 @@ model in which as much travels. The table shows the median over steps at the slo
 from __future__ import annotations
 
 import argparse
-import os
-import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,12 +28,9 @@ import outergrad as og
 from outergrad.comm.process_group import TorchDistributed
 from outergrad.core.transport import Comm, Transport
 from outergrad.launch.links import Place, ShapedLink, parse_link, places
-from outergrad.launch.namespaces import INTERFACE, qdiscs
 from outergrad.launch.processes import run_processes
-from outergrad.star.folder import HubFolder
-from outergrad.star.server import HubServer
+from outergrad_lab.bench.hub import run_hub, say_done, star_at, widen
 
-PORT = 8443
 KINDS = ("gather", "sum", "dad", "dense")
 CPU = torch.device("cpu")
 _WIDTH = 128
@@ -78,7 +72,7 @@ def _measured(
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of each kind, and the most memory that the hub had, if there is one."""
     with TemporaryDirectory() as folder, places(options.sites + 1, link) as (*sites, hub):
-        _widen(hub, link, parse_link(options.hub_rate).rate_bit_per_s)
+        widen(hub, link, options.hub_rate)
         own = partial(run_site, options, transport, Path(folder))
         works = [partial(own, rank, place) for rank, place in enumerate(sites)]
         if transport == "star":
@@ -88,55 +82,19 @@ def _measured(
     return [1e3 * max(one) for one in times], [m for peak in found[options.sites :] for m in peak]
 
 
-def _widen(hub: Place, link: ShapedLink, rate_bit_per_s: float | None) -> None:
-    """Gives both ends of the hub's cable another rate."""
-    if link.rate_bit_per_s is None or hub.namespace is None:
-        return
-    bridge, _, number = hub.namespace.rpartition("-")
-    for namespace, interface in ((hub.namespace, INTERFACE), (f"{bridge}-hub", f"port{number}")):
-        at = ["dev", interface]
-        subprocess.run(["tc", "-n", namespace, "qdisc", "del", *at, "root"], check=True)
-        for discipline in qdiscs(rate_bit_per_s):
-            add = ["tc", "-n", namespace, "qdisc", "add", *at, *discipline]
-            subprocess.run(add, check=True)
-
-
-def run_hub(folder: Path, place: Place, sites: int) -> list[float]:
-    """Relays until all sites are done; the most memory that this process had, in MB."""
-    place.enter()
-    made = HubFolder(folder / "hub")
-    made.create(f"10.77.0.{sites + 1}:{PORT}", [])
-    for rank in range(sites):
-        made.invite(f"site-{rank}").write(folder / f"{rank}.part")
-        os.rename(folder / f"{rank}.part", folder / f"{rank}.kit")
-    server = HubServer(made, f"0.0.0.0:{PORT}")
-    server.start()
-    (folder / "listening").touch()
-    while len(list(folder.glob("*.done"))) < sites:
-        time.sleep(0.1)
-    server.stop()
-    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3]
-
-
 def run_site(
     options: argparse.Namespace, transport: str, folder: Path, rank: int, place: Place
 ) -> list[float]:
     """Seconds of each kind."""
     place.enter()
     torch.set_num_threads(1)
-    way = _star(folder, rank) if transport == "star" else _torch(folder, rank, options.sites)
+    way = star_at(folder, rank) if transport == "star" else _torch(folder, rank, options.sites)
     found = []
     for kind in options.kinds:
         with _stepping(kind, way, options) as step:
             found.append(_median(step, options.steps))
-    (folder / f"{rank}.done").touch()
+    say_done(folder, rank)
     return found
-
-
-def _star(folder: Path, rank: int) -> Transport:
-    while not (folder / "listening").exists():
-        time.sleep(0.05)
-    return og.Star(kit=folder / f"{rank}.kit")
 
 
 def _torch(folder: Path, rank: int, sites: int) -> Transport:

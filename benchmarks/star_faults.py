@@ -31,7 +31,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from star import CPU, run_hub
+from star import CPU
 from star_injections import METHODS, inject, shut_connections
 
 import outergrad as og
@@ -39,6 +39,7 @@ from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.launch.links import Place, parse_link, places
 from outergrad.launch.namespaces import INTERFACE
+from outergrad_lab.bench.hub import run_hub
 
 FAULTS = ("killed", "silent", "cut")
 _SETTLES_S = 0.5

@@ -121,4 +121,12 @@ WORKLOADS: dict[str, Workload] = {
         batch_size=16,
         lr=1e-3,
     ),
+    "x-rays": Workload(
+        summary="CNN of federated averaging on chest X-rays of 28 x 28 pixels",
+        model="two-convolutions",
+        widths=(16, 32, 256),
+        data="pneumonia",
+        batch_size=16,
+        lr=1e-3,
+    ),
 }

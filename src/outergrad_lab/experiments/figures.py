@@ -12,6 +12,7 @@ from outergrad._whole_files import whole_file
 from outergrad.report.recording import require
 from outergrad_lab.axes import draw_line
 from outergrad_lab.experiments.frames import OF_METHOD, Result, curves, finals, ranks, varied
+from outergrad_lab.experiments.hours import around_hub
 from outergrad_lab.experiments.links import over_links
 from outergrad_lab.experiments.panels import (
     add_legends,
@@ -36,7 +37,7 @@ _HEIGHTS = {1: 4.0, 2: 3.1, 3: 2.5}
 """Inches of a row of panels, by their number."""
 _OWN_RANGE = {"data", "model", "workload", "layer"}
 """Panels that differ in these need not share an axis."""
-_COURSE = ("step", "epoch", "seconds")
+_COURSE = ("step", "epoch", "seconds", "hours")
 _OF_COURSE = ("loss", "test_loss", "accuracy", "auc")
 _WINDOWS = 40
 """A training has so many windows of the running mean."""
@@ -118,6 +119,8 @@ def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
     frame = (ranks if y == "effective_rank" else curves if course else finals)(results)
     if links := names(wanted.get("links")):
         frame = over_links(frame, links)
+    if around := wanted.get("around"):
+        frame = around_hub(frame, results, around, "step" if course else "steps")
     what, columns = f"figure {wanted['name']}", [*lines, *panels]
     frame = chosen(what, frame, [x, y, *columns], wanted.get("where"))
     x = "step" if x == "epoch" and frame["epoch"].isna().all() else x

@@ -19,6 +19,7 @@ Settings = dict[str, Any]
 HEADINGS = {
     "training": "Trainings",
     "timing": "Step times",
+    "star": "Steps around a hub",
     "sites": "Numbers of sites",
     "iterations": "Power iterations",
     "selection": "Finding entries",
@@ -30,6 +31,7 @@ MEASURED = (
     *("step_s", "compute_s", "error", "best_error", "ratio", "kept_rank", "ms"),
     *("picked", "norm_share"),
     *("loss_gap", "gap_share", "bytes_share", "fewer_near"),
+    *("validation_loss", "hours", "line_bytes", "fewer_line", "quicker", "cut_s"),
 )
 """Columns of `finals` that are no settings."""
 
@@ -159,6 +161,11 @@ def _final_rows(result: Result) -> Iterator[Settings]:
         case "timing":
             for method, found in result.get("steps", {}).items():
                 yield _named(result, method=method) | _only(found, "step_s", "sent_bytes")
+        case "star":
+            for method, found in result["steps"].items():
+                both = found["sent_bytes"] + found["received_bytes"]
+                timed = _only(found, "step_s", "cut_s") | {"line_bytes": both}
+                yield _named(result, method=method) | timed
         case "sites":
             for method, found in result["steps"].items():
                 yield _named(result, method=method) | _only(found, *MEASURED)
@@ -179,7 +186,7 @@ def _outcome(result: Result) -> Settings:
     last, losses = _last_test(result), np.asarray(result["losses"], dtype=float)
     total = last.get("sent_bytes")
     return {
-        **_only(last, "accuracy", "auc"),
+        **_only(last, "accuracy", "auc", "validation_loss"),
         **_only(result, "compute_s"),
         "losses": losses,
         "test_loss": last.get("loss"),

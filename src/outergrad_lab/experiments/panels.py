@@ -43,7 +43,8 @@ def prepare(axes: Axes, x: str, y: str, log: Iterable[str], places: Iterable[flo
 
 def label(name: str) -> str:
     """Of an axis."""
-    return f"{title(name)} (ms)" if name == "ms" else title(name)
+    unit = {"ms": " (ms)", "hours": " (h)"}.get(name, "")
+    return title(name) + unit
 
 
 def name_axes(grid: Any, filled: set[tuple[int, int]], x: str, y: str) -> None:

@@ -11,7 +11,11 @@ from outergrad_lab.labels import NAMES, Method
 
 NOTHING = "\N{EN DASH}"
 _BITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
-_PREFIXES = {"B": ((1e9, " GB"), (1e6, " MB"), (1e3, " kB")), "s": ((1.0, " s"), (1e-3, " ms"))}
+_PREFIXES = {
+    "B": ((1e9, " GB"), (1e6, " MB"), (1e3, " kB")),
+    "s": ((1.0, " s"), (1e-3, " ms")),
+    "h": ((1.0, " h"), (1 / 60, " min"), (1 / 3600, " s")),
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Quantity:
 
     Attributes:
         name: For headings and axes.
-        unit: "B" and "s" take prefixes, "%" is of shares; an error, "", is written as 1.2e-07.
+        unit: "B", "s" and "h" take prefixes, "%" is of shares; an error, "", is written as 1.2e-07.
         decimals: None for three digits in all.
     """
 
@@ -72,6 +76,12 @@ QUANTITIES = {
     "test_loss": Quantity("test loss", decimals=3),
     "train_loss": Quantity("training loss", decimals=3),
     "sent_bytes": Quantity("sent per step and site", "B", 0),
+    "validation_loss": Quantity("validation loss", decimals=3),
+    "hours": Quantity("time", "h"),
+    "line_bytes": Quantity("through a site's line", "B", 1),
+    "fewer_line": Quantity("fewer bytes than FedAvg", "\N{MULTIPLICATION SIGN}"),
+    "quicker": Quantity("less time than FedAvg", "\N{MULTIPLICATION SIGN}"),
+    "cut_s": Quantity("a cut costs", "s"),
     "spent_bytes": Quantity("sent by a site so far", "B", 0),
     "total_bytes": Quantity("sent by a site in all", "B", 0),
     "fewer": Quantity("fewer bytes than dense", "\N{MULTIPLICATION SIGN}"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.experiments.kinds import KINDS
+from outergrad_lab.experiments.kinds import KINDS, TRAINED
 from outergrad_lab.experiments.settings import read, require_known
 from outergrad_lab.experiments.sweeps import number_due
 from outergrad_lab.experiments.task import Settings, Task
@@ -184,8 +184,9 @@ def _tasks(given: _Parts, *, full: bool) -> Iterator[Task]:
         own |= getattr(entry, size)
         among = own.pop("workloads", list(given.workloads))
         require_known(among, given.workloads, "workload")
-        shared = given.common | getattr(given, size) if entry.kind == "training" else {}
-        for workload in _workloads(given, size, among) if entry.kind == "training" else [{}]:
+        trained = entry.kind in TRAINED
+        shared = given.common | getattr(given, size) if trained else {}
+        for workload in _workloads(given, size, among) if trained else [{}]:
             for chosen in _crossed(shared | workload | own):
                 yield Task(kind=entry.kind, settings=chosen)
 

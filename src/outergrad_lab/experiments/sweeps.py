@@ -1,7 +1,7 @@
 """A setting that is swept, as the learning rate: its best value for each method, and who needs it.
 
 The first seed runs with all values; the value whose last test loss is least is the best, and the
-other seeds run with it alone.
+other seeds run with it alone. Where sites keep rows to choose by, it is the loss on these.
 """
 
 from __future__ import annotations
@@ -98,5 +98,6 @@ def _of_first_seed(results: Sequence[Result], swept: str) -> list[Result]:
 
 def _last_loss(result: Result) -> float:
     """Infinite where a training came to nothing."""
-    loss = result["tests"][-1]["loss"] if result["tests"] else None
+    last = result["tests"][-1] if result["tests"] else {}
+    loss = last.get("validation_loss", last.get("loss"))
     return math.inf if loss is None or math.isnan(loss) else loss

@@ -16,10 +16,12 @@ from outergrad_lab.experiments.frames import (
     Result,
     finals,
     last_ranks,
+    of_kind,
     over_seeds,
     per_site,
     varied,
 )
+from outergrad_lab.experiments.hours import around_hub
 from outergrad_lab.experiments.quantities import NOTHING, QUANTITIES, heading, text, title
 from outergrad_lab.experiments.sweeps import with_best
 from outergrad_lab.experiments.verdicts import verdicts
@@ -65,26 +67,35 @@ def write_tables(
 ) -> list[Table]:
     """Writes NAME.csv, every figure in full, and NAME.md, a table for humans, for each.
 
+    One that no result has a row for is left out.
+
     Raises:
         ImportError: pandas is missing.
         RecipeError: One names what no result has.
     """
     require("pandas", extras="reproduce")
     results = list(results)
-    return [_write(table, results, folder) for table in wanted]
+    written = [_write(table, results, folder) for table in wanted]
+    return [table for table in written if table is not None]
 
 
-def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -> Table:
+def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -> Table | None:
     from pandas import concat
 
     rows, columns, values = (names(wanted.get(part)) for part in ("rows", "columns", "value"))
     what, keys = f"table {wanted['name']}", [*rows, *columns]
+    if kind := (wanted.get("where") or {}).get("kind"):
+        results = of_kind(kind, results)
     if swept := wanted.get("best"):
         results = with_best(results, swept)
     if against := wanted.get("against"):
         frame = verdicts(results, against, rows[0])
+    elif around := wanted.get("around"):
+        frame = around_hub(finals(results), results, around, "steps")
     else:
         frame = _source(keys, values, results).rename(columns={"loss": "test_loss"})
+    if frame.empty:
+        return None
     frame = chosen(what, frame, [*keys, *values], wanted.get("where"))
     _require_alike(what, frame, keys, names(wanted.get("over")), values)
     long = concat([_in_full(_with(frame, value), keys, value) for value in values])

@@ -11,19 +11,21 @@ from time import thread_time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from outergrad.launch.errors import RecipeError
 from outergrad.launch.simulate import Stop, simulate
 from outergrad_lab.data import Dataset, load
+from outergrad_lab.experiments.hospitals import Hospital, Seen, dealt, judged, seen_at
 from outergrad_lab.experiments.scores import Scores, effective_ranks, scores
 from outergrad_lab.experiments.settings import at_least, read
 from outergrad_lab.experiments.task import Context, Settings
 from outergrad_lab.peers.named import sites_differ
 from outergrad_lab.training.job import Job
 from outergrad_lab.training.sites import Group, mean_over_sites
-from outergrad_lab.training.training import Training, deal, start
+from outergrad_lab.training.split import Rows
+from outergrad_lab.training.training import Training, start
 
 _PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 
@@ -40,6 +42,8 @@ class TrainingWork(Job):
         per_site: Whether every site is tested: where they differ, they always are.
         precision: Of weights and numbers: float32 or float64.
         workload: What the training is called, where an experiment has several.
+        validation: How many of a hundred training rows a site keeps to choose by; it is then
+            tested on test rows of its own.
     """
 
     steps: int | None = at_least(1, None)
@@ -49,6 +53,7 @@ class TrainingWork(Job):
     per_site: bool = False
     precision: str = "float32"
     workload: str | None = None
+    validation: int | None = at_least(1, None)
 
     @classmethod
     def of(cls, settings: Settings) -> "TrainingWork":
@@ -71,7 +76,8 @@ class TrainingWork(Job):
     @property
     def differ(self) -> bool:
         """Whether sites have models of their own, or are looked at as if."""
-        return sites_differ(self.method) or bool(self.local) or self.per_site
+        own_models = sites_differ(self.method) or bool(self.local)
+        return own_models or self.per_site or self.validation is not None
 
     def marks(self, steps: int) -> set[int]:
         """After how many steps it is looked at."""
@@ -82,7 +88,7 @@ class TrainingWork(Job):
         """Trains at every site; a step of progress for each of the training."""
         with _in_precision(_PRECISIONS[self.precision]) as dtype:
             data = _loaded(self.data, context.data_dir).to(dtype)
-            site = partial(_site, self, data, deal(self, data), context)
+            site = partial(_site, self, data, *dealt(self, data, self.validation), context)
             return _summary(simulate(site, 1 if self.method == "pooled" else self.sites))
 
 
@@ -95,12 +101,14 @@ class Look:
         sent_bytes: So far; None where nobody counts.
         ranks: Effective ranks by layer, where they were asked for.
         scores: None where the site was not tested.
+        seen: What it said of the rows of the sites that are its own, where sites keep some.
     """
 
     step: int
     sent_bytes: int | None
     ranks: dict[str, float]
     scores: Scores | None
+    seen: list[Seen]
 
 
 @dataclass
@@ -139,13 +147,15 @@ def _loaded(name: str, data_dir: Path) -> Dataset:
 def _site(
     work: TrainingWork,
     data: Dataset,
-    rows_by_site: list[Tensor],
+    rows_by_site: Rows,
+    hospitals: Sequence[Hospital],
     context: Context,
     group: ProcessGroup,
     stop: Stop,
 ) -> Course:
     """What one site does; the first one tells how far it is."""
     first = group.rank() == 0
+    own = hospitals[group.rank() :: group.size()]  # all, if one model learns from all
     with closing(start(work, data, rows_by_site, group=group)) as training:
         steps = work.steps or work.epochs * training.batches.steps
         course = Course(sum(p.numel() for p in training.replica.model.parameters()))
@@ -159,14 +169,22 @@ def _site(
             course.compute_s += thread_time() - began
             if (done := len(course.losses)) in marks:
                 tested = first or work.differ
-                course.looks.append(_look(work, training, done, steps, tested=tested))
+                course.looks.append(_look(work, training, own, done, steps, tested=tested))
             if first:
                 context.advance()
             began = thread_time()
         return course
 
 
-def _look(work: TrainingWork, training: Training, step: int, steps: int, *, tested: bool) -> Look:
+def _look(
+    work: TrainingWork,
+    training: Training,
+    own: Sequence[Hospital],
+    step: int,
+    steps: int,
+    *,
+    tested: bool,
+) -> Look:
     model = training.replica.model
     ranks = effective_ranks(model) if work.ranks and tested else {}
     if step == steps:
@@ -174,8 +192,9 @@ def _look(work: TrainingWork, training: Training, step: int, steps: int, *, test
     sent_bytes = training.replica.total_sent_bytes(step)
     if work.method not in ("pooled", "alone"):
         _share_statistics(model, training.group)
-    found = scores(model, training.data, work.test_rows) if tested else None
-    return Look(step=step, sent_bytes=sent_bytes, ranks=ranks, scores=found)
+    seen = [seen_at(hospital, model, training.data) for hospital in own]
+    found = scores(model, training.data, work.test_rows) if tested and not seen else None
+    return Look(step=step, sent_bytes=sent_bytes, ranks=ranks, scores=found, seen=seen)
 
 
 @torch.no_grad()
@@ -204,13 +223,17 @@ def _summary(courses: Sequence[Course]) -> dict[str, Any]:
 
 def _test(looks: Sequence[Look]) -> dict[str, Any]:
     """What the sites saw at the same time."""
-    found = [look.scores for look in looks if look.scores]
-    return {
+    about = {
         "step": looks[0].step,
+        "sent_bytes": _mean_known(look.sent_bytes for look in looks),
+    }
+    if seen := [one for look in looks for one in look.seen]:
+        return about | judged(seen)
+    found = [look.scores for look in looks if look.scores]
+    return about | {
         "loss": fmean(score.loss for score in found),
         "accuracy": fmean(score.accuracy for score in found),
         "auc": _mean_known(score.auc for score in found),
-        "sent_bytes": _mean_known(look.sent_bytes for look in looks),
         "sites": [score._asdict() for score in found] if len(found) > 1 else None,
     }
 

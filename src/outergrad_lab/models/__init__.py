@@ -10,7 +10,7 @@ from torch import nn
 from outergrad.launch.errors import RecipeError
 from outergrad_lab.data.dataset import Format
 from outergrad_lab.models.activations import ACTIVATIONS, Activation
-from outergrad_lab.models.cnn import build_cnn
+from outergrad_lab.models.cnn import build_cnn, build_two_convolutions
 from outergrad_lab.models.mlp import build_mlp
 from outergrad_lab.models.recurrent import build_recurrent
 from outergrad_lab.models.transformers import build_encoder, build_gpt, build_vit
@@ -87,6 +87,7 @@ MODELS: dict[str, Model] = {
     ),
     "gpt": Model(inputs="tokens with a label each", build=build_gpt, widths=(256,)),
     "cnn": Model(inputs="images", build=build_cnn),
+    "two-convolutions": Model(inputs="images", build=build_two_convolutions, widths=(16, 32, 256)),
 }
 
 

@@ -1,5 +1,6 @@
-"""A small residual network with batch normalisation."""
+"""Networks for images: a small residual one, and that of federated averaging."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -47,3 +48,31 @@ def build_cnn(format: Format, *_hidden: object) -> nn.Sequential:
 
 def _stage(inputs: int, outputs: int, stride: int) -> tuple[ResidualBlock, ResidualBlock]:
     return ResidualBlock(inputs, outputs, stride), ResidualBlock(outputs, outputs, 1)
+
+
+def build_two_convolutions(format: Format, widths: Sequence[int], *_more: object) -> nn.Sequential:
+    """Builds the network of federated averaging, with norms that keep no running statistics.
+
+    Two convolutions of 5 x 5, each with group normalisation and halved by its largest values, and
+    a hidden layer. The paper (McMahan et al., arXiv 1602.05629, section 3) has widths 32, 64 and
+    512, and no norms. Group norms are the same in training and in testing, and whole on every site.
+
+    Args:
+        format: Of the images, of which height and width are multiples of 4.
+        widths: Channels of both convolutions, in eights, and features of the hidden layer.
+    """
+    (channels, height, width), (first, second, hidden) = format.shape, widths
+    pixels = (height // 4) * (width // 4)
+    return nn.Sequential(
+        *_halving(channels, first),
+        *_halving(first, second),
+        nn.Flatten(),
+        nn.Linear(second * pixels, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, format.classes),
+    )
+
+
+def _halving(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
+    norm = nn.GroupNorm(outputs // 8, outputs)
+    return _conv(inputs, outputs, 5, 1), norm, nn.ReLU(), nn.MaxPool2d(2)

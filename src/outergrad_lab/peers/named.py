@@ -44,7 +44,7 @@ PEERS: dict[str, Family] = {
 }
 """Named with or without settings, as ``demo:entries=8:bucket=True``. DiLoCo is `local-steps`."""
 
-SITES_DIFFER = ("alone", "local-steps", "sparseloco", "sparta")
+SITES_DIFFER = ("alone", "local-steps", "fedavg", "sparseloco", "sparta")
 """Families whose sites have weights of their own."""
 
 METHOD_HELP = f"{', '.join([*METHODS, *PEERS])}, or with settings, as rank-dad:rank=16"

@@ -1,9 +1,10 @@
 """The training loop that every recipe shares."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,9 @@ class Training:
         self.replica.model.train()
         for x, y in self.batches.epoch(number, start):
             self.optimizer.zero_grad()
-            loss = self.batches.weight * cross_entropy(self.replica.model(x), y)
-            loss.backward()
+            own = cross_entropy(self.replica.model(x), y)
+            loss = self.batches.weight * own
+            (own if self.replica.weighted else loss).backward()
             self.optimizer.step()
             value = loss.item()
             self.recording.step(value)
@@ -85,6 +87,7 @@ def start(
     recorder: JSONL | None = None,
     group: Group = None,
     present: Sequence[int] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Training:
     """Makes the model and the batches of a job; all sites must call it.
 
@@ -95,13 +98,15 @@ def start(
         recorder: What is told of the training.
         group: The sites.
         present: Their numbers, where some of the job's sites are left out.
+        options: Further arguments of `og.distribute`, where it is outergrad that exchanges.
     """
     with _SEEDING:
         torch.manual_seed(job.seed)
         model = build_model(job.model, data.format, job.widths, job.activation)
     attach = attach_of(job.method, local=job.local, joint=job.joint)
     if isinstance(attach, Distributed):
-        attach = replace(attach, recorder=recorder)
+        both = {**attach.options, **(options or {})}
+        attach = replace(attach, recorder=recorder, options=both)
     replica = attach(model, group)
     return Training(
         data=data,

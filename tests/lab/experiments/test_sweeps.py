@@ -62,3 +62,12 @@ def test_the_best_is_that_of_the_first_seed_and_no_number_is_none():
 def test_what_is_not_swept_stays(swept):
     others = [training([1.0], method="ddp")]
     assert with_best(others, swept) == others
+
+
+def test_rows_to_choose_by_decide_where_sites_keep_some():
+    def kept(lr, validation_loss, loss):
+        seen = a_test(1, 100, loss=loss) | {"validation_loss": validation_loss}
+        return training([1.0], tests=[seen], **SAME, method="ddp", lr=lr)
+
+    best = best_values([kept(0.001, 0.2, 0.5), kept(0.01, 0.3, 0.1)], "lr")
+    assert list(best.values()) == [0.001]

@@ -199,6 +199,15 @@ def test_local_steps_can_be_named_with_settings(name, method):
     assert repr(attach_of(name).method) == repr(method)
 
 
+@pytest.mark.parametrize("inner", ["dense", "rank-dad:rank=2"])
+def test_federated_averaging_adopts_the_mean_by_samples(inner):
+    found = attach_of(f"fedavg:k=7:method={inner}")
+    assert repr(found.method) == repr(
+        attach_of(f"local-steps:k=7:lr=1:momentum=0:method={inner}").method
+    )
+    assert found.options == {"weighting": "samples"}
+
+
 def test_local_steps_may_leave_parts_local():
     found = attach_of("local-steps:k=7", local=["stem.*"]).method
     assert found.method == og.PerLayer({"stem.*": og.Local(), "*": og.Dense()})

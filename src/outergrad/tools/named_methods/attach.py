@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -78,10 +78,12 @@ class Distributed:
     Attributes:
         method: How gradients travel.
         recorder: What is told of every step.
+        options: Further arguments of `og.distribute`.
     """
 
     method: Method | og.Auto | og.PerLayer | og.LocalSteps
     recorder: Recorder | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: nn.Module, group: dist.ProcessGroup | None) -> Replica:
         """Distributes the model.
@@ -91,7 +93,7 @@ class Distributed:
         """
         try:
             # As the figures in docs/ have it; experiments average statistics before a test.
-            how = {"recorder": self.recorder, "buffers": "local"}
+            how = {"recorder": self.recorder, "buffers": "local", **self.options}
             session = og.distribute(model, self.method, group=group, **how)
         except ValueError as error:
             raise RecipeError(str(error)) from error
@@ -100,13 +102,14 @@ class Distributed:
             session=session,
             start_bytes=session.stats().total_sent_bytes,
             period=getattr(self.method, "period", getattr(self.method, "every", 1)),
+            weighted=self.options.get("weighting") == "samples",
         )
 
     def beside(self, local: Sequence[str], *, joint: bool) -> "Distributed":
         """The same, with parts that each site keeps to itself."""
         if isinstance(self.method, og.LocalSteps):
             inner = Distributed(self.method.method).beside(local, joint=joint).method
-            return Distributed(replace(self.method, method=inner))
+            return replace(self, method=replace(self.method, method=inner))
         if isinstance(self.method, og.Auto):
             raise ValueError("auto chooses for the whole model: name a method")
         assert not isinstance(self.method, og.PerLayer)
@@ -135,6 +138,12 @@ def _local_steps(
     outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     turns = {"stream": stream, "overlap": overlap, "alpha": alpha}
     return Distributed(og.LocalSteps(k, outer=outer, method=inner.method, **turns))
+
+
+def _fedavg(k: int = 20, method: str = "dense") -> Distributed:
+    """Federated averaging: a site counts by its samples; another method compresses the changes."""
+    made = _local_steps(k, method, lr=1, momentum=0)
+    return replace(made, options={"weighting": "samples"})
 
 
 def _auto(among: str = "", **settings: Any) -> Distributed:
@@ -210,6 +219,7 @@ CONFIGURABLE: dict[str, Family] = {
     "og-powersgd": _ours(og.PowerSGD),
     "first-rows": _ours(FirstRows),
     "local-steps": Family(_local_steps),
+    "fedavg": Family(_fedavg),
     "auto": Family(_auto, og.Auto),
 }
 """Methods that can be named with settings, as ``rank-dad:rank=16:wire=topk0.1+int8``.

@@ -54,6 +54,7 @@ class Replica:
         start_bytes: What the session had sent before the first step.
         period: Steps from one of the session's exchanges to the next.
         planned_bytes: Gradient bytes per step where there is neither, if known beforehand.
+        weighted: Whether the session counts a site by its samples, so that no loss need do so.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Replica:
     start_bytes: int = 0
     period: int = 1
     planned_bytes: int | None = None
+    weighted: bool = False
 
     @property
     def sent_bytes(self) -> int | None:

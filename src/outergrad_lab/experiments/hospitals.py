@@ -1,0 +1,149 @@
+"""Sites that keep rows to choose by, and are tested on rows of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from outergrad.launch.errors import RecipeError
+from outergrad_lab.data import Dataset
+from outergrad_lab.experiments.scores import Scores, area_under_curve
+from outergrad_lab.training.job import Job
+from outergrad_lab.training.split import SPLITS, Rows, batch_sizes, full_batches
+from outergrad_lab.training.training import deal, predict
+
+
+@dataclass(frozen=True)
+class Hospital:
+    """The rows of one site, no row in two parts or at two sites.
+
+    Attributes:
+        train: Numbers of the training rows that it learns from, (rows,).
+        validation: Of those by which settings and the threshold are chosen.
+        test: Numbers of its rows among the test rows.
+    """
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+class Seen(NamedTuple):
+    """What a model said of the rows of one site.
+
+    Attributes:
+        validation: Logits, (rows, classes).
+        validation_y: Labels, (rows,).
+        test: Logits.
+        test_y: Labels.
+    """
+
+    validation: Tensor
+    validation_y: Tensor
+    test: Tensor
+    test_y: Tensor
+
+
+def dealt(job: Job, data: Dataset, percent: int | None) -> tuple[Rows, list[Hospital]]:
+    """The training rows of every site, and all that it has if sites keep some to choose by.
+
+    Raises:
+        RecipeError: As `hospitals_of` and `deal`.
+    """
+    if percent is None:
+        return deal(job, data), []
+    hospitals = hospitals_of(job, data, percent)
+    rows = [hospital.train for hospital in hospitals]
+    full_batches(rows, batch_sizes(job.split, rows, job.batch_size))
+    return rows, hospitals
+
+
+def hospitals_of(job: Job, data: Dataset, percent: int) -> list[Hospital]:
+    """Deals out all rows, test rows as the training rows, in sizes and in mixes of classes.
+
+    Args:
+        job: Says how many sites there are, by which split, and the seed.
+        data: Of all sites.
+        percent: Of a site's training rows so many of a hundred, and one at least, are kept.
+
+    Raises:
+        RecipeError: The data cannot be split so, or a site would have no row left for something.
+    """
+    split = SPLITS[job.split]
+    tested = replace(data, x_train=data.x_test, y_train=data.y_test, groups_train=None)
+    sites = zip(split(data, job.sites, job.seed), split(tested, job.sites, job.seed), strict=True)
+    return [_hospital(job.seed, site, *rows, percent) for site, rows in enumerate(sites)]
+
+
+def _hospital(seed: int, site: int, rows: Tensor, test: Tensor, percent: int) -> Hospital:
+    kept = max(1, len(rows) * percent // 100)
+    if kept >= len(rows) or not len(test):
+        raise RecipeError(
+            f"validation: site {site} has {len(rows)} rows to train and {len(test)} to test on, "
+            f"too few to keep {percent} %: use fewer sites, or more rows"
+        )
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+    return Hospital(train=rows[kept:], validation=rows[:kept], test=test)
+
+
+def seen_at(hospital: Hospital, model: nn.Module, data: Dataset) -> Seen:
+    """Lets a model say what it takes a site's rows for."""
+    kept, test = hospital.validation, hospital.test
+    return Seen(
+        predict(model, data.x_train[kept]),
+        data.y_train[kept],
+        predict(model, data.x_test[test]),
+        data.y_test[test],
+    )
+
+
+def judged(sites: Sequence[Seen]) -> dict[str, Any]:
+    """How good the models of all sites are, all together and one by one.
+
+    Of two classes the second is named from a threshold on, the same at all sites, by which most
+    validation rows of all sites are right. Nobody chooses by test rows.
+    """
+    kept, kept_y, test, test_y = map(torch.cat, zip(*sites, strict=True))
+    threshold = best_threshold(second_class(kept), kept_y) if test.shape[1] == 2 else None
+    each = [_scores(site.test, site.test_y, threshold) for site in sites]
+    return {
+        **_scores(test, test_y, threshold)._asdict(),
+        "validation_loss": cross_entropy(kept, kept_y).item(),
+        "threshold": threshold,
+        "sites": [score._asdict() for score in each],
+    }
+
+
+def second_class(logits: Tensor) -> Tensor:
+    """Probability of the second of two classes, float64, (rows,)."""
+    return logits.double().softmax(dim=1)[:, 1]
+
+
+def best_threshold(shares: Tensor, y: Tensor) -> float:
+    """From which probability on a row is of the second class, for most labels to be right.
+
+    Of several that are as good it is the one in the middle of the widest gap between two rows.
+
+    Args:
+        shares: Probability of the second class, (rows,).
+        y: Labels, 0 or 1, (rows,).
+    """
+    between = torch.cat([shares.new_zeros(1), shares.unique(), shares.new_ones(1)])
+    middles, gaps = (between[1:] + between[:-1]) / 2, between.diff()
+    right = ((shares >= middles[:, None]) == y.bool()).sum(dim=1)
+    gaps[right < right.max()] = -1
+    return float(middles[gaps.argmax()])
+
+
+def _scores(logits: Tensor, y: Tensor, threshold: float | None) -> Scores:
+    if threshold is None:
+        named = logits.argmax(dim=1)
+    else:
+        named = (second_class(logits) >= threshold).long()
+    accuracy = (named == y).double().mean().item()
+    return Scores(cross_entropy(logits, y).item(), accuracy, area_under_curve(logits, y))

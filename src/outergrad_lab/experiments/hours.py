@@ -1,0 +1,149 @@
+"""What trainings take around a hub: their steps, as they were timed there, and cuts of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outergrad.launch.links import parse_link
+from outergrad.tools.named_methods.attach import Distributed
+from outergrad_lab.experiments.frames import Result, of_kind
+from outergrad_lab.experiments.settings import read
+from outergrad_lab.peers.named import attach_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MEASURED, PLANNED = "measured", "planned"
+_NEW = ("link", "times", "hours", "line_bytes", "quicker", "fewer_line")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What a table or a figure says of the hub.
+
+    Attributes:
+        links: The lines of the sites.
+        rtt: There and back.
+        cut_every_s: After so many seconds a line is cut.
+        reference: By workload, the method with which the others are compared.
+    """
+
+    links: tuple[str, ...]
+    rtt: str
+    cut_every_s: float
+    reference: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step costs on one link.
+
+    Attributes:
+        seconds: Of a step, without cuts.
+        line_bytes: What its site's line carries, both ways.
+        cut_s: What a cut costs.
+        times: Whether it was measured or planned.
+    """
+
+    seconds: float
+    line_bytes: float
+    cut_s: float
+    times: str
+
+
+def around_hub(
+    frame: DataFrame, results: Iterable[Result], wanted: Mapping[str, Any], steps: str
+) -> DataFrame:
+    """The rows of `finals` or `curves` once per link.
+
+    New columns are `link`; `times`, whether steps were measured or planned; `hours`, cuts
+    included; `line_bytes`, which a site's line carries both ways in the whole training; and how
+    many times fewer (`fewer_line`) and less time (`quicker`) than the reference, where both were
+    measured or both were planned.
+
+    What was not timed is planned: computing, the bytes that are counted, once up and once down, at
+    the rate of the line, and its delay once per exchange. Cuts then cost nothing.
+
+    Args:
+        frame: Has a row per training, or per step of one.
+        results: Of trainings and of steps around a hub.
+        wanted: The settings of an `Around`.
+        steps: The column that says how many steps there are.
+
+    Raises:
+        RecipeError: A setting is wrong.
+    """
+    from pandas import concat
+
+    around, results = read(Around, wanted), list(results)
+    frame = frame[frame["kind"] == "training"]
+    if frame.empty:
+        return frame.reindex(columns=list(dict.fromkeys([*frame.columns, "workload", *_NEW])))
+    per_step = frame["sent_bytes"] / (frame["step"] if steps == "step" else 1)
+    frame = frame.assign(_per_step=per_step)
+    over = concat([_on_link(frame, results, around, link, steps) for link in around.links])
+    return _compared(over.drop(columns="_per_step").reset_index(drop=True), around)
+
+
+def _on_link(
+    frame: DataFrame, results: list[Result], around: Around, link: str, steps: str
+) -> DataFrame:
+    timed = _timed(results, link)
+    found = [
+        timed.get((row["workload"], row["method"])) or _planned(row, around, link)
+        for row in frame.to_dict("records")
+    ]
+    counts = frame[steps].astype(float)
+    cuts = [1 + step.cut_s / around.cut_every_s for step in found]
+    seconds = counts * [step.seconds for step in found] * cuts
+    return frame.assign(
+        link=link,
+        times=[step.times for step in found],
+        hours=seconds / 3600,
+        line_bytes=counts * [step.line_bytes for step in found],
+    )
+
+
+def _timed(results: list[Result], link: str) -> dict[tuple[str, str], Step]:
+    """By workload and method; a cut costs what it did on average over the methods there."""
+    return {
+        (result["settings"]["workload"], method): Step(
+            seconds=step["step_s"],
+            line_bytes=step["sent_bytes"] + step["received_bytes"],
+            cut_s=_mean_cut_s(result),
+            times=MEASURED,
+        )
+        for result in of_kind("star", results)
+        if result["settings"]["link"] == link
+        for method, step in result["steps"].items()
+    }
+
+
+def _mean_cut_s(result: Result) -> float:
+    known = [step["cut_s"] for step in result["steps"].values() if step["cut_s"] is not None]
+    return max(sum(known) / len(known), 0.0) if known else 0.0
+
+
+def _planned(row: Mapping[str, Any], around: Around, link: str) -> Step:
+    shaped = parse_link(link, around.rtt)
+    attach = attach_of(row["method"])
+    period = getattr(attach.method, "period", 1) if isinstance(attach, Distributed) else 1
+    line_bytes = 2 * row["_per_step"]
+    rate = shaped.rate_bit_per_s or float("inf")
+    seconds = row["compute_s"] + 8 * line_bytes / rate + shaped.rtt_s / period
+    return Step(seconds=seconds, line_bytes=line_bytes, cut_s=0.0, times=PLANNED)
+
+
+def _compared(frame: DataFrame, around: Around) -> DataFrame:
+    """With the reference's mean over its seeds; never what was measured with what was planned."""
+    is_reference = frame["method"] == frame["workload"].map(around.reference)
+    keys = ["workload", "link", "times"]
+    mean = frame[is_reference].groupby(keys)[["hours", "line_bytes"]].mean().reset_index()
+    names = {"hours": "_hours", "line_bytes": "_bytes"}
+    both = frame.merge(mean.rename(columns=names), on=keys, how="left")
+    both = both.assign(
+        quicker=both["_hours"] / both["hours"], fewer_line=both["_bytes"] / both["line_bytes"]
+    )
+    return both.drop(columns=["_hours", "_bytes"])
