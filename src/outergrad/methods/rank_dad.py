@@ -33,20 +33,22 @@ class RankDAD(LowRankSettings):
         solver: how triplets are found where they are gathered; "auto" goes by shape
             (docs/methods.md).
         iterations: of the iterative solvers; None for their own defaults.
-        reduce: "gather": every site's triplets go to every site, in one round; bytes grow with
-            the sites. "all_reduce": one step of subspace iteration on the mean gradient, from
-            where the last step ended; two rounds, bytes independent of the number of sites.
-            "alternate": half such a step, as the two sides take turns; one round, half of the
-            bytes. "two_way": each layer has an owner that merges the triplets of all sites into
-            `rank` of their mean and sends these back; two rounds, bytes independent of the number
-            of sites, and a latency that is, too. "auto": gathers between two sites; among more it
-            measures the link when the model is distributed and takes the fastest, never
-            "alternate".
-        error_feedback: what a site does not send in one step is added to its gradient in the
-            next. "factored": its `feedback_rank` leading triplets, in a memory of a few rows, or
-            all of it where the matrix is small. "dense": all of it, in a memory of the size of the
-            model. "auto": all of it in six bits a number, less than a tenth of what Adam keeps;
-            what rounding makes of it is right on average (docs/methods.md). None: it is lost.
+        reduce: how the sites' triplets become a mean. "gather": every site sends its triplets to
+            every other, in one round; bytes grow with the number of sites. "all_reduce": one step
+            of subspace iteration on the mean gradient, which starts from the result of the last
+            step; two rounds, and bytes do not depend on the number of sites. "alternate": half
+            such a step, on one side of the matrix in turn; one round, half of the bytes.
+            "two_way": each layer has an owner, which merges the triplets of all sites into `rank`
+            triplets of the mean and sends these to all; two rounds, and neither bytes nor latency
+            depend on the number of sites. "auto": gathers between two sites. Among more it
+            measures the link when the model is distributed and takes the fastest of these, but
+            never "alternate".
+        error_feedback: what is kept of a site's unsent part, to be added to its next gradient.
+            "factored": the `feedback_rank` leading triplets, in a memory of a few rows; of a
+            small matrix all of it. "dense": all of it, in a memory of the size of the model.
+            "auto": all of it, in six bits a number: less than a tenth of what Adam keeps, and
+            rounded so that it is right on average (docs/methods.md). None: nothing; the unsent
+            part is lost.
         feedback_rank: triplets that "factored" keeps; None for half of `rank`, and 8 at least.
         wire: codecs of `og.wire` that triplets go through: fewer bytes, at a loss, which error
             feedback sends later where it is more than rounding. Sums ("all_reduce", "alternate")

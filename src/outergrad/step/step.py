@@ -126,7 +126,7 @@ class SharedStep(StartingStep):
         """Waits for all messages, writes the gradients, each as it comes, and votes.
 
         Raises:
-            StepDiscardedError: on all sites: what is in `param.grad` is void.
+            StepDiscardedError: on all sites: `param.grad` is None.
         """
         if self._lost_by is not None:
             raise self._lost_by
