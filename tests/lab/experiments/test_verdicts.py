@@ -86,8 +86,7 @@ def test_without_the_reference_there_is_nothing_to_say(tmp_path):
     others = [r for r in RESULTS if r["settings"]["method"] != "og-powersgd:rank=4"]
     assert verdicts(others, AGAINST, "method").empty
     wanted = {"name": "verdict", "against": AGAINST, "rows": "family", "value": ["gap_share"]}
-    (table,) = write_tables([{**wanted, "columns": ["workload", "sites"]}], others, tmp_path)
-    assert table.rows == []
+    assert not write_tables([{**wanted, "columns": ["workload", "sites"]}], others, tmp_path)
 
 
 def test_in_a_table_the_best_rate_counts(tmp_path):
