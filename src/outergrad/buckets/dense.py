@@ -68,12 +68,18 @@ class DenseBucket(Bucket):
     def _scratch(self, cost: CostModel) -> _Buffer:
         """The buffer that the step before does not have."""
         if len(self._buffers) < _BUFFERS:
-            self._buffers.insert(0, _Buffer.of(self._params, cost))
+            self._buffers.insert(0, self._buffer(cost))
         else:
             self._buffers.reverse()
         if self._buffers[0].is_lent:
-            self._buffers[0] = _Buffer.of(self._params, cost)
+            self._buffers[0] = self._buffer(cost)
         return self._buffers[0]
+
+    def _buffer(self, cost: CostModel) -> _Buffer:
+        """A new one, counted when nothing that made it is left."""
+        made = _Buffer.of(self._params, cost)
+        made.holders = holders(made.told)
+        return made
 
     def _fill(self, context: StepContext, kept: _Buffer) -> None:
         """Copies this site's part of the mean; many small gradients at once."""
@@ -106,7 +112,7 @@ class _Buffer:
     views: Mapping[str, Tensor]
     told: Tensor
     bookings: Sequence[Booking]
-    holders: int
+    holders: int = 0
 
     @property
     def is_lent(self) -> bool:
@@ -134,8 +140,7 @@ class _Buffer:
         views = {name: part.view(p.shape) for (name, p), part in pairs}
         traffic = {name: cost.all_reduce(view.nbytes) for name, view in views.items()}
         bookings = [Booking(name, "dense", *one) for name, one in traffic.items()]
-        told = room.tensor[-2:]
-        return _Buffer(room, views, told, bookings, holders(told))
+        return _Buffer(room, views, room.tensor[-2:], bookings)
 
 
 class DensePending(Pending):

@@ -74,12 +74,15 @@ def test_a_plain_loop_gets_the_sums_themselves():
     assert lent(body) == [False] * 3 + [True] * (STEPS - 3)
 
 
-def test_gradients_that_somebody_keeps_never_change():
+@pytest.mark.parametrize("places", [[0], [2], [0, 2], [0, 1, 2, 3]])
+def test_gradients_that_somebody_keeps_never_change(places):
+    """Also where it is one alone of those that lie in a buffer."""
+
     def body(run):
         kept = []
         for step in range(STEPS):
             run.backward(step)
-            kept += [(p.grad, p.grad.clone()) for p in run.params]
+            kept += [(p.grad, p.grad.clone()) for p in map(run.params.__getitem__, places)]
             run.model.zero_grad()
         for grad, then in kept:
             assert torch.equal(grad, then)
