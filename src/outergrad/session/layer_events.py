@@ -16,8 +16,9 @@ from outergrad.record.gauge import Reading
 from outergrad.record.stats import LayerStats, Stats
 
 _LINEAR = ("gradient_norm", "mean_norm", "residual_norm", "delta_norm", "sample_norm")
-_LINEAR_EACH = ("singular_values", "outlier_norms")
 """What is so many times as large of so many times the gradient."""
+_LINEAR_EACH = ("singular_values", "outlier_norms")
+"""The same, several numbers each."""
 
 
 class LayerEvents:

@@ -150,7 +150,7 @@ class RepeatedStep:
         self.headers, self._left = pattern.known, [*pattern.counts]
         self.since = Since(self.context.comm)
         self.ready: list[str] = []
-        self.sent: list[tuple[Bucket, Pending]] = []
+        self.sent: list[tuple[DenseBucket, DensePending]] = []
         self.wait_s = 0.0
         self._waits_since: float | None = None
         self.context.header = replace(pattern.own, step=number)
@@ -262,7 +262,6 @@ class RepeatedStep:
         """What came of it, again; None if a gradient that was lent has been changed."""
         means: dict[str, Tensor] = {}
         for _, pending in self.sent:
-            assert isinstance(pending, DensePending)
             part = pending.brought_again()
             if part is None:
                 return None
