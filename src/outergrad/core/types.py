@@ -37,6 +37,8 @@ class Slot:
         lookup: the activations are one-hot (an embedding): ids travel in their place.
         patches: the activations are cut from the layer's input, overlapping (a convolution): the
             rows cost more to make than their product.
+        recomputed: the layer's products are computed a second time to know the deltas, which
+            PyTorch's kernel keeps to itself (a recurrent layer).
         vector: it stands for a vector, as a matrix of one column.
     """
 
@@ -50,6 +52,7 @@ class Slot:
     bias_rows: RowRange | None = None
     lookup: bool = False
     patches: bool = False
+    recomputed: bool = False
     vector: bool = False
 
     def __hash__(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from outergrad._amounts import amount, milliseconds
@@ -25,7 +26,9 @@ def table(results: Results, result: LinkResult) -> Table:
     )
     rows = arrival_rows(result) if result.arrivals else timing_rows(result)
     for heading in rows[0]:
-        shown.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+        folds = heading == "method"  # a long name takes lines, rather than the figures' place
+        justify: JustifyMethod = "left" if folds else "right"
+        shown.add_column(heading, justify=justify, no_wrap=not folds, overflow="fold")
     for row in rows:
         shown.add_row(*row.values())
     return shown

@@ -107,3 +107,12 @@ def test_phases_are_told_in_ms_one_line_per_method():
     timings = [timing(m, phases_s={"forward_s": 0.001, "wait_s": 1.5}) for m in ("ddp", "dad")]
     wanted = ["  ddp: forward 1.0, wait 1500.0", "  dad: forward 1.0, wait 1500.0"]
     assert phases_lines(timings).splitlines() == wanted
+
+
+def test_a_long_name_takes_lines_and_no_figure_is_cut():
+    name = "rank-dad:budget=1/80:wire=int4:vectors=int4:error_feedback=auto:reduce=gather"
+    found = link(timings=[slowest(name)])
+    lines = shown(results(found))
+    ((folded, *figures),) = [row.values() for row in timing_rows(found)]
+    assert all(any(figure in line for line in lines) for figure in figures)
+    assert "".join(line.split()[0] for line in lines[-8:] if line.strip()).endswith(folded)

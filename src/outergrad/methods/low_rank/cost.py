@@ -74,13 +74,15 @@ class Sizes:
         """Whether two thin products with the factors cost less than the gradient and two with it.
 
         Patches of a convolution would have to be cut out first, which costs more than all that.
+        Of a recurrent layer the gates are computed again, which costs as much as the gradient.
         """
         if slot.patches:
             return False
         width = slot.outputs + slot.inputs
         thin = 2 * _THIN * (self._settings.rank + self._settings.memory_rank)
         size = slot.outputs * slot.inputs
-        return thin * rows * width < rows * size + thin * size
+        saved = 0 if slot.recomputed else rows * size
+        return thin * rows * width < saved + thin * size
 
     def _exact_of_site(self, unit: Unit, rows_K: Sequence[int]) -> int:
         used = used_slots(unit, rows_K)
