@@ -147,6 +147,16 @@ class Int4(FewBits):
     bits: ClassVar[int] = 4
     clip: ClassVar[float] = 0.9
 
+    def _packed(self, codes: Tensor) -> Tensor:
+        """The same bytes in half of the passes: a byte holds two neighbours."""
+        lower, upper = codes.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        return (lower & 15).bitwise_or_(upper << 4)
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """See `_packed`."""
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+        return codes.bitwise_xor_(self._half).view(torch.int8).sub_(self._half)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Int3(FewBits):
