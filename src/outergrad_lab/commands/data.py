@@ -32,7 +32,8 @@ def list_data(data_dir: DataDir = DATA_DIR) -> None:
     table = Table("name", "what, from where, and whether it is there", show_lines=True)
     table.columns[0].no_wrap = True
     for name, source in SOURCES.items():
-        lines = source.summary, source.origin, _state(name, data_dir)
+        terms = f"licence: {source.licence}; to download: {source.size}"
+        lines = source.summary, source.origin, terms, _state(name, data_dir)
         table.add_row(name, "\n".join(lines))
     Console().print(table)
 

@@ -1,9 +1,9 @@
 """Data sets: what they are, where their files lie and how they are read."""
 
+from outergrad_lab.data.catalogue import SOURCES
 from outergrad_lab.data.dataset import Dataset, Format, synthetic
+from outergrad_lab.data.source import Source
 from outergrad_lab.data.sources import (
-    SOURCES,
-    Source,
     folder_of,
     get_command,
     load,

@@ -2,10 +2,12 @@
 
 import gzip
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 from urllib.parse import urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -14,7 +16,8 @@ from rich.progress import Progress
 
 from outergrad._whole_files import whole_file
 from outergrad.launch.errors import RecipeError
-from outergrad_lab.data.sources import Original, Source
+from outergrad_lab.data.files import DamagedFileError
+from outergrad_lab.data.source import Original, Source
 
 TIMEOUT_S = 30
 CHUNK_BYTES = 1 << 16
@@ -40,10 +43,42 @@ def download(source: Source, folder: Path, progress: Progress, url: str = "") ->
             https: then anybody on the way could have changed the files.
     """
     wanted = [name for name, md5 in source.files.items() if not _is_right(folder / name, md5)]
+    if wanted and source.made_from and not url:
+        _make(source, wanted, folder, progress)
+        return wanted
     for name in wanted:
         original = _original(source, name, url)
         _fetch(original.url, folder / name, original.md5, progress)
     return wanted
+
+
+def _make(source: Source, wanted: list[str], folder: Path, progress: Progress) -> None:
+    """Makes files from their originals in a hidden folder, which does not stay."""
+    assert source.convert is not None
+    originals: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
+            place = Path(unfinished)
+            originals = [place / f"original-{Path(one.url).name}" for one in source.made_from]
+            for one, path in zip(source.made_from, originals, strict=True):
+                _fetch(one.url, path, one.md5, progress, put=f"{', '.join(wanted)} into {folder}")
+            source.convert(originals, place)
+            for name in wanted:
+                os.replace(place / name, folder / name)
+    except DamagedFileError as error:
+        url = source.made_from[originals.index(error.path)].url
+        reason = " ".join(str(error.__cause__).split())
+        raise RecipeError(
+            f"{url} is not what it was ({reason}), nothing kept: put "
+            f"{', '.join(wanted)} into {folder} yourself, or use --url"
+        ) from error
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> RecipeError:
+    return RecipeError(f"cannot write {path} ({error.strerror}): mend it or use --data-dir")
 
 
 def _original(source: Source, name: str, url: str) -> Original:
@@ -82,12 +117,13 @@ def _is_right(path: Path, md5: str) -> bool:
     return md5 in ("", digest.hexdigest())
 
 
-def _fetch(url: str, path: Path, md5: str, progress: Progress) -> None:
+def _fetch(url: str, path: Path, md5: str, progress: Progress, put: str = "") -> None:
+    put = put or f"{path.name} into {path.parent}"
     with _atomic(path) as target, ExitStack() as stack:
         file, digest = target, hashlib.md5(usedforsecurity=False)
         if path.suffix == ".gz" and not url.endswith(".gz"):
             file = stack.enter_context(gzip.GzipFile(fileobj=target, mode="wb", mtime=0))
-        for chunk in _chunks(url, path, progress):
+        for chunk in _chunks(url, path, progress, put):
             digest.update(chunk)
             file.write(chunk)
         if md5 not in ("", digest.hexdigest()):
@@ -97,19 +133,23 @@ def _fetch(url: str, path: Path, md5: str, progress: Progress) -> None:
             )
 
 
-def _chunks(url: str, path: Path, progress: Progress) -> Iterator[bytes]:
+def _chunks(url: str, path: Path, progress: Progress, put: str) -> Iterator[bytes]:
     _refuse_unprotected(url)
     try:
         with build_opener(_Redirects).open(url, timeout=TIMEOUT_S) as reply:
             size = reply.headers.get("Content-Length")
+            left = int(size or 0)
             task = progress.add_task(path.name, total=int(size) if size else None)
             while chunk := reply.read(CHUNK_BYTES):
                 yield chunk
                 progress.advance(task, len(chunk))
+                left -= len(chunk)
+            if size and left:
+                raise OSError(f"it broke off, {left} bytes are missing")
     except (OSError, HTTPException, ValueError) as error:
         raise RecipeError(
             f"cannot download {url} ({str(error).strip('<>')}): try again, another --url, "
-            f"or put {path.name} into {path.parent} yourself"
+            f"or put {put} yourself"
         ) from error
 
 
@@ -121,6 +161,4 @@ def _atomic(path: Path) -> Iterator[IO[bytes]]:
         with whole_file(path) as file:
             yield file
     except OSError as error:
-        raise RecipeError(
-            f"cannot write {path} ({error.strerror}): mend it or use --data-dir"
-        ) from error
+        raise _unwritable(path, error) from error

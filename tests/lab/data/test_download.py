@@ -15,7 +15,7 @@ from outergrad.launch.errors import RecipeError
 from outergrad_lab.commands.data import data_app
 from outergrad_lab.data import SOURCES, Format, Source
 from outergrad_lab.data.download import download
-from outergrad_lab.data.sources import Original
+from outergrad_lab.data.source import Original
 from outergrad_lab.training.job import Job
 
 FILES = {"images.gz": b"i" * 200_000, "labels.gz": b"l" * 100}
@@ -187,6 +187,21 @@ def test_a_changed_original_is_not_kept(tmp_path):
     assert names(tmp_path / "data") == []
 
 
+@pytest.mark.parametrize(
+    ("missing", "md5", "said"), [(10, "", "put images"), (0, "00", "checksum")]
+)
+def test_originals_that_break_off_or_differ_leave_nothing(
+    url, tmp_path, handler, missing, md5, said
+):
+    handler.missing_bytes = missing
+    made_from = (Original(f"{url}/images.gz", md5),)
+    one = replace(source(), made_from=made_from, convert=lambda *_: pytest.fail("not to be made"))
+    with pytest.raises(RecipeError, match=said) as caught:
+        get(one, tmp_path / "data")
+    assert ".unfinished" not in str(caught.value)
+    assert names(tmp_path / "data") == []
+
+
 def test_the_list_says_of_every_data_set_where_it_is_from(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")
     told = CliRunner().invoke(data_app, ["list", "--data-dir", str(tmp_path)]).stdout
@@ -194,6 +209,8 @@ def test_the_list_says_of_every_data_set_where_it_is_from(tmp_path, monkeypatch)
         (about,) = (row for row in told.split("├") if f"│ {name} " in row)
         assert one.summary in about
         assert one.origin in about
+        assert one.licence in about
+        assert one.size in about
         assert not one.can_be_fetched or f"outergrad data get {name} " in about
 
 
