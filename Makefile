@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -qq
 READY := .venv/.installed
 READY_FOR_DOCS := .venv/.installed-docs
 
-.PHONY: help demo test test-all lint docs
+.PHONY: help demo test test-all lint docs pythons
 .SILENT:
 
 help:
@@ -14,6 +14,7 @@ help:
 	echo "make test   the tests that are not slow; make test-all: the slow ones, too;"
 	echo "            OUTERGRAD_LONG=1 make test-all: every combination, and long trainings"
 	echo "make lint   style, types and the direction of imports"
+	echo "make pythons whether other supported Pythons of this machine run it"
 	echo "make docs   README and docs/ as a site that can be searched, in site/"
 	echo
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
@@ -36,6 +37,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
+
+pythons: $(READY)
+	.ci/pythons
 
 # Warnings are errors: a link that leads nowhere, a page that is missing.
 docs: $(READY_FOR_DOCS)
