@@ -25,19 +25,16 @@ if TYPE_CHECKING:
     from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
     from outergrad.core.types import Call, Factors, Part, Slot
     from outergrad.layers import RULES
-    from outergrad.methods import (
-        DAD,
-        EDAD,
-        Auto,
-        Dense,
-        Local,
-        LocalSteps,
-        PerLayer,
-        PowerSGD,
-        RankDAD,
-        Schedule,
-        Sparse,
-    )
+    from outergrad.methods.auto.settings import Auto
+    from outergrad.methods.dad import DAD
+    from outergrad.methods.dense import Dense
+    from outergrad.methods.edad import EDAD
+    from outergrad.methods.local_steps import LocalSteps
+    from outergrad.methods.per_layer import Local, PerLayer
+    from outergrad.methods.powersgd import PowerSGD
+    from outergrad.methods.rank_dad import RankDAD
+    from outergrad.methods.schedule import Schedule
+    from outergrad.methods.sparse import Sparse
     from outergrad.record.jsonl import JSONL
     from outergrad.record.tensorboard import TensorBoard
     from outergrad.record.wandb import WandB
@@ -102,19 +99,16 @@ _HOMES = {
     "core.transform": ("GradientTransform", "SampleRows", "SiteGradient"),
     "core.types": ("Call", "Factors", "Part", "Slot"),
     "layers": ("RULES",),
-    "methods": (
-        "DAD",
-        "EDAD",
-        "Auto",
-        "Dense",
-        "Local",
-        "LocalSteps",
-        "PerLayer",
-        "PowerSGD",
-        "RankDAD",
-        "Schedule",
-        "Sparse",
-    ),
+    "methods.auto.settings": ("Auto",),
+    "methods.dad": ("DAD",),
+    "methods.dense": ("Dense",),
+    "methods.edad": ("EDAD",),
+    "methods.local_steps": ("LocalSteps",),
+    "methods.per_layer": ("Local", "PerLayer"),
+    "methods.powersgd": ("PowerSGD",),
+    "methods.rank_dad": ("RankDAD",),
+    "methods.schedule": ("Schedule",),
+    "methods.sparse": ("Sparse",),
     "record.jsonl": ("JSONL",),
     "record.tensorboard": ("TensorBoard",),
     "record.wandb": ("WandB",),

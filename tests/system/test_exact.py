@@ -16,7 +16,6 @@ from torch import nn
 import outergrad as og
 from cases import EVERY, SHARED_STREAM, Case, build, pooled, relative_error, run
 from covering import covering
-from outergrad import methods
 from outergrad.layers import rule_for
 from ranks import run_on_lasting_groups
 from seeding import seed
@@ -24,7 +23,11 @@ from seeding import seed
 CASES = build()
 STEPS = 3
 RULES = og.RULES.values()
-ALL_METHODS = {getattr(methods, name) for name in methods.__all__}
+ALL_METHODS = {
+    named
+    for named in (getattr(og, name) for name in og.__all__)
+    if isinstance(named, type) and named.__module__.startswith("outergrad.methods.")
+}
 NOT_EXACT = {og.Schedule, og.LocalSteps, og.Local, og.PerLayer}
 """Does what its methods do in turn; shares weights; shares nothing; does what its parts do."""
 SIXTHS = [list(EVERY)[k::6] for k in range(6)]

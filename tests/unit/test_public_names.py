@@ -34,10 +34,32 @@ HEAVY = {
     "wandb",
 }
 
+FIRST_SESSION = """
+import torch, torch.distributed as dist, outergrad as og
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+og.distribute(torch.nn.Linear(4, 4)).detach()
+dist.destroy_process_group()
+"""
+NOT_BY_DEFAULT = {
+    "outergrad.linalg.compress",
+    "outergrad.methods.edad",
+    "outergrad.methods.entries",
+    "outergrad.methods.low_rank",
+    "outergrad.methods.powersgd",
+    "outergrad.methods.rank_dad",
+    "outergrad.methods.schedule",
+    "outergrad.methods.sparse",
+    "outergrad.session.local_steps",
+    "outergrad.session.mesh.topology",
+    "outergrad.star.line",
+}
+FILES_BY_DEFAULT = 240
+"""Of the package, at most, until a first model is distributed; before this held, 278."""
+
 
 def loaded_by(program: str) -> set[str]:
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; {program}; print(*sys.modules)"],
+        [sys.executable, "-c", f"import sys\n{program}\nprint(*sys.modules)"],
         capture_output=True,
         text=True,
         timeout=100,
@@ -56,6 +78,14 @@ def test_a_training_loads_nothing_heavy():
     loaded = loaded_by("import outergrad as og; og.distribute, og.RankDAD, og.JSONL, og.Star")
     assert {"torch", "outergrad.session.attach"} <= loaded
     assert not loaded & HEAVY
+
+
+def test_a_first_session_loads_what_its_method_needs():
+    loaded = loaded_by(FIRST_SESSION)
+    own = {name for name in loaded if name.partition(".")[0] == "outergrad"}
+    assert "outergrad.methods.auto.chooser" in own
+    assert not loaded & {*HEAVY, *NOT_BY_DEFAULT}
+    assert len(own) <= FILES_BY_DEFAULT
 
 
 def test_every_public_name_is_there_and_is_what_type_checkers_read():

@@ -16,7 +16,7 @@ from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, resume, site_state
 from outergrad.layers import RULES
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.attach import distribute as distribute_model
 from outergrad.session.session import Session

@@ -14,7 +14,7 @@ from outergrad.core.types import Call, Factors, Slot
 from outergrad.integrations._sites import agree_on, resume, site_state
 from outergrad.layers import RULES as TORCH_RULES
 from outergrad.layers._common import join, rows_of
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders
 from outergrad.session.session import Session
 

@@ -22,7 +22,7 @@ from outergrad.core.transport import Comm, Transport
 from outergrad.core.types import Link
 from outergrad.layers import RULES
 from outergrad.messages.checksum import combined
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
 from outergrad.session.capable import refuse_incapable, transport_lines
@@ -34,7 +34,6 @@ from outergrad.session.going_on import refuse_to_go_on
 from outergrad.session.handover import Handover, taken
 from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
-from outergrad.session.mesh.topology import MeshTopology
 from outergrad.session.pricing import settle, settle_again
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings, check_settings, time_span
@@ -246,6 +245,8 @@ def _topology(
             f"mesh= with transport={type(way).__name__}: a mesh is made of process groups, by "
             f"which that does not go; leave one of them out"
         )
+    from outergrad.session.mesh.topology import MeshTopology
+
     return MeshTopology(mesh, levels_of(mesh, lambda ranks: opened(way, device, ranks, timeout)))
 
 

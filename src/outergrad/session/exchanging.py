@@ -11,7 +11,7 @@ from outergrad.capture.optimizer_steps import StepCounter
 from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.fragments import Fragment, Fragments
 from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from outergrad.core.model import Compressors, Model
 from outergrad.core.types import StateDict
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.inspect import Inspection
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from outergrad.core.errors import ExchangeError, Failure, SiteLostError
 from outergrad.core.transport import Comm
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.backward_hooks import BackwardHooks
 from outergrad.session.farewell import end_session, say_farewell
 from outergrad.session.inspect import Inspection

@@ -17,7 +17,7 @@ from outergrad.capture.optimizer_steps import ignore, listen
 from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.coverage import Coverage, Travel
 from outergrad.session.exchanging import Exchanging
 from outergrad.session.inspect import Inspection

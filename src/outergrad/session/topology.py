@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.core.protocols import Rules
 from outergrad.core.transport import Comm, Transport
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.description import shared_tensors
 from outergrad.session.fragments import streamed
 from outergrad.session.inspect import Inspection, inspect
-from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.step.buffers import Kind
@@ -66,6 +65,8 @@ class Topology:
     ) -> Session:
         """The session of this rank, whose layers are not tapped yet."""
         if isinstance(method, LocalSteps):
+            from outergrad.session.local_steps import LocalStepsSession
+
             return LocalStepsSession(inspection, self.site, agreed, settings, method)
         return Session(inspection, self.site, agreed, settings)
 

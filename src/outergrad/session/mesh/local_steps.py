@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from outergrad.methods import LocalSteps
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.inspect import Inspection
 from outergrad.session.local_steps import LocalStepsSession
 from outergrad.session.mesh.levels import Levels

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outergrad.core.transform import GradientTransform
-from outergrad.methods import Auto, LocalSteps
+from outergrad.methods.auto.settings import Auto
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.inspect import Inspection
 
 _SHARDED = "a model of fully_shard()"

@@ -12,7 +12,8 @@ from outergrad.capture.changes import ModelWatch
 from outergrad.comm.agree import broadcast_all
 from outergrad.core.protocols import Rules
 from outergrad.core.transport import Capability
-from outergrad.methods import Dense, LocalSteps
+from outergrad.methods.dense import Dense
+from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.capable import refuse_lacking
 from outergrad.session.description import shared_tensors
 from outergrad.session.fragments import streamed
