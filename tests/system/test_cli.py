@@ -95,7 +95,8 @@ def test_data_list_says_what_is_there(tmp_path):
     text = " ".join(shown.replace("│", " ").split())
     assert "ready" in text
     assert "outergrad data get mnist" in text
-    assert "put natops.npz into" in text
+    assert "outergrad data get natops" in text
+    assert "licence: CC BY 4.0" in text
 
 
 def test_data_get_of_the_unknown():
@@ -110,11 +111,12 @@ def test_data_get_of_what_needs_no_file():
     assert "digits is ready" in result.stdout
 
 
-def test_data_get_of_what_no_url_is_known_of(tmp_path):
-    result = invoke("data", "get", "natops", "--data-dir", str(tmp_path))
+def test_data_get_of_what_cannot_be_reached(tmp_path):
+    nobody = ("--url", "http://127.0.0.1:9/")
+    result = invoke("data", "get", "natops", "--data-dir", str(tmp_path), *nobody)
     assert result.exit_code == 2
     assert f"put natops.npz into {tmp_path / 'natops'}" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_data_get_of_what_was_put_there(tmp_path):
