@@ -10,12 +10,12 @@ READY_FOR_DOCS := .venv/.installed-docs
 .SILENT:
 
 help:
-	echo "make demo   two sites learn ten digits together, six ways, in one table"
-	echo "make test   the tests that are not slow; make test-all: the slow ones, too;"
-	echo "            OUTERGRAD_LONG=1 make test-all: every combination, and long trainings"
-	echo "make lint   style, types and the direction of imports"
-	echo "make pythons whether other supported Pythons of this machine run it"
-	echo "make docs   README and docs/ as a site that can be searched, in site/"
+	echo "make demo     two sites learn ten digits together, six ways, in one table"
+	echo "make test     the tests that are not slow; make test-all: the slow ones, too;"
+	echo "              OUTERGRAD_LONG=1 make test-all: every combination, and long trainings"
+	echo "make lint     style, types and the direction of imports"
+	echo "make pythons  whether other supported Pythons of this machine run it"
+	echo "make docs     README and docs/ as a site that can be searched, in site/"
 	echo
 	echo "PYTHON=python3.12 chooses the interpreter for .venv (now: $(PYTHON))"
 

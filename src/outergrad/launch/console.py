@@ -39,12 +39,14 @@ def step_bars(*, shown: bool) -> Progress:
 
 
 def download_bars() -> Progress:
-    """Progress bars that count bytes, on the error stream."""
+    """Progress bars that count bytes, on the error stream if it is a terminal."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not console.is_terminal,
     )
 
 

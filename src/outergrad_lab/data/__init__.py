@@ -2,8 +2,7 @@
 
 from outergrad_lab.data.catalogue import SOURCES
 from outergrad_lab.data.dataset import Dataset, Format, synthetic
-from outergrad_lab.data.source import Source
-from outergrad_lab.data.sources import (
+from outergrad_lab.data.loading import (
     folder_of,
     get_command,
     load,
@@ -11,6 +10,7 @@ from outergrad_lab.data.sources import (
     require_files,
     where_to_put,
 )
+from outergrad_lab.data.source import Source
 
 __all__ = [
     "SOURCES",

@@ -34,7 +34,8 @@ def convert_cifar10(originals: Sequence[Path], folder: Path) -> None:
 
 def _records(archive: tarfile.TarFile, name: str) -> np.ndarray:
     file = archive.extractfile(f"cifar-10-batches-bin/{name}.bin")
-    assert file is not None, f"{name} is no file"
+    if file is None:
+        raise ValueError(f"{name} is no file")
     return np.frombuffer(file.read(), np.uint8).reshape(-1, 1 + 3 * 32 * 32)
 
 
@@ -117,7 +118,8 @@ def convert_imdb(originals: Sequence[Path], folder: Path) -> None:
             part, kind, number, rating = name.groups()
             text = file.read().decode()
             found[part].append((int(kind == "pos"), int(number), int(rating), text))
-        assert all(found.values()), "no reviews in it"
+        if not all(found.values()):
+            raise ValueError("no reviews in it")
     for part, rows in found.items():
         table = ((label, rating, number, text) for label, number, rating, text in sorted(rows))
         _write_table(folder / f"{part}.csv.gz", ("label", "rating", "id", "text"), table)

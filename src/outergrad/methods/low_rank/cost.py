@@ -21,7 +21,7 @@ matrices, on a CPU."""
 
 _RECOMPUTED = 3
 """Of the products that a gradient takes, one in so many is saved where gates are computed again:
-GRU and LSTM of 128 to 1024 features, 80 to 1280 rows, on a CPU."""
+GRU and LSTM on a CPU (`benchmarks/recurrent.py`)."""
 
 WAYS = (Route.GATHER, Route.TWO_WAY, Route.REDUCE)
 """By their error: gathered triplets bring rank S R, merged ones the best R of these; sketches
