@@ -36,6 +36,7 @@ class DenseBucket(Bucket):
         self.dense_params: Sequence[str] = tuple(params)
         self._params = dict(params)
         self._buffers: list[_Buffer] = []
+        self._share: tuple[float, Tensor] | None = None
         self._size = sum(p.numel() for p in params.values()) + 2
         self._dtype = next(iter(params.values())).dtype
 
@@ -57,12 +58,12 @@ class DenseBucket(Bucket):
         kept = self._scratch(context.comm.cost)
         buffer, views = kept.room.tensor, kept.views
         self._fill(context, kept)
-        context.layers.book(kept.bookings)
         if context.skips_bad and not is_finite(buffer[:-2]):
             for name, view in views.items():
                 context.check(name, [view])
         kept.say(context.state)
         work = context.comm.all_reduce(buffer)
+        context.layers.book(kept.bookings)
         return DensePending(work, kept)
 
     def _scratch(self, cost: CostModel) -> _Buffer:
@@ -88,12 +89,24 @@ class DenseBucket(Bucket):
         if len(there) < len(grads) or not context.adds_all_alike():
             for name, view in kept.views.items():
                 context.fill(name, self._params[name], view)
-        elif kept.room.tensor.numel() < LARGE * len(grads):
+        elif kept.room.tensor.numel() < LARGE // 16 * len(grads):
             torch._foreach_copy_(list(kept.views.values()), there)  # type: ignore[attr-defined]
             kept.room.tensor[:-2].mul_(context.share)
         else:
+            share = self._factor(context.share)
             for view, g in zip(kept.views.values(), there, strict=True):
-                torch.mul(g, context.share, out=view)
+                torch.mul(g, share, out=view)
+
+    def _factor(self, share: float) -> Tensor | float:
+        """By which gradients are multiplied: as a tensor, which saves making one for each of them.
+
+        A number where it is not of the kind that their processor computes with.
+        """
+        if self._dtype not in (torch.float32, torch.float64):
+            return share
+        if self._share is None or self._share[0] != share:
+            self._share = share, torch.tensor(share, dtype=self._dtype)
+        return self._share[1]
 
 
 @dataclass
@@ -127,8 +140,7 @@ class _Buffer:
 
     def summed(self) -> SupportsInt:
         """A digest of the sum that has come, which a processor has in its cache just now."""
-        digest = self.room.checksum()
-        return int(digest) if digest.device.type == "cpu" else digest  # nobody waits for it there
+        return self.room.checksum()
 
     @staticmethod
     def of(params: Mapping[str, nn.Parameter], cost: CostModel) -> _Buffer:
@@ -154,6 +166,11 @@ class DensePending(Pending):
     def __init__(self, work: Work, kept: _Buffer) -> None:
         self._work, self._kept = work, kept
         self._result: Result | None = None
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """Where they will be, by parameter."""
+        return self._kept.views
 
     def wait(self) -> Result:
         """The sum, and whether every site was in the same step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -142,14 +142,17 @@ class HeldHooks:
         return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _Held)]
 
 
-def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
-    """The names of those parameters that have hooks of others, in their order."""
-    found = []
-    for name, held in hooks.items():  # without a call for each: mostly there are none
-        p = held._parameter
+Claimed = TypeVar("Claimed", bound=HookedClaim)
+
+
+def with_any(claims: Mapping[str, Claimed]) -> dict[str, Claimed]:
+    """Of the claims of some parameters those where others have hooks, in their order."""
+    found = {}
+    for name, one in claims.items():  # without a call for each: mostly there are none
+        p = one.hooks._parameter
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if (len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__) and held.any:
-            found.append(name)
+        if (len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__) and one.hooks.any:
+            found[name] = one
     return found
 
 

@@ -18,7 +18,7 @@ from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
 from outergrad.comm.tags import CLOSING_TAG, SUMS_LANE, tag_of
-from outergrad.comm.work import Ready, TorchWork, if_open, room, sum_into, transport
+from outergrad.comm.work import Ready, TorchWork, failed, if_open, room, sum_into, transport
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
@@ -80,14 +80,16 @@ class TorchComm(Comm):
             return Ready(t)
         if self._adds_up(t.nbytes):
             return self._added_up(t)
+        staged = self._staged(t)
+        try:
+            work = dist.all_reduce(staged, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise failed(error, self._only_other) from error
+        assert work is not None
         nbytes = self.cost.all_reduce(t.nbytes).sent
         self.sent_bytes += nbytes
         self.received_bytes += nbytes
         self.pace.sends(nbytes)
-        staged = self._staged(t)
-        with transport(self._only_other):
-            work = dist.all_reduce(staged, group=self.group, async_op=True)
-        assert work is not None
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
         return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
 

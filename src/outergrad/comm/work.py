@@ -28,9 +28,14 @@ class transport:  # noqa: N801  # a context manager, around every call
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError):
-            kind = _kind(str(error))
-            told = str(error) if kind == Failure.TRANSPORT else kind.value
-            raise ExchangeError(told, self._sites, kind=kind) from error
+            raise failed(error, self._sites) from error
+
+
+def failed(error: RuntimeError, sites: Sequence[int]) -> ExchangeError:
+    """What an error of a transport is here; where a context manager would cost too many calls."""
+    kind = _kind(str(error))
+    told = str(error) if kind == Failure.TRANSPORT else kind.value
+    return ExchangeError(told, sites, kind=kind)
 
 
 def _kind(error: str) -> Failure:
@@ -91,11 +96,11 @@ class TorchWork:
         since = max(began, self._ready)
         for work, sites in self._works:
             try:
-                with transport(sites):
-                    self._wait(work, since)
-            except ExchangeError as error:
-                error.waited_s = time.monotonic() - began
-                raise
+                self._wait(work, since)
+            except RuntimeError as error:
+                lost = failed(error, sites)
+                lost.waited_s = time.monotonic() - began
+                raise lost from error
             since = max(time.monotonic(), self._ready)
         for work in self._sends:
             with suppress(RuntimeError):

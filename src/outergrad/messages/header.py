@@ -124,6 +124,12 @@ class Header:
     join: Join = Join.NONE
     buffers: tuple[bool, ...] = ()
 
+    def of_step(self, step: int) -> Header:
+        """The same of another step; quicker than `replace`, because nothing is checked anew."""
+        other = object.__new__(Header)
+        vars(other).update(vars(self), step=step)
+        return other
+
     @property
     def facts(self) -> tuple[Hashable, ...]:
         """What the plan of a step depends on."""

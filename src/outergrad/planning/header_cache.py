@@ -33,7 +33,7 @@ class HeaderCache:
         """The headers that this step goes by, as if they had been exchanged; or None."""
         if self._equal < self._enough or not all(header.alone for header in self._headers):
             return None
-        return [replace(header, step=step) for header in self._headers]
+        return [header.of_step(step) for header in self._headers]
 
     @property
     def known(self) -> Sequence[Header]:

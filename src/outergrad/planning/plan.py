@@ -204,7 +204,7 @@ class Planner:
 
     def choose(self, headers: Sequence[Header]) -> Choice:
         """Decides from what all sites announced; the same again for the same."""
-        known, facts = self._known(), [header.facts for header in headers]
+        known, facts = self._known(self._compressors.phases), [header.facts for header in headers]
         last = self._last
         if last is None or last[:2] != (known, facts):
             last = self._last = known, facts, self._chosen(headers)
@@ -222,12 +222,11 @@ class Planner:
         last = self._last
         if last is None or last[2] is not choice or choice is not self._adopted:
             return False
-        return self.header_cache.foresees(headers) and last[0] == self._known()
+        return self.header_cache.foresees(headers) and last[0] == self._known(self._phases)
 
-    def _known(self) -> list[Hashable]:
+    def _known(self, phases: Sequence[Hashable]) -> list[Hashable]:
         """What a choice is made from besides headers."""
-        compressors = self._compressors
-        return [len(self._has_autograd_grad), *compressors.phases, compressors.ahead]
+        return [len(self._has_autograd_grad), *phases, self._compressors.ahead]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
         decided = [self._decided(unit, headers) for unit in self._model.units]

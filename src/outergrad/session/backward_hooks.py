@@ -101,8 +101,10 @@ class BackwardHooks(Stepping):
         """
         step = self._step
         if step is None or step.task != current_task():
-            with self._giving_up():
+            try:
                 step = self._begin(current_task())
+            except ExchangeError as error:
+                raise self._lost_by(error) from error
         if self._due_parts is None or self._due_parts.later is None:
             return step
         later = self._due_parts.later

@@ -48,7 +48,7 @@ class Repeating(FollowingUp):
             pattern.own, used
         ):
             return None
-        step = RepeatedStep(pattern, task, number, pact, self._votes)
+        step = RepeatedStep(pattern, task, number, pact, self._votes, self._group.turns)
         self._group.running.append(self)
         self.counted_task = task
         return step

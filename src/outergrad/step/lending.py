@@ -23,40 +23,46 @@ class Lending:
     """
 
     def __init__(self) -> None:
-        self._large: list[str] | None = None
-        """Parameters whose sums may be lent; none of them once the loop would notice."""
+        self._names: list[str] | None = None
+        """Parameters whose sums may be lent: all of them, if one is large, to save the calls for
+        a copy; none once the loop would notice."""
         self._copies: list[_Copy] | None = None
+        self._copied: Mapping[str, Tensor] = {}
         self._sums: Mapping[str, Tensor] = {}
         self._lent: tuple[Tensor, int] | None = None
         """One of the sums that were lent, with the count of changes of all of them then."""
 
-    def write(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
-        """Copies into `param.grad`; what is lent comes with `lend`.
+    def prepare(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+        """Settles what is lent and what is copied, while the sums are on their way.
 
         Args:
-            params: by name.
+            params: by name; their gradients are complete.
             sums: parts of a buffer that is not written to as long as somebody holds them.
         """
-        if self._large is None:
-            self._large = [name for name, t in sums.items() if t.numel() >= LARGE]
+        if self._names is None:
+            self._names = list(sums) if any(t.numel() >= LARGE for t in sums.values()) else []
         elif not self._was_left_alone():
-            self._large.clear()
-        if not all(_is_like(params[name].grad, sums[name]) for name in self._large):
-            self._large.clear()
-        lends = bool(self._large) and self._copies is not None
-        self._sums = {name: sums[name] for name in self._large} if lends else {}
-        copied = {n: t for n, t in sums.items() if n not in self._sums} if lends else sums
-        param_grad.overwrite(params, copied)
+            self._names.clear()
+        if not all(_is_like(params[name].grad, sums[name]) for name in self._names):
+            self._names.clear()
+        lends = bool(self._names) and self._copies is not None
+        self._sums, self._copied = (sums, {}) if lends else ({}, sums)
+
+    def write(self, params: Mapping[str, Tensor]) -> None:
+        """The sums have come: copies into `param.grad` those that are not lent."""
+        if self._copied:
+            param_grad.overwrite(params, self._copied)
+            self._copied = {}
 
     def lend(self, params: Mapping[str, Tensor]) -> None:
-        """The step counts: large sums become `param.grad`."""
+        """The step counts: sums that may be lent become `param.grad`."""
         self._lent = None
         if self._sums:
             param_grad.replace(params, self._sums)
             one = next(iter(self._sums.values()))
             self._lent, self._copies = (one, one._version), []
         else:
-            self._copies = [_Copy.of(params[name]) for name in self._large or ()]
+            self._copies = [_Copy.of(params[name]) for name in self._names or ()]
 
     def _was_left_alone(self) -> bool:
         lent = self._lent

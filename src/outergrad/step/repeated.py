@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -24,12 +23,12 @@ from outergrad.messages.wire import State
 from outergrad.record.stats import LayerBook, Since, Stats
 from outergrad.step.brought import Brought
 from outergrad.step.commit import Ballot
-from outergrad.step.groups import on_transport
 from outergrad.step.late_votes import LateVotes
 from outergrad.step.lending import Lending
 from outergrad.step.pact import Pact, refuse_if_given_up
 from outergrad.step.receiving import only
 from outergrad.step.step import SharedStep
+from outergrad.step.turns import Turns
 
 _NEITHER = (combined(()), combined(()))
 """In place of the digests of buffers and of mean deltas, which a `SharedStep` may have."""
@@ -123,6 +122,7 @@ class RepeatedStep:
         number: of synchronised steps before it.
         pact: what this site promises the others.
         votes: of the session, on the steps before.
+        turns: of the transport.
 
     Attributes:
         context: as of a `SharedStep`.
@@ -143,7 +143,13 @@ class RepeatedStep:
     error: ExchangeError | None = None
 
     def __init__(
-        self, pattern: Pattern, task: int, number: int, pact: Pact, votes: LateVotes
+        self,
+        pattern: Pattern,
+        task: int,
+        number: int,
+        pact: Pact,
+        votes: LateVotes,
+        turns: Turns,
     ) -> None:
         self.task, self.context = task, pattern.context
         self._pattern, self._pact, self._votes = pattern, pact, votes
@@ -153,12 +159,12 @@ class RepeatedStep:
         self.sent: list[tuple[DenseBucket, DensePending]] = []
         self.wait_s = 0.0
         self._waits_since: float | None = None
-        self.context.header = replace(pattern.own, step=number)
+        self._number = number
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
         self.context.reading = None
         pact.begins(self)
         comm = self.context.comm
-        turn, expected = on_transport(comm.key).turns.begin(pattern.lengths)
+        turn, expected = turns.begin(pattern.lengths)
         comm.take_turn(turn)
         for expected_turn in expected:
             for bucket in pattern.buckets:
@@ -180,63 +186,76 @@ class RepeatedStep:
         self.ready.append(name)
         k = self._pattern.place[name]
         self._left[k] -= 1
-        if not self._left[k]:
-            while len(self.sent) < len(self._left) - 1 and not self._left[len(self.sent)]:
-                self._start()
+        if not self._left[k] and self._next_is_ready:
+            with torch.no_grad():
+                while self._next_is_ready:
+                    self._start()
+
+    @property
+    def _next_is_ready(self) -> bool:
+        sent = len(self.sent)
+        return sent < len(self._left) - 1 and not self._left[sent]
 
     def _start(self) -> None:
         bucket = self._pattern.buckets[len(self.sent)]
         if len(self.sent) == len(self._left) - 1:
             self._pact.sends()
-        with torch.no_grad():
-            self.sent.append((bucket, bucket.start(self.context)))
+        self.sent.append((bucket, bucket.start(self.context)))
 
     def succeeds(self) -> bool:
         """Goes through all messages, and makes the gradients the mean, if nothing is against it."""
-        with suppress(Exception):  # it comes again, where the other sites hear of it
-            try:
+        succeeds = False
+        try:
+            with torch.no_grad():
                 succeeds = self._goes_through()
-            except ExchangeError as error:
-                self.error = error
-            else:
-                if succeeds:
-                    self.context.comm.take_turn(0)
-                return succeeds
-        return False
+        except ExchangeError as error:
+            self.error = error
+        except Exception:  # it comes again, where the other sites hear of it
+            return False
+        if succeeds:
+            self.context.comm.take_turn(0)
+        return succeeds
 
     def _goes_through(self) -> bool:
         began = time.monotonic()
         while len(self.sent) < len(self._left):
             self._start()
+        ballot = self._prepare()
         results = self._received()
         if results is None:
             return False
-        self.drift = self._votes.count(self.context.header.step)
+        self.drift = self._votes.count(self._number)
         if self.drift is not None:
             return False
         refuse_if_given_up(self.context.comm, began)
-        self._write(len(results) - 1, results[-1])
-        for lending in self._pattern.lending:
-            lending.lend(self.context.params)
-        ballot = Ballot(self.context.comm, self.context.header, self._pattern.subjects)
-        for result in results:
-            assert result.digest is not None
-            ballot.note_sum(result.digest)
-        for nothing in _NEITHER:
-            ballot.note_sum(nothing)
+        params, lendings = self.context.params, self._pattern.lending
+        lendings[-1].write(params)
+        for lending in lendings:
+            lending.lend(params)
+        ballot.note_sums([one.digest for one in results if one.digest is not None])
+        ballot.note_sums(_NEITHER)
         self._votes.make(ballot, self, self._pact)
         return True
 
+    def _prepare(self) -> Ballot:
+        """What needs none of the messages: there is time while these travel."""
+        context = self.context
+        context.header = self._pattern.own.of_step(self._number)
+        if self._votes.are_due:
+            int(self._votes.digest)  # of the steps before
+        for lending, (_, pending) in zip(self._pattern.lending, self.sent, strict=True):
+            lending.prepare(context.params, only(pending.sums, context.used))
+        return Ballot(context.comm, context.header, self._pattern.subjects)
+
     def _received(self) -> list[Result] | None:
         """What the messages brought, all but the last written; None if not all is good."""
-        int(self._votes.digest)  # of the last step: there is time while messages travel
         results: list[Result] = []
         for bucket, pending in self.sent:
             result = self._awaited(bucket, pending)
             if result.state != State.GOOD:
                 return None
             if results:
-                self._write(len(results) - 1, results[-1])
+                self._pattern.lending[len(results) - 1].write(self.context.params)
             results.append(result)
         return results
 
@@ -247,10 +266,6 @@ class RepeatedStep:
         finally:
             self.wait_s += self.waits_s
             self._waits_since = None
-
-    def _write(self, place: int, result: Result) -> None:
-        context = self.context
-        self._pattern.lending[place].write(context.params, only(result.means, context.used))
 
     def stats(self, step: int) -> Stats:
         """What this site did; as of a `SharedStep`."""
