@@ -21,6 +21,9 @@ from outergrad.record.stats import Booking
 LARGE = 1 << 14
 """Elements from which a pass over a gradient costs more than a few calls."""
 
+_SMALL = 1 << 12
+"""Elements of a gradient up to which a copy of all at once costs less than a product of each."""
+
 _BUFFERS = 2
 
 
@@ -89,7 +92,7 @@ class DenseBucket(Bucket):
         if len(there) < len(grads) or not context.adds_all_alike():
             for name, view in kept.views.items():
                 context.fill(name, self._params[name], view)
-        elif kept.room.tensor.numel() < LARGE // 16 * len(grads):
+        elif kept.room.tensor.numel() < _SMALL * len(grads):
             torch._foreach_copy_(list(kept.views.values()), there)  # type: ignore[attr-defined]
             kept.room.tensor[:-2].mul_(context.share)
         else:
@@ -98,9 +101,9 @@ class DenseBucket(Bucket):
                 torch.mul(g, share, out=view)
 
     def _factor(self, share: float) -> Tensor | float:
-        """By which gradients are multiplied: as a tensor, which saves making one for each of them.
+        """By which gradients are multiplied: as a tensor, which is made once, not for each of them.
 
-        A number where it is not of the kind that their processor computes with.
+        Of 16-bit gradients it stays a number: a tensor of their kind would round it.
         """
         if self._dtype not in (torch.float32, torch.float64):
             return share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -142,10 +142,7 @@ class HeldHooks:
         return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _Held)]
 
 
-Claimed = TypeVar("Claimed", bound=HookedClaim)
-
-
-def with_any(claims: Mapping[str, Claimed]) -> dict[str, Claimed]:
+def with_any(claims: Mapping[str, HookedClaim]) -> dict[str, HookedClaim]:
     """Of the claims of some parameters those where others have hooks, in their order."""
     found = {}
     for name, one in claims.items():  # without a call for each: mostly there are none

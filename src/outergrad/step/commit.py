@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import SupportsInt
@@ -63,10 +63,6 @@ class Ballot:
     def note_sum(self, digest: SupportsInt) -> None:
         """A digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
-
-    def note_sums(self, digests: Iterable[SupportsInt]) -> None:
-        """The same of several, in their order."""
-        self._sums.extend(digests)
 
     def cover(self, first: int, digest: SupportsInt) -> None:
         """The vote is about steps before, too, that nobody has voted on.

@@ -19,13 +19,13 @@ class Lending:
     To copy a sum into `param.grad` takes a pass over it. It is needed where somebody keeps the
     gradient that autograd formed (`zero_grad(set_to_none=False)`, flat buffers of others), and
     where the loop changes gradients in place (clipping, unscaling), because a sum is kept for a
-    step, for sites that lack it. The first sums are copied, to see what becomes of them.
+    step, for sites that lack it. The first sums are copied, to see what becomes of them. Of a
+    message all sums are lent, if one is large, or none.
     """
 
     def __init__(self) -> None:
         self._names: list[str] | None = None
-        """Parameters whose sums may be lent: all of them, if one is large, to save the calls for
-        a copy; none once the loop would notice."""
+        """Parameters whose sums may be lent; none of them once the loop would notice."""
         self._copies: list[_Copy] | None = None
         self._copied: Mapping[str, Tensor] = {}
         self._sums: Mapping[str, Tensor] = {}

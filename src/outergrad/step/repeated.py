@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 
@@ -159,7 +160,7 @@ class RepeatedStep:
         self.sent: list[tuple[DenseBucket, DensePending]] = []
         self.wait_s = 0.0
         self._waits_since: float | None = None
-        self._number = number
+        self.context.header = pattern.own.of_step(number)
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
         self.context.reading = None
         pact.begins(self)
@@ -204,17 +205,16 @@ class RepeatedStep:
 
     def succeeds(self) -> bool:
         """Goes through all messages, and makes the gradients the mean, if nothing is against it."""
-        succeeds = False
-        try:
-            with torch.no_grad():
+        with torch.no_grad(), suppress(Exception):  # it comes again, where the others hear of it
+            try:
                 succeeds = self._goes_through()
-        except ExchangeError as error:
-            self.error = error
-        except Exception:  # it comes again, where the other sites hear of it
-            return False
-        if succeeds:
-            self.context.comm.take_turn(0)
-        return succeeds
+            except ExchangeError as error:
+                self.error = error
+            else:
+                if succeeds:
+                    self.context.comm.take_turn(0)
+                return succeeds
+        return False
 
     def _goes_through(self) -> bool:
         began = time.monotonic()
@@ -224,7 +224,7 @@ class RepeatedStep:
         results = self._received()
         if results is None:
             return False
-        self.drift = self._votes.count(self._number)
+        self.drift = self._votes.count(self.context.header.step)
         if self.drift is not None:
             return False
         refuse_if_given_up(self.context.comm, began)
@@ -232,15 +232,17 @@ class RepeatedStep:
         lendings[-1].write(params)
         for lending in lendings:
             lending.lend(params)
-        ballot.note_sums([one.digest for one in results if one.digest is not None])
-        ballot.note_sums(_NEITHER)
+        for result in results:
+            assert result.digest is not None
+            ballot.note_sum(result.digest)
+        for nothing in _NEITHER:
+            ballot.note_sum(nothing)
         self._votes.make(ballot, self, self._pact)
         return True
 
     def _prepare(self) -> Ballot:
         """What needs none of the messages: there is time while these travel."""
         context = self.context
-        context.header = self._pattern.own.of_step(self._number)
         if self._votes.are_due:
             int(self._votes.digest)  # of the steps before
         for lending, (_, pending) in zip(self._pattern.lending, self.sent, strict=True):

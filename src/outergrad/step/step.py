@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -74,7 +73,7 @@ class SharedStep(StartingStep):
     def _foreseen(self, spec: StepSpec) -> list[Header] | None:
         if spec.before is None:
             return spec.planner.header_cache.foreseen(spec.header.step)
-        return [replace(header, step=spec.header.step) for header in spec.before.headers]
+        return [header.of_step(spec.header.step) for header in spec.before.headers]
 
     def _go_on(self, before: Begun) -> None:
         """What was begun of the step stays as it is."""
