@@ -142,14 +142,14 @@ class HeldHooks:
         return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _Held)]
 
 
-def with_any(claims: Mapping[str, HookedClaim]) -> dict[str, HookedClaim]:
-    """Of the claims of some parameters those where others have hooks, in their order."""
-    found = {}
-    for name, one in claims.items():  # without a call for each: mostly there are none
-        p = one.hooks._parameter
+def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
+    """The names of those parameters that have hooks of others, in their order."""
+    found = []
+    for name, held in hooks.items():  # without a call for each: mostly there are none
+        p = held._parameter
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if (len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__) and one.hooks.any:
-            found[name] = one
+        if (len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__) and held.any:
+            found.append(name)
     return found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outergrad.capture.changes import Change, Look, ModelWatch
-from outergrad.capture.claims import with_any
+from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
@@ -148,13 +148,10 @@ class Watching(Joining):
         Raises:
             RuntimeError: a hook applied a gradient of this site alone.
         """
-        found = with_any(self._watched)
-        if not found:
-            return
-        names = set(names)
-        hooked = [name for name in reversed(found) if name in names]
+        hooks, names = self._hooks(), set(names)
+        hooked = [name for name in reversed(with_any(hooks)) if name in names]
         with self._watch.passing_over() if self._watch is not None else nullcontext():
-            spent = [name for name in hooked if found[name].hooks.run()]
+            spent = [name for name in hooked if hooks[name].run()]
         if spent and not shared:
             raise RuntimeError(
                 f"{spent[0]!r} or its gradient was used up by a post-accumulate hook (an optimizer "
@@ -162,3 +159,7 @@ class Watching(Joining):
                 f"{self._comm.rank} alone: the sites are no replicas any more; start again "
                 f"without no_sync()"
             )
+
+    def _hooks(self) -> dict[str, HeldHooks]:
+        """Of every parameter of the model."""
+        return {name: watched.hooks for name, watched in self._watched.items()}
