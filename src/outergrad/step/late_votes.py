@@ -81,7 +81,7 @@ class LateVotes:
             ExchangeError: it must not be made without the others, who gave up.
         """
         if self.first is not None:
-            ballot.cover(self.first, self.digest)
+            ballot.cover(self.first, int(self.digest))
         digest = ballot.digest
         pact.makes(ballot.session, step, applied=True, digest=digest)
         if self.are_due:

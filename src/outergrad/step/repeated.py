@@ -243,8 +243,7 @@ class RepeatedStep:
     def _prepare(self) -> Ballot:
         """What needs none of the messages: there is time while these travel."""
         context = self.context
-        if self._votes.are_due:
-            int(self._votes.digest)  # of the steps before
+        int(self._votes.digest)  # of the steps before
         for lending, (_, pending) in zip(self._pattern.lending, self.sent, strict=True):
             lending.prepare(context.params, only(pending.sums, context.used))
         return Ballot(context.comm, context.header, self._pattern.subjects)
