@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -122,7 +122,21 @@ def _decoded(
 class Encoded(NamedTuple):
     """What codecs have written of a tensor of rows."""
 
-    written: list[Tensor]
+    written: Sequence[Tensor]
+
+
+class Shaped(Protocol):
+    """What is said of a tensor of rows: itself, or its field."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        ...
 
 
 def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
@@ -130,7 +144,7 @@ def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
     found: list[Encoded | None] = [None] * len(rows_K)
     for width, places in _alike(codecs, rows_K):
         members = [rows_K[k] for k in places]
-        counts = [rows.numel() // width for rows in members] if width else []
+        counts = _counts(members, width)
         tensors_T = [_apart(t, counts, members) for t in encode(codecs, _joined(members, counts))]
         for k, *written in zip(places, *tensors_T, strict=True):
             found[k] = Encoded(written)
@@ -138,19 +152,19 @@ def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
 
 
 def decode_all(
-    codecs: Codecs, encoded_K: Sequence[Encoded], rows_K: Sequence[Tensor]
+    codecs: Codecs, encoded_K: Sequence[Encoded], rows_K: Sequence[Shaped]
 ) -> list[Tensor]:
-    """What the receivers decode of each tensor.
+    """What the receivers decode of each tensor: rows that are alike are decoded in one go.
 
     Args:
         codecs: that they went through.
         encoded_K: what `encode_all` gave.
-        rows_K: what it was given.
+        rows_K: what it was given, or the fields of that.
     """
     found: list[Tensor | None] = [None] * len(rows_K)
     for width, places in _alike(codecs, rows_K):
         members, first = [rows_K[k] for k in places], rows_K[places[0]]
-        counts = [rows.numel() // width for rows in members] if width else []
+        counts = _counts(members, width)
         tensors_T = zip(*(encoded_K[k].written for k in places), strict=True)
         shape = (1, sum(counts), width) if counts else tuple(first.shape)
         written = [_joined(parts, counts) for parts in tensors_T]
@@ -160,13 +174,18 @@ def decode_all(
     return cast(list[Tensor], found)
 
 
-def _alike(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[tuple[int, list[int]]]:
+def _alike(codecs: Codecs, rows_K: Sequence[Shaped]) -> list[tuple[int, list[int]]]:
     """Places of tensors whose rows may stand below each other, and their width; 0 for one alone."""
     groups: dict[tuple[int, object], list[int]] = {}
     for k, rows in enumerate(rows_K):
         width = _width(codecs, tuple(rows.shape), rows.dtype)
         groups.setdefault((width, rows.dtype if width else k), []).append(k)
     return [(width, places) for (width, _), places in groups.items()]
+
+
+def _counts(members: Sequence[Shaped], width: int) -> list[int]:
+    """How many rows of the width each has; none of one alone."""
+    return [math.prod(rows.shape) // width for rows in members] if width else []
 
 
 @lru_cache(maxsize=1024)
@@ -183,10 +202,12 @@ def _joined(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """All in so many rows each, (1, R, W); without counts the only one as it is."""
     if not counts:
         return parts[0]
+    if len(parts) == 1:
+        return parts[0].reshape(1, counts[0], -1)
     return torch.cat([t.reshape(count, -1) for t, count in zip(parts, counts, strict=True)])[None]
 
 
-def _apart(t: Tensor, counts: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+def _apart(t: Tensor, counts: Sequence[int], like: Sequence[Shaped]) -> list[Tensor]:
     """The other way round, as views, each with as many rows as what was given."""
     if not counts:
         return [t]

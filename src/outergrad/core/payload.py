@@ -38,11 +38,11 @@ is already, or None for a field of zeros. One that is smaller than its field lea
 
 
 class EncodedRows(NamedTuple):
-    """Factors whose rows are encoded already; the bias gradient is not."""
+    """Factors whose rows are encoded already, and maybe the bias gradient."""
 
     d_GRO: Encoded
     a_GRI: Encoded
-    b_GO: Tensor | None = None
+    b_GO: Tensor | Encoded | None = None
 
 
 class Form(Protocol):

@@ -10,11 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outergrad.core.coding import Encoded, Field, aligned, decode, encode
+from outergrad.core.coding import Codecs, Encoded, Field, aligned, decode, decode_all, encode
 from outergrad.core.errors import RefusedError
 from outergrad.core.payload import Arrived, Payload
 from outergrad.core.types import Source
 from outergrad.messages.wire import Piece
+
+_LARGE = 1 << 16
+"""Numbers of a field that is decoded by itself: to copy it would take longer than a call."""
 
 
 class Layout:
@@ -50,6 +53,8 @@ class Layout:
         self._counts = [[len(tensors) for tensors in fields] for fields in written]
         self._spots = [self._spot(*t) for fields in written for tensors in fields for t in tensors]
         self._dtypes = {spot.dtype for spot in self._spots}
+        self._all_fields = [field for fields in self._fields for field in fields]
+        self._together = _together(self._all_fields)
 
     def _spot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Spot:
         """The place of the next tensor, behind those before it."""
@@ -104,12 +109,38 @@ class Layout:
             ValueError: this site's holds ids that no row of their table has.
         """
         try:
-            return [None if view is None else view.read() for view in self.views(message)]
+            return self._read(self.views(message))
         except Exception as error:  # codecs and forms may be the user's, and raise what they like
             if site is None:
                 raise
             what = f"a message of site {site} cannot be read: {error}"
             raise RefusedError(what, site) from error
+
+    def _read(self, views: Sequence[PieceView | None]) -> list[Arrived | None]:
+        """Each payload; small fields that went through the same codecs are decoded in one go."""
+        written = [tensors for view in views if view is not None for tensors in view.written]
+        found = [tensors[0] for tensors in written]
+        for codecs, places in self._together:
+            encoded_K = [Encoded(written[k]) for k in places]
+            rows_K = decode_all(codecs, encoded_K, [self._all_fields[k] for k in places])
+            for k, rows in zip(places, rows_K, strict=True):
+                found[k] = rows
+        tensors = iter(found)
+        return [
+            None if view is None else view.holding(list(islice(tensors, len(view.written))))
+            for view in views
+        ]
+
+
+def _together(fields: Sequence[Field]) -> list[tuple[Codecs, list[int]]]:
+    """Places of encoded fields, those of the same codecs; a large one takes longer to copy."""
+    found: dict[object, tuple[Codecs, list[int]]] = {}
+    for k, field in enumerate(fields):
+        if field.codecs:
+            is_large = math.prod(field.shape) > _LARGE
+            _, places = found.setdefault(k if is_large else field.codecs, (field.codecs, []))
+            places.append(k)
+    return list(found.values())
 
 
 def gradients_of(
@@ -147,27 +178,30 @@ class PieceView:
         piece: what it is.
         fields: of the piece.
         written: the tensors that each of them is written as.
+
+    Attributes:
+        written: the same.
     """
 
     def __init__(
         self, piece: Piece, fields: Sequence[Field], written: Sequence[Sequence[Tensor]]
     ) -> None:
-        self._piece, self._fields, self._written = piece, fields, written
+        self._piece, self._fields, self.written = piece, fields, written
 
     def fill(self, payload: Payload) -> None:
         """Writes a payload into zeros; one of fewer rows than agreed leaves some."""
-        for field, views, t in zip(self._fields, self._written, payload, strict=False):
+        for field, views, t in zip(self._fields, self.written, payload, strict=False):
             if t is not None:
                 for view, part in zip(views, _parts(field, t), strict=True):
                     _leading(view, part.shape).copy_(part)
 
     def read(self) -> Arrived:
         """What was written: views where it was not encoded."""
-        pairs = zip(self._fields, self._written, strict=True)
-        tensors = [
-            decode(f.codecs, views, f.shape, f.dtype) if f.codecs else views[0]
-            for f, views in pairs
-        ]
+        pairs = zip(self._fields, self.written, strict=True)
+        return self.holding([decode(f.codecs, views, f.shape, f.dtype) for f, views in pairs])
+
+    def holding(self, tensors: Sequence[Tensor]) -> Arrived:
+        """What the fields hold, of which these tensors were decoded."""
         return self._piece.form.read(tensors, self._piece.slot, self._piece.rows)
 
 

@@ -221,10 +221,10 @@ class LowRankCompressor(Compressor):
     def compress(self, parts: Sequence[Part]) -> list[Factors | EncodedRows]:
         """The leading triplets of each gradient and of what was not sent of it before."""
         vectors, others = self._vectors.split(parts)
-        found: dict[Slot, Factors | EncodedRows] = {}
-        found.update((part.slot, self._vectors.compressed(part)) for part in vectors)
-        for part, sent in zip(others, self._gathered.compress(others), strict=True):
-            found[part.slot] = self._vectors.with_bias(part.slot, sent)
+        sent = self._gathered.compress(others)
+        found = self._vectors.compressed(
+            vectors, {part.slot: rows for part, rows in zip(others, sent, strict=True)}
+        )
         return [found[part.slot] for part in parts]
 
     def residual(self, slot: Slot) -> Gradient | None:

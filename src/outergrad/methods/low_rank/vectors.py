@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from outergrad.core.coding import Codecs, Field, received
+from outergrad.core.coding import (
+    Codecs,
+    Encoded,
+    Field,
+    decode_all,
+    encode,
+    encode_all,
+    received,
+)
 from outergrad.core.payload import EncodedRows, FactorRows
-from outergrad.core.types import Factors, Part, Slot, Unit, bias_slot
+from outergrad.core.types import Factors, Gradient, Part, Slot, Unit, bias_slot
 from outergrad.linalg.outer import formed
 from outergrad.methods.low_rank.memory import Memories, Memory, residual_of
 from outergrad.methods.low_rank.settings import LowRankSettings
@@ -64,54 +73,68 @@ class Vectors:
         """Those of vectors, and the others."""
         return [p for p in parts if p.slot.vector], [p for p in parts if not p.slot.vector]
 
-    def compressed(self, part: Part) -> Factors:
-        """The row of a vector and of what was not sent of it before."""
-        return _as_factors(self._row(part.slot, formed(part.gradient), 1.0))
+    def compressed(
+        self, vectors: Sequence[Part], others: Mapping[Slot, Factors | EncodedRows]
+    ) -> dict[Slot, Factors | EncodedRows]:
+        """A row of each vector, and one of each bias gradient that goes along with others.
 
-    def with_bias(self, slot: Slot, sent: Factors | EncodedRows) -> Factors | EncodedRows:
-        """The same with the bias gradient as a row, and what was not sent of it before."""
-        if sent.b_GO is None or not self.codecs:
-            return sent
-        due_GOI = _precise(sent.b_GO.reshape(1, -1, 1))
-        return sent._replace(b_GO=self._row(bias_slot(slot), due_GOI, 1.0)[0])
+        Each with what was not sent of it before.
+        """
+        biases = {s: sent.b_GO for s, sent in others.items() if isinstance(sent.b_GO, Tensor)}
+        due = {part.slot: formed(part.gradient) for part in vectors}
+        if self.codecs:
+            due |= {bias_slot(s): _precise(b_GO.reshape(1, -1, 1)) for s, b_GO in biases.items()}
+        rows = dict(zip(due, self._written(due), strict=True))
+        found = {part.slot: _as_payload(rows[part.slot], self.codecs) for part in vectors}
+        for slot, sent in others.items():
+            row = rows.get(bias_slot(slot)) if slot in biases else None
+            found[slot] = sent if row is None else sent._replace(b_GO=_as_bias(row))
+        return found
 
     def merged(self, slot: Slot, parts: Sequence[Factors], sites: int) -> Factors:
         """The row of the mean of a vector, of which this site remembers what is lost."""
         columns = [part.d_GRO.double().mT @ part.a_GRI.double() for part in parts]
         mean = sum(columns[1:], columns[0]) / sites
         mean = mean.to(_precise(parts[0].d_GRO).dtype)
-        return _as_factors(self._row(slot, mean, sites, latest=True))
+        return _as_factors(self._merged(slot, mean, sites))
 
     def with_merged_bias(self, slot: Slot, sent: Factors, sites: int) -> Factors:
         """The same with the mean of the bias gradients as a row."""
         if sent.b_GO is None or not self.codecs:
             return sent
         mean = _precise(sent.b_GO.reshape(1, -1, 1))
-        return sent._replace(b_GO=self._row(bias_slot(slot), mean, sites, latest=True)[0])
+        return sent._replace(b_GO=self._merged(bias_slot(slot), mean, sites)[0])
 
-    def _row(self, slot: Slot, due_GOI: Tensor, times: float, *, latest: bool = False) -> Tensor:
-        """(1, 1, O), and keeps so many times what its codecs lose of it.
-
-        Args:
-            slot: of the vector.
-            due_GOI: (1, O, 1), in float32 at least.
-            times: how many sites miss what is lost.
-            latest: whether what this step has left of it stays where it is, and this is added.
-        """
-        memory = self._memories.latest(slot) if latest else self._memories[slot]
-        kept = residual_of(memory)
-        if kept is not None and not latest:
-            due_GOI = formed(due_GOI, kept)
-        row = due_GOI.mT.contiguous()
+    def _written(self, due: Mapping[Slot, Tensor]) -> Sequence[Tensor | Encoded]:
+        """Rows (1, 1, O) of vectors (1, O, 1): encoded in one go, if what is lost is remembered."""
+        memories = [self._memories[slot] for slot in due]
+        sums = map(_sum, due.values(), map(residual_of, memories))
+        rows_K = [due_GOI.mT.contiguous() for due_GOI in sums]
         if not (self._remembers and self.codecs):
-            return row
-        lost_GOI = times * (due_GOI - received(self.codecs, row).mT)
-        if latest and kept is not None:
-            lost_GOI = formed(lost_GOI, kept)
+            return rows_K
+        written_K = encode_all(self.codecs, rows_K)
+        arrive_K = decode_all(self.codecs, written_K, rows_K)
+        for slot, memory, row, arrives in zip(due, memories, rows_K, arrive_K, strict=True):
+            self._remember(slot, memory, (row - arrives).mT)
+        return written_K
+
+    def _merged(self, slot: Slot, mean_GOI: Tensor, sites: int) -> Tensor:
+        """A row (1, 1, O); what all sites miss of it is added to what this step has left."""
+        row = mean_GOI.mT.contiguous()
+        if self._remembers and self.codecs:
+            memory = self._memories.latest(slot)
+            lost_GOI = sites * (mean_GOI - received(self.codecs, row).mT)
+            self._remember(slot, memory, _sum(lost_GOI, residual_of(memory)))
+        return row
+
+    def _remember(self, slot: Slot, memory: Memory | None, lost_GOI: Tensor) -> None:
         if math.isfinite(lost_GOI.sum().item()):
             start = memory or Memory(lost_GOI.new_zeros(1, 1, 0))
             self._memories[slot] = replace(start, residual=lost_GOI)
-        return row
+
+
+def _sum(due_GOI: Tensor, kept: Gradient | None) -> Tensor:
+    return due_GOI if kept is None else formed(due_GOI, kept)
 
 
 def _precise(t: Tensor) -> Tensor:
@@ -121,3 +144,19 @@ def _precise(t: Tensor) -> Tensor:
 
 def _as_factors(row: Tensor) -> Factors:
     return Factors(row, row.new_ones(1, 1, 1))
+
+
+def _as_payload(row: Tensor | Encoded, codecs: Codecs) -> Factors | EncodedRows:
+    if isinstance(row, Tensor):
+        return _as_factors(row)
+    return EncodedRows(row, _one(codecs, row.written[0].device))
+
+
+@cache
+def _one(codecs: Codecs, device: torch.device) -> Encoded:
+    return Encoded(encode(codecs, torch.ones(1, 1, 1, device=device)))
+
+
+def _as_bias(row: Tensor | Encoded) -> Tensor | Encoded:
+    """Without the groups, of which there is one."""
+    return row[0] if isinstance(row, Tensor) else Encoded([t[0] for t in row.written])
