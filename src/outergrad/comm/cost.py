@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 
 from outergrad.core.compressor import Setup
 from outergrad.core.cost import CostModel, Traffic
@@ -18,15 +19,36 @@ class Collective(Enum):
     ALL_TO_ALL = "all_to_all"
 
 
+ADDED_BYTES = 1 << 17
+"""Of what two sites add up on any link: for more a ring takes less of the processor."""
+_ADDED_S = 4.5e-10
+"""What each byte takes longer than in a ring, where nothing waits for the link (docs/design.md)."""
+_FAR_S = 2e-3
+_SLOW_BYTES_PER_S = 5e6
+
+
 @dataclass(frozen=True)
 class RingCost:
     """Sums go round a ring, everything else from every site straight to every other.
 
     Attributes:
         sites: S.
+        added_bytes: the longest sum for which two sites send each other all of it instead.
     """
 
     sites: int
+    added_bytes: float = ADDED_BYTES
+
+    def over(self, link: Link) -> RingCost:
+        """The same, over a link that is known.
+
+        A ring waits for the link once more than two sites that send each other all, and again at
+        each part of a long sum; it takes less of the processor.
+        """
+        if link.bytes_per_s < _SLOW_BYTES_PER_S:
+            return replace(self, added_bytes=inf)
+        far_bytes = link.delay_s / _ADDED_S if link.delay_s > _FAR_S else 0.0
+        return replace(self, added_bytes=max(ADDED_BYTES, far_bytes))
 
     @property
     def copies(self) -> int:
@@ -120,13 +142,9 @@ class BlindStarCost(StarCost):
         return nbytes if way == Route.REDUCE else super().share(nbytes, way)
 
 
-ADDED_BYTES = 1 << 17
-"""Of what two sites add up: for more a ring takes less of the processor (docs/design.md)."""
-
-
 def adds_up(cost: CostModel, nbytes: int) -> bool:
     """Whether two sites of a process group send each other all of a sum, in one round."""
-    return isinstance(cost, RingCost) and cost.sites == 2 and 0 < nbytes <= ADDED_BYTES
+    return isinstance(cost, RingCost) and cost.sites == 2 and 0 < nbytes <= cost.added_bytes
 
 
 def cost_of(compressor: Setup, sites: int) -> CostModel:

@@ -7,12 +7,14 @@ own system at once, from where it may take minutes on a slow link.
 from __future__ import annotations
 
 import time
+from math import inf
 
 from torch import Tensor
 
 from outergrad.comm.pace import LEAST_BYTES
 from outergrad.comm.words import words_of_all
 from outergrad.core.transport import Comm
+from outergrad.core.types import Link
 
 _GROWTH = 4
 _MOST_BYTES = 1 << 26
@@ -32,6 +34,7 @@ class Course:
     def __init__(self, comm: Comm) -> None:
         self._comm, self._next_bytes = comm, LEAST_BYTES
         self._bytes, self._took_s, self._timeout_s = 0, 0.0, comm.patience_s
+        self._least_s = inf
 
     def broadcast(self, flat: Tensor) -> None:
         """Overwrites bytes with rank 0's."""
@@ -49,10 +52,12 @@ class Course:
         took_s = max(max(own for own, _ in told), 1) / 1e6
         self._timeout_s = min(timeout for _, timeout in told) / 1e3
         self._bytes, self._took_s = self._bytes + nbytes, self._took_s + took_s
+        self._least_s = min(self._least_s, took_s)
         wanted = int(nbytes / took_s * self._timeout_s * _SHARE)
         self._next_bytes = min(_GROWTH * self._next_bytes, max(LEAST_BYTES, wanted), _MOST_BYTES)
 
     def settle(self) -> None:
         """Tells the transport what it has found, if there was enough to send."""
         if self._bytes >= LEAST_BYTES:
-            self._comm.settle_pace(self._bytes / self._took_s, self._timeout_s)
+            link = Link(self._least_s, self._bytes / self._took_s)
+            self._comm.settle_pace(link, self._timeout_s)

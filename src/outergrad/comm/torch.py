@@ -22,6 +22,7 @@ from outergrad.comm.work import Ready, TorchWork, failed, if_open, room, sum_int
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.core.transport import Comm, Enough
+from outergrad.core.types import Link
 
 _Receives = list[tuple[dist.Work, Sequence[int]]]
 """Transfers, each with the sites that it depends on."""
@@ -164,9 +165,13 @@ class TorchComm(Comm):
             return Ready([parts[0]])
         return self._exchanged([self._staged(t) for t in parts], sizes, parts[0].device)
 
-    def settle_pace(self, bytes_per_s: float, timeout_s: float) -> None:
-        """From now on messages are received in parts, each with a timeout of its own."""
-        self.pace.settle(bytes_per_s, timeout_s, len(self._others))
+    def settle_pace(self, link: Link, timeout_s: float) -> None:
+        """From now on messages are received in parts, each with a timeout of its own.
+
+        Two sites add up longer sums themselves, where a ring would wait for the link.
+        """
+        self.pace.settle(link.bytes_per_s, timeout_s, len(self._others))
+        self.cost = RingCost(self.world_size).over(link)
 
     def _staged(self, t: Tensor) -> Tensor:
         """Where the group can send it from."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outergrad.core.cost import CostModel
+from outergrad.core.types import Link
 
 Enough = Callable[[Sequence[str | None]], bool]
 """Whether what sites have left is enough to go by; None of those that have left nothing yet."""
@@ -191,11 +192,11 @@ class Comm(Protocol):
         """An int64 tensor for a collective that should not disturb the device."""
         return torch.tensor(values, dtype=torch.int64)
 
-    def settle_pace(self, bytes_per_s: float, timeout_s: float) -> None:
+    def settle_pace(self, link: Link, timeout_s: float) -> None:
         """Takes note of what was measured, the same on all sites; it may do nothing.
 
         Args:
-            bytes_per_s: that the slowest site can send.
+            link: of the slowest site, roughly: it may be less far, and faster.
             timeout_s: the shortest `patience_s`.
         """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import outergrad as og
-from outergrad.comm.cost import RingCost, StarCost, cost_of, seconds
+from outergrad.comm.cost import RingCost, StarCost, adds_up, cost_of, seconds
 from outergrad.core.transport import Capability
 from outergrad.core.types import Link, Route, Slot, Unit
 
@@ -68,6 +70,21 @@ def test_shares_of_a_ring_are_what_they_were_to_the_bit(sites):
     for nbytes in range(1, 5000):
         for way in (Route.DENSE, Route.REDUCE, Route.TWO_WAY):
             assert RingCost(sites).share(nbytes, way) == 2 * nbytes / sites
+
+
+def test_two_sites_add_up_what_would_wait_for_the_link_in_a_ring():
+    """Of any length where the link is slow, and as long as that costs less where it is far."""
+    near, ring = Link(delay_s=1e-3, bytes_per_s=1e8), RingCost(2)
+    assert ring.over(near) == ring
+    assert not adds_up(ring, 1 << 18)
+    assert adds_up(ring, 1 << 17)
+    for link, nbytes in (
+        (replace(near, delay_s=0.02), 40_000_000),
+        (replace(near, bytes_per_s=1e6), 1 << 40),
+    ):
+        assert adds_up(ring.over(link), nbytes)
+        assert not adds_up(RingCost(3).over(link), 1)
+    assert not adds_up(ring.over(replace(near, delay_s=0.02)), 50_000_000)
 
 
 def test_a_ring_waits_for_every_hop_a_star_for_every_round():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from outergrad.comm.agree import broadcast_all
 from outergrad.comm.torch import TorchComm
+from outergrad.core.types import Link
 from ranks import run_on_lasting_groups, run_ranks
 
 CPU = torch.device("cpu")
@@ -68,10 +72,54 @@ def test_sums_are_the_same_to_the_bit_where_neither_is_a_number():
     assert first.equal(second)
 
 
+@pytest.mark.parametrize("numel", [100, 100_003])
+def test_two_sites_add_up_sums_where_the_link_is_far_and_count_the_same(numel):
+    """The receive that was posted before is taken, and both have the sum of a ring to the bit."""
+
+    def body(rank, group):
+        found = {}
+        for name, link in (("near", Link(1e-4, 1e9)), ("far", Link(0.02, 1e9))):
+            comm = TorchComm(group, CPU)
+            comm.settle_pace(link, 30.0)
+            comm.take_turn(1)
+            comm.expect_sum(numel, 1, torch.float32)
+            generator = torch.Generator().manual_seed(rank)
+            t = torch.randn(numel, generator=generator)
+            found[name] = comm.all_reduce(t).wait(), comm.sent_bytes, comm.received_bytes
+        return found
+
+    for found in run_ranks(2, body):
+        (by_ring, *bytes_of_ring), (added, *bytes_added) = found["near"], found["far"]
+        assert added.equal(by_ring)
+        assert bytes_added == bytes_of_ring == [4 * numel] * 2
+
+
+def test_how_far_others_are_is_found_while_a_model_is_sent():
+    """The same on both sites, though one of them is slow to receive."""
+
+    class Slow(TorchComm):
+        def broadcast(self, t):
+            time.sleep(0.01 * self.rank)
+            super().broadcast(t)
+
+    def body(rank, group):
+        found = []
+        for kind in (TorchComm, Slow):
+            comm = kind(group, CPU)
+            broadcast_all(comm, [torch.full((300_000,), float(rank))])
+            found.append(comm.cost)
+        return found
+
+    (near, far), other = run_ranks(2, body)
+    assert other == [near, far]
+    assert near.added_bytes < 1e6
+    assert far.added_bytes > 0.01 / 5e-10
+
+
 def test_long_sums_come_in_parts():
     def body(rank, group):
         comm = TorchComm(group, CPU)
-        comm.settle_pace(1e5, 0.5)  # parts of 4096 bytes
+        comm.settle_pace(Link(0.0, 1e5), 0.5)  # parts of 4096 bytes
         t = torch.arange(5000, dtype=torch.float32) * (rank + 1)
         parts = len(comm.pace.parts(t))
         return parts, comm.all_reduce(t).wait()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from outergrad.comm.cost import Collective, adds_up, messages_of, waits_of
+from outergrad.comm.cost import Collective, RingCost, adds_up, messages_of, waits_of
 from outergrad.comm.trace import Started, Trace
+from outergrad.core.cost import CostModel
 from outergrad.core.types import Link
 from outergrad.launch.links import ShapedLink
 from outergrad.launch.traffic import HEADER_BYTES
@@ -41,7 +42,7 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
         now_s = event.at_s + waited_s
         if isinstance(event, Started):
             transfer_s = _transfer_s(event, link, network)
-            waits = _waits(event, network)
+            waits = _waits(event, link, network)
             free_s = max(free_s, now_s + min(waits - 0.5, 0.5) * rtt_s) + transfer_s
             alone_s = now_s + waits * rtt_s + transfer_s
             there_s.append(max(alone_s, free_s + rtt_s / 2))
@@ -50,13 +51,20 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
     return trace.compute_s + waited_s
 
 
-def _waits(message: Started, network: Network) -> float:
+def _waits(message: Started, link: ShapedLink, network: Network) -> float:
     """Round trips until it is there, besides what its bytes take."""
-    if message.is_expected:
-        return 0.5
     is_sum = message.collective == Collective.ALL_REDUCE
-    straight = is_sum and adds_up(network.cost, message.traffic.sent)
+    straight = is_sum and adds_up(_over(link, network.cost), message.traffic.sent)
+    if message.is_expected and (straight or not is_sum):
+        return 0.5
     return 1.0 if straight else waits_of(network.cost, message.collective)
+
+
+def _over(link: ShapedLink, cost: CostModel) -> CostModel:
+    """What sites find out of the link when they start."""
+    if not isinstance(cost, RingCost):
+        return cost
+    return cost.over(Link(link.rtt_s / 2, (link.rate_bit_per_s or inf) / 8))
 
 
 def _transfer_s(message: Started, link: ShapedLink, network: Network) -> float:

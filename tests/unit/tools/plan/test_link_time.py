@@ -64,12 +64,12 @@ STEPS = {
         link(2, rtt_s=1),
         6.0,
     ),
-    "a ring": (
+    "a sum that two sites add up": (
         trace(("start", 1.0), ("wait", 1.0), collective=RING),
         link(4, rtt_s=1, collective=RING),
-        1 + 2 + 4,
+        1 + 1 + 4,
     ),
-    "a ring in the round trips of another": (
+    "a sum in the round trip of another": (
         trace(("start", 1.0), ("start", 1.0), ("wait", 1.0), ("wait", 1.0), collective=RING),
         link(4, rtt_s=1, collective=RING),
         1 + 1 + 4 + 4,
@@ -84,7 +84,15 @@ def test_a_step_takes_what_it_computes_and_waits(step, on, seconds):
     )
 
 
-@pytest.mark.parametrize("sites", [2, 3, 8])
+def test_long_sums_of_two_sites_go_round_a_ring_where_the_link_is_near():
+    step = trace(("start", 1.0), ("wait", 1.0), collective=RING)
+    near, far = (ShapedLink(rate_bit_per_s=None, rtt_s=rtt_s) for rtt_s in (3e-3, 5e-3))
+    network = network_of("torch", 2)
+    assert step_seconds(step, near, network) == pytest.approx(1 + 2 * 3e-3)
+    assert step_seconds(step, far, network) == pytest.approx(1 + 5e-3)
+
+
+@pytest.mark.parametrize("sites", [3, 8])
 def test_a_ring_of_small_messages_takes_two_rounds_of_all_sites(sites):
     step = trace(("start", 1.0), ("wait", 1.0), collective=RING)
     on = ShapedLink(rate_bit_per_s=None, rtt_s=1)
