@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def add_legends(figure: Figure, grid: Any) -> None:
     together = {name: handle for row in rows for name, handle in row.items()}
     if all(row.keys() == together.keys() for row in rows):
         where = {"loc": "outside lower center", "ncols": _legend_columns(list(together))}
-        figure.legend(together.values(), together, **where)
+        figure.legend(together.values(), map(_wrapped, together), **where)
         return
     for row, handles in zip(grid, rows, strict=True):
         last = [axes for axes in row if axes.figure][-1]
@@ -76,13 +77,19 @@ def add_legends(figure: Figure, grid: Any) -> None:
 
 def legend_height(labels: Sequence[str]) -> float:
     """Inches that a legend below all needs beyond those of a usual one."""
-    rows = math.ceil(len(labels) / _legend_columns(labels))
+    more = sum(_wrapped(label).count("\n") for label in labels)
+    rows = math.ceil(len(labels) / _legend_columns(labels)) + more
     return _LEGEND_ROW * max(0, rows - _USUAL_ROWS)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
     columns = max(1, _LEGEND_CHARACTERS // (max(map(len, labels)) + 7))
     return min(columns, len(labels))
+
+
+def _wrapped(label: str) -> str:
+    """In lines that fit into the figure, beside the line that is named."""
+    return textwrap.fill(label, _LEGEND_CHARACTERS - 7, subsequent_indent="    ")
 
 
 def _legend(axes: Axes) -> Iterable[tuple[str, Any]]:

@@ -222,6 +222,17 @@ def test_the_legend_lies_below_the_axes():
     assert all(axes.get_tightbbox().y0 >= box.y1 for axes in figure.axes)
 
 
+def test_a_legend_of_long_names_fits_into_the_figure():
+    inner = "rank-dad:budget=1/20:wire=int4:vectors=int4:error_feedback=auto"
+    methods = ["ddp", inner, f"local-steps:k=15:lr=1:momentum=0:method={inner}"]
+    figure = drawn(COURSE, [plausible(m, 0.1, sites=2, steps=60) for m in methods])
+    (found,) = figure.legends
+    box = found.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    assert " ".join(legend(figure)[-1].split()).endswith("error_feedback = auto")
+
+
 def test_pictures_are_written_with_their_titles(tmp_path):
     (path,) = write_figures([COURSE], SEEDS, tmp_path)
     assert path == tmp_path / "found.png"
