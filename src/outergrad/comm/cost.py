@@ -24,7 +24,9 @@ ADDED_BYTES = 1 << 17
 _ADDED_S = 4.5e-10
 """What each byte takes longer than in a ring, where nothing waits for the link (docs/design.md)."""
 _FAR_S = 2e-3
+"""Delay from which on that is weighed: less may be a processor that was busy."""
 _SLOW_BYTES_PER_S = 5e6
+"""40 Mbit/s: below, a ring takes longer whatever the delay (docs/design.md)."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outergrad.comm.backends import has_backend
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import RingCost, adds_up
 from outergrad.comm.last_words import LastWords
@@ -62,8 +63,8 @@ class TorchComm(Comm):
         self._turn = 0
         self._posted: dict[int, deque[_Receiving]] = {}
         """Receives that no exchange has taken yet, by tag."""
-        self._host = torch.device("cpu") if _has_backend(group, "cpu") else device
-        self._wire = device if _has_backend(group, device.type) else self._host
+        self._host = torch.device("cpu") if has_backend(group, "cpu") else device
+        self._wire = device if has_backend(group, device.type) else self._host
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
@@ -75,7 +76,7 @@ class TorchComm(Comm):
         """Sums t over the sites in place, on its own device.
 
         Counts what a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other all of a
-        short one, as many bytes, and both add up: that takes fewer delays.
+        short one, and of a long one if the link is far or slow: as many bytes in fewer delays.
         """
         if self.world_size == 1:
             return Ready(t)
@@ -99,7 +100,6 @@ class TorchComm(Comm):
 
     def _added_up(self, t: Tensor) -> TorchWork:
         own = self._staged(t).view(-1)
-
         return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, sum_into(t))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
@@ -266,7 +266,7 @@ class TorchComm(Comm):
 
         gloo has no call for it, but closes them when a receive is not answered in time.
         """
-        if self._host.type != "cpu" or not _has_backend(self.group, "cpu"):
+        if self._host.type != "cpu" or not has_backend(self.group, "cpu"):
             with suppress(RuntimeError):
                 self.group.abort()
             return
@@ -293,12 +293,3 @@ class TorchComm(Comm):
     def control(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor where collectives on it do not disturb the device, if possible."""
         return torch.tensor(values, dtype=torch.int64, device=self._host)
-
-
-def _has_backend(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether the group moves tensors of this type of device; gloo stages CUDA through host."""
-    try:
-        name = group._get_backend(torch.device(device)).name().lower()
-    except RuntimeError:
-        return False
-    return device == "cpu" or name != "gloo"

@@ -106,7 +106,7 @@ def test_how_far_others_are_is_found_while_a_model_is_sent():
         found = []
         for kind in (TorchComm, Slow):
             comm = kind(group, CPU)
-            broadcast_all(comm, [torch.full((300_000,), float(rank))])
+            broadcast_all(comm, [torch.full((3_000_000,), float(rank))])
             found.append(comm.cost)
         return found
 
