@@ -29,7 +29,7 @@ import outergrad as og
 import outergrad.comm.process_group
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.tags import tag_of
-from outergrad.comm.torch import TorchComm
+from outergrad.comm.torch import SEND, TorchComm
 from outergrad.core.errors import BoardGoneError, ExchangeError
 from outergrad.messages.vote import WORDS
 from outergrad.step.digests import Digests
@@ -226,7 +226,7 @@ class HarnessComm(TorchComm):
         part.view(-1).view(torch.uint8)[int(place)] ^= 1 << int(8 * place) % 8
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> Any:
-        if call is dist.isend and tag == tag_of(self._turn, VOTE_LANE):
+        if call is SEND and tag == tag_of(self._turn, VOTE_LANE):
             self._vote(call, t, tag)
         return super()._started(call, t, other, tag)
 

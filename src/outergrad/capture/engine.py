@@ -62,8 +62,8 @@ def will_run(node: Any) -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs callback when the current backward has succeeded, before it returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))  # type: ignore[attr-defined]
+    """Runs an `untraced` callback when the current backward has succeeded, before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def is_nested() -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -26,10 +25,14 @@ class ParameterSink(Protocol):
     """Who is told what happens to parameters, in the order in which it happens.
 
     Attributes:
-        counted_task: a backward of which only `on_ready` is told.
+        counted_task: a backward of which `on_counted` alone is told.
+        on_counted: as `on_ready`, of that one.
+        meets_hooks: set where a parameter that a backward reaches has hooks of others.
     """
 
     counted_task: int
+    on_counted: Callable[[str], None]
+    meets_hooks: bool
 
     def on_gradient(self, name: str) -> None:
         """Autograd itself has a gradient for the parameter."""
@@ -95,9 +98,18 @@ class WatchedParameter(HookedClaim):
     @untraced
     def _before(self, gradient: Tensor | None) -> None:
         """Called whenever backward reaches the parameter; None if only taps feed it."""
-        if self._sink.counted_task == current_task():
-            self.hooks.hold()
+        counted, p = self._sink.counted_task == current_task(), self.parameter
+        if not counted and not self._is_accumulated():
             return
+        own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if len(own) > 1 or "_in_backward_optimizers" in p.__dict__:  # `has_hooks`, without a call
+            self._sink.meets_hooks = True
+            self.hooks.hold()
+        if gradient is not None and not counted:
+            self._sink.on_gradient(self.name)
+
+    def _is_accumulated(self) -> bool:
+        """Whether the gradient that has come is accumulated, not returned to another backward."""
         try:
             runs = self._node is not None and _will_run(self._node)
         except RuntimeError:
@@ -105,14 +117,20 @@ class WatchedParameter(HookedClaim):
         if not runs:
             reached = self.reached()
             if reached is None:
-                return
+                return False
             if not reached:
                 self._sink.on_stale(self.name)
         if torch.is_grad_enabled():
             raise RuntimeError(_double_backward(self.name))
-        self.hooks.hold()
-        if gradient is not None:
-            self._sink.on_gradient(self.name)
+        return True
+
+    @untraced
+    def _after(self, _: Tensor) -> None:
+        sink = self._sink
+        if sink.counted_task == current_task():
+            sink.on_counted(self.name)
+        else:
+            sink.on_ready(self.name)
 
 
 def _double_backward(name: str) -> str:
@@ -123,13 +141,15 @@ def _double_backward(name: str) -> str:
     )
 
 
-def accumulating(watched: Sequence[WatchedParameter]) -> set[str]:
+def accumulating(watched: Mapping[str, WatchedParameter]) -> set[str]:
     """Names of those in which the current backward leaves a gradient; raises as `reached`."""
-    with suppress(RuntimeError):  # the gradient of one is returned; it is named below
-        rest = [p for p in watched if p._node is None or not _will_run(p._node)]
-        without = [p.name for p in rest if not p.accumulates()]
-        return {p.name for p in watched}.difference(without)
-    return {p.name for p in watched if p.accumulates()}
+    found = set(watched)
+    try:
+        rest = [p for p in watched.values() if p._node is None or not _will_run(p._node)]
+        found.difference_update([p.name for p in rest if not p.accumulates()] if rest else ())
+    except RuntimeError:  # the gradient of one is returned; it is named here
+        return {name for name, p in watched.items() if p.accumulates()}
+    return found
 
 
 def is_shared(born_in: int, watched: Sequence[WatchedParameter]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from math import inf
 
 from outergrad.core.compressor import Setup
@@ -59,8 +60,7 @@ class RingCost:
 
     def all_reduce(self, nbytes: int) -> Traffic:
         """2 (S - 1) / S of the tensor, both ways."""
-        part = self._hops * nbytes // self.sites
-        return Traffic(part, part)
+        return _in_a_ring(self.sites, nbytes)
 
     def all_gather(self, own: int, others: int) -> Traffic:
         """This site's to each other one."""
@@ -76,12 +76,13 @@ class RingCost:
 
     def delays(self, way: Route) -> int:
         """Two all-reduces wait for each message of two rings."""
-        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2 * self._hops}[way]
+        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites - 1)}[way]
 
-    @property
-    def _hops(self) -> int:
-        """Of a ring: twice round."""
-        return 2 * (self.sites - 1)
+
+@lru_cache(maxsize=1024)
+def _in_a_ring(sites: int, nbytes: int) -> Traffic:
+    part = 2 * (sites - 1) * nbytes // sites
+    return Traffic(part, part)
 
 
 @dataclass(frozen=True)

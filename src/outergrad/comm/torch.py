@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outergrad.comm.backends import has_backend
 from outergrad.comm.board import StoreBoard
-from outergrad.comm.cost import RingCost, adds_up
+from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
@@ -29,7 +29,8 @@ _Receives = list[tuple[dist.Work, Sequence[int]]]
 """Transfers, each with the sites that it depends on."""
 _Receiving = tuple[list[Tensor], _Receives]
 """What every site sends, and the transfers that bring it."""
-_PEER = {dist.irecv: "group_src", dist.isend: "group_dst"}
+SEND, RECEIVE = dist.ProcessGroup.send, dist.ProcessGroup.recv
+"""Called straight: what torch.distributed checks before takes as long as the call."""
 _PATIENCE = timedelta(seconds=30)
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
@@ -60,11 +61,14 @@ class TorchComm(Comm):
         self.cost: CostModel = RingCost(sites)
         self.device = device
         self._kept: Tensor | None = None
+        self._as_sum = dist.AllreduceOptions()
+        self._as_sum.asyncOp = True
         self._turn = 0
         self._posted: dict[int, deque[_Receiving]] = {}
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
         self._wire = device if has_backend(group, device.type) else self._host
+        self._added_bytes: float = ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
@@ -80,23 +84,20 @@ class TorchComm(Comm):
         """
         if self.world_size == 1:
             return Ready(t)
-        if self._adds_up(t.nbytes):
+        if 0 < t.nbytes <= self._added_bytes:
             return self._added_up(t)
         staged = self._staged(t)
+        words = torch.view_as_real(staged) if staged.is_complex() else staged
         try:
-            work = dist.all_reduce(staged, group=self.group, async_op=True)
+            work = self.group.allreduce([words], self._as_sum)
         except RuntimeError as error:
             raise failed(error, self._only_other) from error
-        assert work is not None
         nbytes = self.cost.all_reduce(t.nbytes).sent
         self.sent_bytes += nbytes
         self.received_bytes += nbytes
         self.pace.sends(nbytes)
         result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
         return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
-
-    def _adds_up(self, nbytes: int) -> bool:
-        return self._wire.type == "cpu" and adds_up(self.cost, nbytes)
 
     def _added_up(self, t: Tensor) -> TorchWork:
         own = self._staged(t).view(-1)
@@ -124,7 +125,7 @@ class TorchComm(Comm):
         for a few hundred bytes of memory at both sites.
         """
         self._turn = turn
-        if turn:
+        if turn and self._posted:
             tags = range(tag_of(turn, 0), tag_of(turn + 2, 0))
             self._posted = {tag: own for tag, own in self._posted.items() if tag in tags}
 
@@ -151,7 +152,7 @@ class TorchComm(Comm):
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
         """The same of an `all_reduce`, if both sites will add up."""
-        if self._adds_up(size * dtype.itemsize):
+        if 0 < size * dtype.itemsize <= self._added_bytes:
             self.expect([size, size], turn, dtype, SUMS_LANE)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
@@ -171,7 +172,8 @@ class TorchComm(Comm):
         Two sites add up longer sums themselves, where a ring would wait for the link.
         """
         self.pace.settle(link.bytes_per_s, timeout_s, len(self._others))
-        self.cost = RingCost(self.world_size).over(link)
+        self.cost = cost = RingCost(self.world_size).over(link)
+        self._added_bytes = cost.added_bytes if self._added_bytes else 0
 
     def _staged(self, t: Tensor) -> Tensor:
         """Where the group can send it from."""
@@ -226,7 +228,7 @@ class TorchComm(Comm):
 
     def _receives(self, parts: Sequence[Tensor], tag: int) -> _Receives:
         wanted = [(o, part) for o in reversed(self._others) for part in self.pace.parts(parts[o])]
-        return [(self._started(dist.irecv, part, o, tag), (o,)) for o, part in wanted]
+        return [(self._started(RECEIVE, part, o, tag), (o,)) for o, part in wanted]
 
     def _sends(self, outgoing: Sequence[Tensor], tag: int) -> list[dist.Work]:
         """What can be sent: of a site that is gone it is heard where its own message is missed."""
@@ -234,12 +236,14 @@ class TorchComm(Comm):
         for o in self._others:
             with if_open():
                 parts = self.pace.parts(outgoing[o])
-                works.extend(self._started(dist.isend, part, o, tag) for part in parts)
+                works.extend(self._started(SEND, part, o, tag) for part in parts)
         return works
 
     def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> dist.Work:
-        with transport((other,)):
-            return call(t, group=self.group, tag=tag, **{_PEER[call]: other})
+        try:
+            return call(self.group, [t], other, tag)
+        except RuntimeError as error:
+            raise failed(error, (other,)) from error
 
     def give_up(
         self, text: str, final: str, enough: Enough, patience_s: float, session: int = 0
@@ -272,7 +276,7 @@ class TorchComm(Comm):
             return
         for other in self._others:
             with suppress(ExchangeError), transport():
-                work = self._started(dist.irecv, torch.empty(1), other, CLOSING_TAG)
+                work = self._started(RECEIVE, torch.empty(1), other, CLOSING_TAG)
                 work.wait(AN_INSTANT)
 
     def broadcast(self, t: Tensor) -> None:

@@ -62,13 +62,14 @@ class LayerBook(Mapping[str, LayerStats]):
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.compress_s = self.replay_s = 0.0
+        self._booked: list[tuple[Sequence[Booking], float, float]] = []
+        self._found: dict[str, LayerStats] = {}
 
     def forget(self) -> None:
         """Nothing was done."""
         self.compress_s = self.replay_s = 0.0
-        self._booked: list[tuple[Sequence[Booking], float, float]] = []
-        self._found: dict[str, LayerStats] = {}
+        self._booked, self._found = [], {}
 
     def book(
         self, bookings: Sequence[Booking], *, compress_s: float = 0.0, replay_s: float = 0.0

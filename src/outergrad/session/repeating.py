@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from outergrad.capture.engine import NO_TASK
@@ -18,8 +19,16 @@ from outergrad.step.repeated import Pattern, RepeatedStep
 from outergrad.step.step import SharedStep
 
 
+def _nothing(name: str) -> None:
+    """No step counts what is ready."""
+
+
 class Repeating(FollowingUp):
-    """The part of a session that makes steps without planning them anew."""
+    """The part of a session that makes steps without planning them anew.
+
+    Attributes:
+        on_counted: tells the step that runs what is ready, where it is like the last one.
+    """
 
     _joint: JointParts | None
     """The parts of the model whose outputs' deltas are averaged."""
@@ -32,7 +41,12 @@ class Repeating(FollowingUp):
     _synchronise: bool
     counted_task = NO_TASK
     """The backward of the step that runs, where that is like the last one."""
+    meets_hooks = False
+    """Whether a backward has met hooks of others, which are still to be called."""
     _unshared: set[str]
+
+    def __init__(self) -> None:
+        self.on_counted: Callable[[str], None] = _nothing
 
     def _repeated(self, task: int, used: set[str]) -> RepeatedStep | None:
         """Begins a step like the last one; None where something may be another than then."""
@@ -41,7 +55,8 @@ class Repeating(FollowingUp):
             return None
         alone = len(self._group.attached) == 1
         plain = alone and not self._unshared and self._join == Join.NONE
-        quiet = not (self._reporter.is_due(number) or any(self._buffers.written()))
+        told = not self._reporter.is_silent and self._reporter.is_due(number)
+        quiet = not (told or any(self._buffers.written()))
         if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
             return None
         if not (pattern.rests and self._rest) and not self._header_builder.uses_as(
@@ -50,7 +65,7 @@ class Repeating(FollowingUp):
             return None
         step = RepeatedStep(pattern, task, number, pact, self._votes, self._group.turns)
         self._group.running.append(self)
-        self.counted_task = task
+        self.counted_task, self.on_counted = task, step.on_ready
         return step
 
     def _in_full(self) -> Any:
@@ -58,7 +73,7 @@ class Repeating(FollowingUp):
         step = self._step
         if isinstance(step, RepeatedStep):
             self._group.running.remove(self)
-            self._pattern, self.counted_task = None, NO_TASK
+            self._pattern, self.counted_task, self.on_counted = None, NO_TASK, _nothing
             self._step = self._synchronised(step.task, set(step.used), before=step)
         return self._step
 
@@ -108,10 +123,10 @@ class Repeating(FollowingUp):
         """Whether no layer looks at what goes through it."""
         return all(layer.rests for layer in self._next_forward.layers)
 
-    def _close_repeated(self, step: RepeatedStep) -> None:
-        """What of `_close` is not the same every time."""
+    def _finish_repeated(self, step: RepeatedStep) -> None:
+        """What follows from a step like the last one, which counts."""
         self._group.running.remove(self)
-        self._step, self.counted_task = None, NO_TASK
+        self._step, self.counted_task, self.on_counted = None, NO_TASK, _nothing
         for layer in () if self._rest else self._next_forward.layers:
             layer.forget_awaited()
             layer.forget_untapped()

@@ -64,6 +64,7 @@ class Stepping(Repeating):
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
     ) -> None:
+        super().__init__()
         model, compressors = inspection.model, inspection.compressors
         self._model, self._comm, self._compressors = model, comm, compressors
         self._group = on_transport(comm.key)
@@ -113,7 +114,7 @@ class Stepping(Repeating):
     def _begin(self, task: int) -> Step:
         refuse_nested_backward()
         self._require_step()
-        used = accumulating(list(self._watched.values()))
+        used = accumulating(self._watched)
         self._refuse_changed(used)
         step: Step | None = self._repeated(task, used)
         if step is None:
@@ -216,7 +217,10 @@ class Stepping(Repeating):
         step = self._step
         if step is None or step.task != task:  # left over from a backward that raised
             return
-        if isinstance(step, RepeatedStep) and not self._succeeds(step):
+        if isinstance(step, RepeatedStep):
+            if self._succeeds(step):
+                self._finish_repeated(step)
+                return
             step = self._in_full()
         self._finish(step)
 
@@ -245,9 +249,6 @@ class Stepping(Repeating):
             self._mishaps.alone(self._stats.step)
 
     def _close(self, step: Step) -> None:
-        if isinstance(step, RepeatedStep):
-            self._close_repeated(step)
-            return
         self._step, due_parts, self._due_parts = None, self._due_parts, None
         shared = isinstance(step, SharedStep)
         if shared:

@@ -100,11 +100,20 @@ class Verified(Watching):
 
     def _finish(self, step: Any) -> None:
         super()._finish(step)
-        applied = isinstance(step, SharedStep | RepeatedStep) and step.applied
+        applied = isinstance(step, SharedStep) and step.applied
         self._shared = step.context.used if applied else frozenset()
-        if self._verify_every is None or not applied:
-            return
-        if self._group.lost is not None:
+        if applied:
+            self._perhaps_verify()
+
+    def _finish_repeated(self, step: RepeatedStep) -> None:
+        super()._finish_repeated(step)
+        self._shared = step.context.used
+        if self._verify_every is not None:
+            self._perhaps_verify()
+
+    def _perhaps_verify(self) -> None:
+        """A step counts."""
+        if self._verify_every is None or self._group.lost is not None:
             return
         self._unverified += 1
         if self._unverified >= self._verify_every:

@@ -135,12 +135,17 @@ class Watching(Joining):
             return
         due_parts = self._due_parts
         super()._finish(step)
-        if isinstance(step, SharedStep | RepeatedStep):
+        if isinstance(step, SharedStep):
             self._run_hooks(step.context.used if step.applied else ())
         elif due_parts is not None:
             self._run_hooks(due_parts.used | due_parts.released)
         elif isinstance(step, UnsyncedStep):
             self._run_hooks(step.captured.used, shared=not self._several)
+
+    def _finish_repeated(self, step: RepeatedStep) -> None:
+        super()._finish_repeated(step)
+        if self.meets_hooks:
+            self._run_hooks(step.context.used)
 
     def _run_hooks(self, names: Iterable[str], *, shared: bool = True) -> None:
         """Calls them for these parameters, in the same order on every site.
@@ -148,6 +153,7 @@ class Watching(Joining):
         Raises:
             RuntimeError: a hook applied a gradient of this site alone.
         """
+        self.meets_hooks = False
         hooks, names = self._hooks(), set(names)
         hooked = [name for name in reversed(with_any(hooks)) if name in names]
         with self._watch.passing_over() if self._watch is not None else nullcontext():

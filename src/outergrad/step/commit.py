@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import SupportsInt
@@ -64,6 +64,10 @@ class Ballot:
         """A digest of a sum, or of messages of all sites, that this site received."""
         self._sums.append(digest)
 
+    def note_sums(self, digests: Iterable[SupportsInt]) -> None:
+        """The same of several."""
+        self._sums.extend(digests)
+
     def cover(self, first: int, digest: SupportsInt) -> None:
         """The vote is about steps before, too, that nobody has voted on.
 
@@ -88,7 +92,7 @@ class Ballot:
     def digest(self) -> SupportsInt:
         """Of all that this site received so far, which all sites did."""
         sums = tuple(self._sums)
-        at_once = all(type(one) is int for one in sums)
+        at_once = {*map(type, sums)} <= {int}
         return combined(sums) if at_once else Digest(partial(combined, sums))
 
     def hear(self, state: State) -> None:

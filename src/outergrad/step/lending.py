@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -28,7 +28,10 @@ class Lending:
         """Parameters whose sums may be lent; none of them once the loop would notice."""
         self._copies: list[_Copy] | None = None
         self._copied: Mapping[str, Tensor] = {}
-        self._sums: Mapping[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        """Those that will be lent, as tensors of their own in the same memory."""
+        self._one: Tensor | None = None
+        """A part of that memory."""
         self._lent: tuple[Tensor, int] | None = None
         """One of the sums that were lent, with the count of changes of all of them then."""
 
@@ -43,10 +46,13 @@ class Lending:
             self._names = list(sums) if any(t.numel() >= LARGE for t in sums.values()) else []
         elif not self._was_left_alone():
             self._names.clear()
-        if not all(_is_like(params[name].grad, sums[name]) for name in self._names):
+        if not _are_like([(params[name].grad, sums[name]) for name in self._names]):
             self._names.clear()
-        lends = bool(self._names) and self._copies is not None
-        self._sums, self._copied = (sums, {}) if lends else ({}, sums)
+        if self._names and self._copies is not None:
+            self._one = next(iter(sums.values()))
+            self._sums, self._copied = {name: t.detach() for name, t in sums.items()}, {}
+        else:
+            self._sums, self._copied = {}, sums
 
     def write(self, params: Mapping[str, Tensor]) -> None:
         """The sums have come: copies into `param.grad` those that are not lent."""
@@ -58,9 +64,9 @@ class Lending:
         """The step counts: sums that may be lent become `param.grad`."""
         self._lent = None
         if self._sums:
+            assert self._one is not None
             param_grad.replace(params, self._sums)
-            one = next(iter(self._sums.values()))
-            self._lent, self._copies = (one, one._version), []
+            self._lent, self._copies, self._sums = (self._one, self._one._version), [], {}
         else:
             self._copies = [_Copy.of(params[name]) for name in self._names or ()]
 
@@ -70,11 +76,14 @@ class Lending:
         return same and all(one.was_left_alone() for one in self._copies or ())
 
 
-def _is_like(grad: Tensor | None, t: Tensor) -> bool:
-    """Whether nobody would notice if a gradient were another tensor of the same values."""
-    if type(grad) is not Tensor or grad.requires_grad:
-        return False
-    return grad.stride() == t.stride() and grad.dtype == t.dtype and holders(grad) == 1
+def _are_like(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> bool:
+    """Whether nobody would notice if gradients were other tensors of the same values."""
+    for grad, t in pairs:
+        if type(grad) is not Tensor or grad.requires_grad or grad.dtype != t.dtype:
+            return False
+        if grad.stride() != t.stride() or holders(grad) > 1:
+            return False
+    return True
 
 
 @dataclass

@@ -33,9 +33,9 @@ def overwrite(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> 
 
 
 def replace(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """`param.grad = gradient`, a tensor of its own in the same memory."""
+    """`param.grad = gradient`, which becomes the loop's."""
     for name, gradient in gradients.items():
-        params[name].grad = gradient.detach()
+        params[name].grad = gradient
 
 
 @torch.no_grad()

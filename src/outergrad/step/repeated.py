@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
+from typing import SupportsInt
 
 import torch
 from torch import Tensor
@@ -183,19 +183,20 @@ class RepeatedStep:
         return self._pattern.used
 
     def on_ready(self, name: str) -> None:
-        """Starts messages in their order, as far as they are ready, but for the last."""
-        self.ready.append(name)
-        k = self._pattern.place[name]
-        self._left[k] -= 1
-        if not self._left[k] and self._next_is_ready:
-            with torch.no_grad():
-                while self._next_is_ready:
-                    self._start()
+        """Starts messages in their order, as far as they are ready, but for the last.
 
-    @property
-    def _next_is_ready(self) -> bool:
-        sent = len(self.sent)
-        return sent < len(self._left) - 1 and not self._left[sent]
+        What makes that impossible comes again at the end, as an `error`.
+        """
+        self.ready.append(name)
+        left, k = self._left, self._pattern.place[name]
+        left[k] -= 1
+        if not left[k] and self.error is None and len(left) > 1:
+            try:
+                with torch.no_grad():
+                    while (sent := len(self.sent)) < len(left) - 1 and not left[sent]:
+                        self._start()
+            except ExchangeError as error:
+                self.error = error
 
     def _start(self) -> None:
         bucket = self._pattern.buckets[len(self.sent)]
@@ -205,15 +206,18 @@ class RepeatedStep:
 
     def succeeds(self) -> bool:
         """Goes through all messages, and makes the gradients the mean, if nothing is against it."""
-        with torch.no_grad(), suppress(Exception):  # it comes again, where the others hear of it
-            try:
-                succeeds = self._goes_through()
-            except ExchangeError as error:
-                self.error = error
-            else:
-                if succeeds:
-                    self.context.comm.take_turn(0)
-                return succeeds
+        had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as torch.no_grad(), in one call
+        try:
+            if self.error is None and self._goes_through():
+                self.context.comm.take_turn(0)
+                return True
+        except ExchangeError as error:
+            self.error = error
+        except Exception:  # it comes again, where the others hear of it
+            pass
+        finally:
+            torch._C._set_grad_enabled(had_grad)
         return False
 
     def _goes_through(self) -> bool:
@@ -221,8 +225,8 @@ class RepeatedStep:
         while len(self.sent) < len(self._left):
             self._start()
         ballot = self._prepare()
-        results = self._received()
-        if results is None:
+        sums = self._received()
+        if sums is None:
             return False
         self.drift = self._votes.count(self.context.header.step)
         if self.drift is not None:
@@ -232,11 +236,8 @@ class RepeatedStep:
         lendings[-1].write(params)
         for lending in lendings:
             lending.lend(params)
-        for result in results:
-            assert result.digest is not None
-            ballot.note_sum(result.digest)
-        for nothing in _NEITHER:
-            ballot.note_sum(nothing)
+        ballot.note_sums(sums)
+        ballot.note_sums(_NEITHER)
         self._votes.make(ballot, self, self._pact)
         return True
 
@@ -248,17 +249,18 @@ class RepeatedStep:
             lending.prepare(context.params, only(pending.sums, context.used))
         return Ballot(context.comm, context.header, self._pattern.subjects)
 
-    def _received(self) -> list[Result] | None:
-        """What the messages brought, all but the last written; None if not all is good."""
-        results: list[Result] = []
+    def _received(self) -> list[SupportsInt] | None:
+        """Digests of the messages, all of which but the last are written; None if one is bad."""
+        digests: list[SupportsInt] = []
         for bucket, pending in self.sent:
             result = self._awaited(bucket, pending)
             if result.state != State.GOOD:
                 return None
-            if results:
-                self._pattern.lending[len(results) - 1].write(self.context.params)
-            results.append(result)
-        return results
+            if digests:
+                self._pattern.lending[len(digests) - 1].write(self.context.params)
+            assert result.digest is not None
+            digests.append(result.digest)
+        return digests
 
     def _awaited(self, bucket: Bucket, pending: Pending) -> Result:
         self.awaited, self._waits_since = bucket, time.perf_counter()

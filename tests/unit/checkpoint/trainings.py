@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import struct
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -62,9 +64,13 @@ def cut(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Changes a number in the middle of a tensor."""
+    """Changes a number in the middle of the largest tensor: between two there is only padding."""
+    with zipfile.ZipFile(path) as file:
+        largest = max(file.infolist(), key=lambda part: part.file_size)
     changed = bytearray(path.read_bytes())
-    changed[len(changed) // 2] ^= 1
+    header = largest.header_offset
+    name_and_more = sum(struct.unpack_from("<HH", changed, header + 26))
+    changed[header + 30 + name_and_more + largest.file_size // 2] ^= 1
     path.write_bytes(changed)
 
 

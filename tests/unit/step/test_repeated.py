@@ -122,6 +122,26 @@ def kept_gradients(run, step):
         run.step(None)
 
 
+def hooks_that_come(run, step):
+    """Of others, behind gradients; they see and change the mean."""
+    side, first = run.model.side.weight, run.model.first.weight
+    if step == 5:
+        run.hook = side.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    if step == 11:
+        first.register_post_accumulate_grad_hook(lambda p: run.found.append(digest([p.grad])))
+    if step == 17:
+        run.hook.remove()
+    run.step(run.loss(step))
+
+
+def clipped(run, step):
+    """In place, from some step on."""
+    run.loss(step).backward()
+    if step > 10:
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.step(None)
+
+
 def looked_at(run, step):
     run.step(run.loss(step))
     assert run.session.stats().step == step + 1
@@ -139,6 +159,8 @@ LOOPS = {
         not_finite,
         saved,
         kept_gradients,
+        hooks_that_come,
+        clipped,
         looked_at,
     )
 }
@@ -342,7 +364,7 @@ def test_sums_that_differ_are_found(repeated, monkeypatch):
     def received(step):
         results = before(step)
         if step.context.header.step == 13 and step.context.comm.rank == 1:
-            results[-1].digest = int(results[-1].digest) + 1
+            results[-1] = int(results[-1]) + 1
         return results
 
     monkeypatch.setattr(RepeatedStep, "_received", received)
