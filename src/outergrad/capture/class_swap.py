@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from outergrad.capture.engine import itself_untraced, untraced
+from outergrad.capture.engine import NO_TASK, current_task, itself_untraced, untraced
 from outergrad.capture.untappable import is_traced
 
 
@@ -25,7 +25,14 @@ class ClassSwap:
         forward: what to call in place of its own forward, unless that is being traced.
         in_graphs: what torch.compile traces instead, where there will be a backward; without it,
             forward is called outside of its graphs.
+
+    Attributes:
+        rests: whether the module computes by its own forward for now, outside of graphs; in a
+            backward, which computes a forward of before again, it does as it is told there.
+        rested: set by a forward in which it rested.
     """
+
+    rests = rested = False
 
     def __init__(
         self,
@@ -34,7 +41,7 @@ class ClassSwap:
         in_graphs: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._plain = module, type(module)
-        body = {"forward": _forward(self._plain, module, untraced(forward), in_graphs)}
+        body = {"forward": _forward(self, self._plain, module, untraced(forward), in_graphs)}
         self._own = module.__class__ = _subclass(self._plain, body)
 
     def plain_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +97,7 @@ def _call(
 
 
 def _forward(
+    swap: ClassSwap,
     plain: type[nn.Module],
     module: nn.Module,
     instead: Callable[..., Any],
@@ -103,6 +111,9 @@ def _forward(
                 return plain.forward(self, *args, **kwargs)
             if in_graphs is not None:
                 return in_graphs(*args, **kwargs)
+        elif swap.rests and current_task() == NO_TASK:
+            swap.rested = True
+            return plain.forward(self, *args, **kwargs)
         elif is_traced(args, kwargs):
             return plain.forward(self, *args, **kwargs)
         else:

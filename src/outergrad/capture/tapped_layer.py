@@ -46,12 +46,8 @@ class TappedLayer:
             somebody only looks at them, of the layer's.
 
     Attributes:
-        rests: whether forwards are its own class's, and count no rows, because nothing would
-            follow from them. What was announced last is announced again.
         announced_rows: of each slot, in this site's last header: all, not rounded; None before.
     """
-
-    rests = False
 
     def __init__(
         self,
@@ -79,9 +75,7 @@ class TappedLayer:
         self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rests and current_task() == NO_TASK:
-            self._decided = False  # for a recomputation of this forward
-        elif torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             if not may_be_tapped(args, kwargs):
                 self._note_untappable()
             elif self._active():
@@ -94,11 +88,24 @@ class TappedLayer:
         """Gives the module its own class back."""
         self._swap.restore()
 
+    @property
+    def rests(self) -> bool:
+        """Whether forwards are its own class's, and count no rows: nothing would follow from them.
+
+        What was announced last is announced again.
+        """
+        return self._swap.rests
+
+    def let_rest(self, rests: bool) -> None:
+        """From the next forward on it rests, or does not."""
+        self._swap.rests = rests
+
     def _active(self) -> bool:
         """Whether this forward goes through taps; a recomputation does what the forward did."""
         if current_task() == NO_TASK:
             self._decided = self._sink.taps(self) and all(p.tappable() for p in self._trained)
-        return self._decided and self._own.are_there()
+            self._swap.rested = False
+        return self._decided and not self._swap.rested and self._own.are_there()
 
     def tap(
         self,

@@ -43,7 +43,7 @@ class BackwardHooks(Stepping):
             watched = [self._watches(slot.params) for slot in layer.slots]
             batch = self._batch or (AnySamples() if self._reporter.by_sample else None)
             tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, batch)
-            self._next_forward.layers.append(tapped)
+            self._next_forward.add(tapped)
             self._header_builder.add(tapped)
         for found in inspection.blocks:  # in the order of the model
             watched = [self._watches(params) for params in found.params_of]

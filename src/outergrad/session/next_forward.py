@@ -21,15 +21,22 @@ class NextForward:
     Attributes:
         tap_next: of each unit, whether it is tapped in the next one.
         layers: whose classes were swapped.
+        rests: whether no layer looks at what goes through it.
     """
 
     def __init__(self, units: Sequence[Unit], tap_next: Sequence[bool]) -> None:
         self.tap_next = dict(zip(units, tap_next, strict=True))
         self.layers: list[TappedLayer] = []
+        self.rests = True
         self._unit_of = {source: unit for unit in units for source in unit.sources}
         self._graphs = GraphTaps()
         self._followed: Choice | None = None
         self._counting: AbstractSet[Unit] | None = None
+
+    def add(self, layer: TappedLayer) -> None:
+        """One more, which looks."""
+        self.layers.append(layer)
+        self.rests = False
 
     def taps(self, sources: Sequence[Source]) -> bool:
         """Whether the unit of some of these is tapped."""
@@ -61,4 +68,5 @@ class NextForward:
         self._counting = counting
         for layer in self.layers:
             units = {self._unit_of[slot] for slot in layer.slots}
-            layer.rests = counting is not None and counting.isdisjoint(units)
+            layer.let_rest(counting is not None and counting.isdisjoint(units))
+        self.rests = all(layer.rests for layer in self.layers)

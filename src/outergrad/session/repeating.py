@@ -59,7 +59,7 @@ class Repeating(FollowingUp):
         quiet = not (told or any(self._buffers.written()))
         if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
             return None
-        if not (pattern.rests and self._rest) and not self._header_builder.uses_as(
+        if not (pattern.rests and self._next_forward.rests) and not self._header_builder.uses_as(
             pattern.own, used
         ):
             return None
@@ -118,16 +118,11 @@ class Repeating(FollowingUp):
         rests = all(layer.is_known(k) for layer in layers for k, _ in enumerate(layer.slots))
         return Pattern.of(step, self._planner.header_cache.known, rests=rests)
 
-    @property
-    def _rest(self) -> bool:
-        """Whether no layer looks at what goes through it."""
-        return all(layer.rests for layer in self._next_forward.layers)
-
     def _finish_repeated(self, step: RepeatedStep) -> None:
         """What follows from a step like the last one, which counts."""
         self._group.running.remove(self)
         self._step, self.counted_task, self.on_counted = None, NO_TASK, _nothing
-        for layer in () if self._rest else self._next_forward.layers:
+        for layer in () if self._next_forward.rests else self._next_forward.layers:
             layer.forget_awaited()
             layer.forget_untapped()
         self._planner.commit(applied=True)

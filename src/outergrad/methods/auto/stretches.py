@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from outergrad.methods.auto.gains import turns
 from outergrad.methods.auto.knowledge import Arm
@@ -32,7 +33,7 @@ class Stretch:
     arms: tuple[Arm, ...]
     tried: Arm | None = None
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The step behind the last."""
         return self.first + len(self.arms)
