@@ -225,12 +225,12 @@ class HarnessComm(TorchComm):
         place = self.injector.fault.place * part.nbytes
         part.view(-1).view(torch.uint8)[int(place)] ^= 1 << int(8 * place) % 8
 
-    def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> Any:
-        if call is SEND and tag == tag_of(self._turn, VOTE_LANE):
+    def _started(self, call: str, t: Tensor, other: int, tag: int) -> Any:
+        if call == SEND and tag == tag_of(self._turn, VOTE_LANE):
             self._vote(call, t, tag)
         return super()._started(call, t, other, tag)
 
-    def _vote(self, call: Callable[..., Any], t: Tensor, tag: int) -> None:
+    def _vote(self, call: str, t: Tensor, tag: int) -> None:
         """All receives are posted, and no vote is sent yet."""
         injector = self.injector
         if not injector.armed or injector.fault.moment != "voting":

@@ -29,8 +29,8 @@ _Receives = list[tuple[dist.Work, Sequence[int]]]
 """Transfers, each with the sites that it depends on."""
 _Receiving = tuple[list[Tensor], _Receives]
 """What every site sends, and the transfers that bring it."""
-SEND, RECEIVE = dist.ProcessGroup.send, dist.ProcessGroup.recv
-"""Called straight: what torch.distributed checks before takes as long as the call."""
+SEND, RECEIVE = "send", "recv"
+"""Of the group itself: what torch.distributed checks before takes as long as the call."""
 _PATIENCE = timedelta(seconds=30)
 _BRIEFLY_S = 1.0
 """How long a site that leaves in order may wait for the store."""
@@ -239,9 +239,9 @@ class TorchComm(Comm):
                 works.extend(self._started(SEND, part, o, tag) for part in parts)
         return works
 
-    def _started(self, call: Callable[..., Any], t: Tensor, other: int, tag: int) -> dist.Work:
+    def _started(self, call: str, t: Tensor, other: int, tag: int) -> dist.Work:
         try:
-            return call(self.group, [t], other, tag)
+            return getattr(self.group, call)([t], other, tag)
         except RuntimeError as error:
             raise failed(error, (other,)) from error
 
