@@ -20,48 +20,38 @@ class Collective(Enum):
     ALL_TO_ALL = "all_to_all"
 
 
-_ADDED_BYTES = 1 << 17
+ADDED_BYTES = 1 << 17
 """Of what two sites add up on any link: for more a ring takes less of the processor."""
 _ADDED_S = 4.5e-10
 """What each byte takes longer than in a ring, where nothing waits for the link (docs/design.md)."""
 _FAR_S = 2e-3
 """Delay from which on that is weighed: less may be a processor that was busy."""
 _SLOW_BYTES_PER_S = 5e6
-"""40 Mbit/s: below, a ring of two takes longer whatever the delay (docs/design.md)."""
-_MOST_BYTES = 1 << 21
-"""Of what more than two sites add up: long messages of all to all get in each other's way."""
+"""40 Mbit/s: below, a ring takes longer whatever the delay (docs/design.md)."""
 
 
 @dataclass(frozen=True)
 class RingCost:
-    """Sums go round a ring, or are added up; all else goes from every site straight to every other.
+    """Sums go round a ring, everything else from every site straight to every other.
 
     Attributes:
         sites: S.
-        far_bytes: the longest sum that would wait longer in a ring than it costs to add it up.
+        added_bytes: the longest sum for which two sites send each other all of it instead.
     """
 
     sites: int
-    far_bytes: float = 0.0
+    added_bytes: float = ADDED_BYTES
 
     def over(self, link: Link) -> RingCost:
         """The same, over a link that is known.
 
-        A ring waits for the link at each hop, and between two sites again at each part of a long
-        sum. Sites that add up themselves wait once, or, if they are more than two, twice
-        (`added_up.py`). That takes more of the processor.
+        A ring waits for the link once more than two sites that send each other all, and again at
+        each part of a long sum; it takes less of the processor.
         """
+        if link.bytes_per_s < _SLOW_BYTES_PER_S:
+            return replace(self, added_bytes=inf)
         far_bytes = link.delay_s / _ADDED_S if link.delay_s > _FAR_S else 0.0
-        if self.sites > 2:
-            far_bytes = min(far_bytes, _MOST_BYTES)
-        elif link.bytes_per_s < _SLOW_BYTES_PER_S:
-            far_bytes = inf
-        return replace(self, far_bytes=far_bytes)
-
-    @property
-    def added_bytes(self) -> float:
-        """The longest sum that sites add up themselves."""
-        return max(self.far_bytes, _ADDED_BYTES if self.sites == 2 else 0)
+        return replace(self, added_bytes=max(ADDED_BYTES, far_bytes))
 
     @property
     def copies(self) -> int:
@@ -85,10 +75,8 @@ class RingCost:
         return nbytes if way == Route.GATHER else 2 * nbytes / self.sites
 
     def delays(self, way: Route) -> int:
-        """Two sums wait for each message of their rings, or for each round of theirs."""
-        rounds = 2 if self.sites > 2 else 1
-        waits = rounds if self.far_bytes else 2 * (self.sites - 1)
-        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 2 * waits}[way]
+        """Two all-reduces wait for each message of two rings."""
+        return {Route.GATHER: 1, Route.TWO_WAY: 2, Route.REDUCE: 4 * (self.sites - 1)}[way]
 
 
 @lru_cache(maxsize=1024)
@@ -155,6 +143,11 @@ class BlindStarCost(StarCost):
     def share(self, nbytes: float, way: Route) -> float:
         """Sums are gathered."""
         return nbytes if way == Route.REDUCE else super().share(nbytes, way)
+
+
+def adds_up(cost: CostModel, nbytes: int) -> bool:
+    """Whether two sites of a process group send each other all of a sum, in one round."""
+    return isinstance(cost, RingCost) and cost.sites == 2 and 0 < nbytes <= cost.added_bytes
 
 
 def cost_of(compressor: Setup, sites: int) -> CostModel:

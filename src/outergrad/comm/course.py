@@ -20,8 +20,6 @@ _GROWTH = 4
 _MOST_BYTES = 1 << 26
 _SHARE = 0.125
 """Of the timeout that a piece is to take: the first ones may pass a slow link in a burst."""
-_MOST_DELAYED = 16
-"""How much faster bytes may flow than they came on average, with the delay of every piece."""
 
 
 class Course:
@@ -36,7 +34,7 @@ class Course:
     def __init__(self, comm: Comm) -> None:
         self._comm, self._next_bytes = comm, LEAST_BYTES
         self._bytes, self._took_s, self._timeout_s = 0, 0.0, comm.patience_s
-        self._pieces, self._least_s = 0, inf
+        self._least_s = inf
 
     def broadcast(self, flat: Tensor) -> None:
         """Overwrites bytes with rank 0's."""
@@ -54,18 +52,12 @@ class Course:
         took_s = max(max(own for own, _ in told), 1) / 1e6
         self._timeout_s = min(timeout for _, timeout in told) / 1e3
         self._bytes, self._took_s = self._bytes + nbytes, self._took_s + took_s
-        self._pieces += 1
         self._least_s = min(self._least_s, took_s)
         wanted = int(nbytes / took_s * self._timeout_s * _SHARE)
         self._next_bytes = min(_GROWTH * self._next_bytes, max(LEAST_BYTES, wanted), _MOST_BYTES)
 
     def settle(self) -> None:
         """Tells the transport what it has found, if there was enough to send."""
-        if self._bytes < LEAST_BYTES:
-            return
-        mean_bytes_per_s = self._bytes / self._took_s
-        flows_s = max(self._took_s - self._pieces * self._least_s, self._took_s / _MOST_DELAYED)
-        bytes_per_s = self._bytes / flows_s
-        delay_s = max(0.0, self._least_s - LEAST_BYTES / bytes_per_s)  # of the first piece
-        link = Link(delay_s, bytes_per_s)
-        self._comm.settle_pace(link, mean_bytes_per_s, self._timeout_s)
+        if self._bytes >= LEAST_BYTES:
+            link = Link(self._least_s, self._bytes / self._took_s)
+            self._comm.settle_pace(link, self._timeout_s)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outergrad.comm.cost import Collective, RingCost
-from outergrad.comm.tags import SUM_LANES, tag_of
+from outergrad.comm.tags import SUMS_LANE, tag_of
 from outergrad.comm.trace import Tracer
 from outergrad.core.cost import CostModel, Traffic
 from outergrad.core.transport import Board, Comm, Enough
@@ -97,9 +97,9 @@ class MirrorComm(Comm):
             self._posted[tag_of(turn, lane)] += 1
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
-        """The same of a sum that sites would add up, if the link is such."""
-        if isinstance(self.cost, RingCost):
-            self._posted[tag_of(turn, SUM_LANES[0])] += 1
+        """The same of a sum that two sites would add up, if the link is such."""
+        if isinstance(self.cost, RingCost) and self.world_size == 2:
+            self._posted[tag_of(turn, SUMS_LANE)] += 1
 
     def all_reduce(self, t: Tensor) -> Mirrored:
         """As many times t as there are sites, in place."""
@@ -107,7 +107,7 @@ class MirrorComm(Comm):
             traffic = self.cost.all_reduce(t.nbytes)
             summed = t.mul_(self.world_size)
             total = Traffic(*(self.world_size * nbytes for nbytes in traffic))
-            return self._exchanged(summed, Collective.ALL_REDUCE, traffic, total, SUM_LANES[0])
+            return self._exchanged(summed, Collective.ALL_REDUCE, traffic, total, SUMS_LANE)
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Mirrored:
         """Of every site what this one sends, under its own name."""

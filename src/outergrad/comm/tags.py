@@ -8,8 +8,8 @@ CLOSING_TAG = _TAG - 1
 """Of a receive that is never answered."""
 _FIRST_TURN_TAG, _LANES = 1 << 30, 8
 """Tags of turns begin there; each turn has one for every lane."""
-SUM_LANES = 6, 7
-"""Of the rounds of sums that sites add up."""
+SUMS_LANE = 6
+"""Of what two sites add up."""
 
 
 def tag_of(turn: int, lane: int) -> int:

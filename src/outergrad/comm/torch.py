@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.added_up import AddedUp, lengths, rounds
 from outergrad.comm.backends import has_backend
 from outergrad.comm.board import StoreBoard
-from outergrad.comm.cost import RingCost
+from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.last_words import LastWords
 from outergrad.comm.pace import AN_INSTANT, Pace
 from outergrad.comm.store_host import USUAL_HOST, ends_with
-from outergrad.comm.tags import CLOSING_TAG, SUM_LANES, tag_of
-from outergrad.comm.work import Ready, TorchWork, failed, if_open, room, transport
+from outergrad.comm.tags import CLOSING_TAG, SUMS_LANE, tag_of
+from outergrad.comm.work import Ready, TorchWork, failed, if_open, room, sum_into, transport
 from outergrad.core.cost import CostModel
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.core.transport import Comm, Enough, Work
+from outergrad.core.transport import Comm, Enough
 from outergrad.core.types import Link
 
 _Receives = list[tuple[dist.Work, Sequence[int]]]
@@ -61,7 +59,6 @@ class TorchComm(Comm):
         self._only_other = self._others if sites == 2 else ()
         self.sent_bytes = self.received_bytes = 0
         self.cost: CostModel = RingCost(sites)
-        self._sums = AddedUp(rank, sites)
         self.device = device
         self._kept: Tensor | None = None
         self._as_sum = dist.AllreduceOptions()
@@ -71,7 +68,7 @@ class TorchComm(Comm):
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
         self._wire = device if has_backend(group, device.type) else self._host
-        self._added_up = lengths(RingCost(sites)) if self._wire.type == "cpu" else range(0)
+        self._added_bytes: float = ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
@@ -79,33 +76,32 @@ class TorchComm(Comm):
             store = group.get_group_store()
             self.board, self.holds_board = StoreBoard(store), ends_with(self.rank, store)
 
-    def all_reduce(self, t: Tensor) -> Work:
+    def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
 
-        Counts what a ring sends: 2 (S - 1) / S of the tensor. Sites add up themselves what would
-        wait for the link in a ring (`added_up.py`): as many bytes in fewer delays.
+        Counts what a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other all of a
+        short one, and of a long one if the link is far or slow: as many bytes in fewer delays.
         """
         if self.world_size == 1:
             return Ready(t)
-        nbytes, staged = self.cost.all_reduce(t.nbytes).sent, self._staged(t)
-        self.sent_bytes += nbytes
-        self.received_bytes += nbytes
-        result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
-        if t.nbytes in self._added_up:
-            exchange = partial(self._exchanged_sums, self._turn)
-            return self._sums.start(staged.view(-1), exchange, result)
+        if 0 < t.nbytes <= self._added_bytes:
+            return self._added_up(t)
+        staged = self._staged(t)
         words = torch.view_as_real(staged) if staged.is_complex() else staged
         try:
             work = self.group.allreduce([words], self._as_sum)
         except RuntimeError as error:
             raise failed(error, self._only_other) from error
+        nbytes = self.cost.all_reduce(t.nbytes).sent
+        self.sent_bytes += nbytes
+        self.received_bytes += nbytes
         self.pace.sends(nbytes)
+        result = lambda: t if staged is t else t.copy_(staged)  # noqa: E731
         return TorchWork([(work, self._only_other)], result, self.pace, self.pace.all_sent)
 
-    def _exchanged_sums(
-        self, turn: int, outgoing: Sequence[Tensor], sizes: Sequence[int], k: int
-    ) -> TorchWork:
-        return self._exchanged(outgoing, sizes, outgoing[0].device, SUM_LANES[k], turn)
+    def _added_up(self, t: Tensor) -> TorchWork:
+        own = self._staged(t).view(-1)
+        return self._exchanged([own, own], [len(own)] * 2, t.device, SUMS_LANE, sum_into(t))
 
     def all_gather(self, t: Tensor, sizes: Sequence[int], lane: int = 0) -> Ready | TorchWork:
         """Every site's 1-D tensor on every site, straight from its owner.
@@ -155,10 +151,9 @@ class TorchComm(Comm):
                 self._posted.setdefault(tag, deque()).append((parts, self._receives(parts, tag)))
 
     def expect_sum(self, size: int, turn: int, dtype: torch.dtype) -> None:
-        """The same of an `all_reduce`, if sites will add up."""
-        if size * dtype.itemsize in self._added_up:
-            for k, sizes in enumerate(rounds(size, self.rank, self.world_size)):
-                self.expect(sizes, turn, dtype, SUM_LANES[k])
+        """The same of an `all_reduce`, if both sites will add up."""
+        if 0 < size * dtype.itemsize <= self._added_bytes:
+            self.expect([size, size], turn, dtype, SUMS_LANE)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Ready | TorchWork:
         """Another 1-D tensor to every site, straight to it; in one delay, like `all_gather`.
@@ -171,14 +166,14 @@ class TorchComm(Comm):
             return Ready([parts[0]])
         return self._exchanged([self._staged(t) for t in parts], sizes, parts[0].device)
 
-    def settle_pace(self, link: Link, mean_bytes_per_s: float, timeout_s: float) -> None:
+    def settle_pace(self, link: Link, timeout_s: float) -> None:
         """From now on messages are received in parts, each with a timeout of its own.
 
-        Sites add up longer sums themselves, where a ring would wait for the link.
+        Two sites add up longer sums themselves, where a ring would wait for the link.
         """
-        self.pace.settle(mean_bytes_per_s, timeout_s, len(self._others))
+        self.pace.settle(link.bytes_per_s, timeout_s, len(self._others))
         self.cost = cost = RingCost(self.world_size).over(link)
-        self._added_up = lengths(cost) if self._wire.type == "cpu" else range(0)
+        self._added_bytes = cost.added_bytes if self._added_bytes else 0
 
     def _staged(self, t: Tensor) -> Tensor:
         """Where the group can send it from."""
@@ -190,13 +185,14 @@ class TorchComm(Comm):
         sizes: Sequence[int],
         device: torch.device,
         lane: int = 0,
-        turn: int | None = None,
+        then: Callable[[list[Tensor]], Any] = list,
     ) -> TorchWork:
         """What every site has for this one, on the device."""
         own = outgoing[self.rank]
         sent_bytes = sum(t.nbytes for t in outgoing) - own.nbytes
+        self.sent_bytes += sent_bytes
         self.pace.sends(sent_bytes)
-        tag = tag_of(self._turn if turn is None else turn, lane)
+        tag = tag_of(self._turn, lane)
         if self._posted.get(tag):
             parts, receives = self._posted[tag].popleft()
             if [len(part) for part in parts] != list(sizes):
@@ -206,13 +202,11 @@ class TorchComm(Comm):
         else:
             parts = [room(own, size, rank) for rank, size in enumerate(sizes)]
             receives, sends = self._exchange(outgoing, parts, tag)
-        if lane not in SUM_LANES:  # which are counted as a ring
-            self.sent_bytes += sent_bytes
-            self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
+        self.received_bytes += sum(t.nbytes for t in parts) - parts[self.rank].nbytes
 
         def result() -> Any:
             parts[self.rank] = outgoing[self.rank]  # which lives until all has been sent
-            return [part.to(device) for part in parts]
+            return then([part.to(device) for part in parts])
 
         return TorchWork(receives, result, self.pace, self.pace.all_sent, sends)
 

@@ -192,12 +192,11 @@ class Comm(Protocol):
         """An int64 tensor for a collective that should not disturb the device."""
         return torch.tensor(values, dtype=torch.int64)
 
-    def settle_pace(self, link: Link, mean_bytes_per_s: float, timeout_s: float) -> None:
+    def settle_pace(self, link: Link, timeout_s: float) -> None:
         """Takes note of what was measured, the same on all sites; it may do nothing.
 
         Args:
-            link: of the slowest site, roughly: it may be less far, and slower or faster.
-            mean_bytes_per_s: that came to it on average, also while nothing but delays went by.
+            link: of the slowest site, roughly: it may be less far, and faster.
             timeout_s: the shortest `patience_s`.
         """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from outergrad.comm.added_up import lengths
-from outergrad.comm.cost import Collective, RingCost, messages_of, waits_of
+from outergrad.comm.cost import Collective, RingCost, adds_up, messages_of, waits_of
 from outergrad.comm.trace import Started, Trace
 from outergrad.core.cost import CostModel
 from outergrad.core.types import Link
@@ -55,19 +54,17 @@ def step_seconds(trace: Trace, link: ShapedLink, network: Network) -> float:
 def _waits(message: Started, link: ShapedLink, network: Network) -> float:
     """Round trips until it is there, besides what its bytes take."""
     is_sum = message.collective == Collective.ALL_REDUCE
-    rounds = _rounds(message, link, network.cost) if is_sum else 1
-    if message.is_expected and rounds:
-        return 0.5 * rounds
-    return float(rounds) if is_sum and rounds else waits_of(network.cost, message.collective)
+    straight = is_sum and adds_up(_over(link, network.cost), message.traffic.sent)
+    if message.is_expected and (straight or not is_sum):
+        return 0.5
+    return 1.0 if straight else waits_of(network.cost, message.collective)
 
 
-def _rounds(message: Started, link: ShapedLink, cost: CostModel) -> int:
-    """In which sites add up a sum themselves, by what they find out of the link; 0 if in none."""
-    if not isinstance(cost, RingCost) or cost.sites == 1:
-        return 0
-    nbytes = message.traffic.sent * cost.sites // (2 * (cost.sites - 1))
-    found = cost.over(Link(link.rtt_s / 2, (link.rate_bit_per_s or inf) / 8))
-    return (1 if cost.sites == 2 else 2) if nbytes in lengths(found) else 0
+def _over(link: ShapedLink, cost: CostModel) -> CostModel:
+    """What sites find out of the link when they start."""
+    if not isinstance(cost, RingCost):
+        return cost
+    return cost.over(Link(link.rtt_s / 2, (link.rate_bit_per_s or inf) / 8))
 
 
 def _transfer_s(message: Started, link: ShapedLink, network: Network) -> float:
