@@ -142,15 +142,15 @@ class HeldHooks:
         return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _Held)]
 
 
-def has_hooks(p: nn.Parameter) -> bool:
-    """Whether a claimed parameter has hooks, besides its claim's."""
-    own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__
-
-
 def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
     """The names of those parameters that have hooks of others, in their order."""
-    return [name for name, held in hooks.items() if has_hooks(held._parameter) and held.any]
+    found = []
+    for name, held in hooks.items():  # without a call for each: mostly there are none
+        p = held._parameter
+        own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if (len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__) and held.any:
+            found.append(name)
+    return found
 
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:

@@ -102,7 +102,7 @@ class WatchedParameter(HookedClaim):
         if not counted and not self._is_accumulated():
             return
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if len(own) > 1 or "_in_backward_optimizers" in p.__dict__:  # `has_hooks`, without a call
+        if len(own) > 1 or "_in_backward_optimizers" in p.__dict__:  # as in `with_any`
             self._sink.meets_hooks = True
             self.hooks.hold()
         if gradient is not None and not counted:
@@ -130,7 +130,7 @@ class WatchedParameter(HookedClaim):
         if sink.counted_task == current_task():
             sink.on_counted(self.name)
         else:
-            sink.on_ready(self.name)
+            self._ready()
 
 
 def _double_backward(name: str) -> str:

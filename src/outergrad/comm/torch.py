@@ -69,6 +69,7 @@ class TorchComm(Comm):
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
         self._wire = device if has_backend(group, device.type) else self._host
         self._added_bytes: float = ADDED_BYTES if sites == 2 and self._wire.type == "cpu" else 0
+        """Of the longest sum that two sites add up: `adds_up`, without a call at each sum."""
         # NCCL would stop the host to watch the clock, and has a watchdog of its own.
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()

@@ -81,11 +81,8 @@ class BackwardHooks(Stepping):
 
     def on_ready(self, name: str) -> None:
         """This backward has nothing more for the parameter."""
-        step = self._step
         try:
-            if step is None or self.counted_task != current_task():
-                step = self._step_of(name)
-            step.on_ready(name)
+            self._step_of(name).on_ready(name)
         except ExchangeError as error:  # without a context manager, once per parameter
             raise self._lost_by(error) from error
 
