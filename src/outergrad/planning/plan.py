@@ -57,6 +57,8 @@ class Planner:
         self._outside: set[str] = set()
         self._last: tuple[list[Hashable], list[tuple[Hashable, ...]], Choice] | None = None
         """What the last choice was made from: what is known here, and what all announced."""
+        self._decisions: dict[Unit, tuple[Sequence[Hashable], _Decision]] = {}
+        """The last of each unit, and which uses it was made from, with what was known then."""
         self._phases = compressors.phases
         self._used: Collection[str] = ()
         self._adopted: Choice | None = None
@@ -207,6 +209,8 @@ class Planner:
         known, facts = self._known(self._compressors.phases), [header.facts for header in headers]
         last = self._last
         if last is None or last[:2] != (known, facts):
+            if last is None or last[0] != known:
+                self._decisions = {}
             last = self._last = known, facts, self._chosen(headers)
         return last[2]
 
@@ -229,8 +233,16 @@ class Planner:
         return [len(self._has_autograd_grad), *phases, self._compressors.ahead]
 
     def _chosen(self, headers: Sequence[Header]) -> Choice:
-        decided = [self._decided(unit, headers) for unit in self._model.units]
+        decided = [self._decision(unit, headers) for unit in self._model.units]
         return Choice(*zip(*decided, strict=True)) if decided else Choice((), (), (), (), ())
+
+    def _decision(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
+        """As the last time, where the unit is used as then."""
+        uses = [header.uses[self._index[x]] for x in unit.sources for header in headers]
+        last = self._decisions.get(unit)
+        if last is None or last[0] != uses:
+            last = self._decisions[unit] = uses, self._decided(unit, headers)
+        return last[1]
 
     def _decided(self, unit: Unit, headers: Sequence[Header]) -> _Decision:
         index = [self._index[source] for source in unit.sources]
@@ -246,7 +258,8 @@ class Planner:
             reason = self._why_block(unit, nbytes, tapped=tapped, tap_next=taps)
             return _Decision(route, tapped, taps, nbytes if tapped else 0, reason)
         load = Load(unit, tapped)
-        size = self._largest_size(load, rows_SK) if route != Route.DENSE else 0
+        sizes = (self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
+        size = max(sizes) if route != Route.DENSE else 0
         return _Decision(route, tapped, taps, size, self._why(load, route, tap_next=taps))
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
@@ -283,9 +296,6 @@ class Planner:
         if unit in self._has_autograd_grad:
             return Reason(why=Why.USED_OUTSIDE_LAYER)
         return Reason(why=Why.OVERLAPPING if overlapping(unit.slots) else Why.ROWS)
-
-    def _largest_size(self, load: Load, rows_SK: Sequence[Sequence[int]]) -> int:
-        return max(self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
 
     def _size(self, load: Load, rows_K: Sequence[int], site: int) -> int:
         compressor = self._compressors[load.unit]

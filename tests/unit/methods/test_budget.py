@@ -98,6 +98,26 @@ def test_no_byte_more_and_nothing_is_lost(method, sites):
         assert relative_error(whole, sum(g[name] for g in due) / sites) < 1e-5, name
 
 
+def test_layers_are_shared_out_less_and_less_often():
+    """After 1, 2, 4, ... steps, so that most are alike: what was prepared is of use again."""
+
+    def body(rank, group):
+        model, method = copy.deepcopy(START), METHODS["few bits"]
+        session = og.distribute(model, method, group=group)
+        changed, before = list[int](), None
+        for k in range(36):
+            step(model, rank, k % STEPS)
+            ((compressor, _),) = session._compressors.items()
+            now = dict(compressor._budget._wanted)
+            changed += [k + 1] * (now != before)
+            before = now
+        return changed
+
+    for changed in run_on_lasting_groups(2, body):
+        assert set(changed) <= {1, 2, 4, 8, 16, 32}
+        assert len(changed) >= 3
+
+
 @by_methods
 def test_training_goes_on_to_the_bit(method):
     def body(rank, group):

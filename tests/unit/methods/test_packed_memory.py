@@ -15,7 +15,7 @@ from covering import covering
 from low_rank import backward, batch, error, expected, model, total
 from outergrad.linalg.outer import formed
 from outergrad.methods.low_rank import memory as _memory
-from outergrad.methods.low_rank.packed import Packed, packed
+from outergrad.methods.low_rank.packed import Packed, packed, unpacked
 from outergrad.wire import Int4
 from ranks import run_on_lasting_groups
 
@@ -32,6 +32,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def kept(matrix: Tensor, turn: int) -> Tensor:
+    return unpacked(packed([matrix], turn))[0]
+
+
 def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, dtype=dtype)
@@ -41,17 +45,17 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tenso
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_come_back_within_a_step_and_right_on_average(shape, dtype):
     matrix, turns = numbers(shape, dtype), 64
-    found = torch.stack([packed(matrix, turn).unpacked().double() for turn in range(turns)])
+    found = torch.stack([kept(matrix, turn).double() for turn in range(turns)])
     assert found.shape == (turns, *shape)
     steps = steps_of(matrix)
     assert ((found - matrix).abs() <= steps * (1 + 1e-6)).all()
     assert ((found.mean(0) - matrix).abs() <= 0.1 * steps).all()
-    assert packed(matrix, 5).unpacked().equal(packed(matrix.clone(), 5).unpacked())
+    assert kept(matrix, 5).equal(kept(matrix.clone(), 5))
 
 
 def steps_of(matrix: Tensor) -> Tensor:
     """Per number, the step of its group."""
-    steps = packed(matrix, 0).written[1].double()
+    steps = packed([matrix], 0)[0].written[1].double()
     return steps.expand(-1, 64).flatten()[: matrix.numel()].view_as(matrix)
 
 
@@ -59,7 +63,7 @@ def test_extremes_are_not_clipped_and_nothing_stays_nothing():
     matrix = numbers((1, 8, 64))
     matrix[0, 0], matrix[0, 1, 3], matrix[0, 2, 5], matrix[0, 3] = 0.0, 1e4, -1e4, 1e-30
     for turn in range(8):
-        found = packed(matrix, turn).unpacked()
+        found = kept(matrix, turn)
         assert not found[0, 0].any()
         assert torch.allclose(found[0, 1:3].amax(), torch.tensor(1e4), rtol=0.05)
         assert torch.allclose(found[0, 1:3].amin(), torch.tensor(-1e4), rtol=0.05)
@@ -70,17 +74,30 @@ def test_what_is_far_below_a_step_adds_up():
     """Numbers that grow by a hundredth of a step each time, beside one that stays large."""
     generator = torch.Generator().manual_seed(1)
     growth = 3e-4 * (0.5 + torch.rand(1, 16, 64, generator=generator))
-    kept, turns = torch.zeros(1, 16, 64), 400
+    owed, turns = torch.zeros(1, 16, 64), 400
     for turn in range(turns):
-        kept[..., 0] = 1.0
-        kept = packed(kept + growth, turn).unpacked()
-    found, due = kept[..., 1:].mean(), turns * growth[..., 1:].mean()
+        owed[..., 0] = 1.0
+        owed = kept(owed + growth, turn)
+    found, due = owed[..., 1:].mean(), turns * growth[..., 1:].mean()
     assert abs(found - due) < 0.02 * due
+
+
+@pytest.mark.parametrize("turn", [0, 7])
+def test_matrices_in_one_piece_come_back_as_each_by_itself(turn):
+    matrices = [numbers(shape) for shape in [(1, 130, 1), (1, 64, 1), (2, 5, 13), (1, 1, 1)]]
+    together = packed(matrices, turn)
+    for matrix, one, read in zip(matrices, together, unpacked(together), strict=True):
+        assert read.equal(kept(matrix, turn))
+        assert one.unpacked().equal(read)
+    matrix, other = numbers((1, 8, 8)), packed([numbers((1, 4, 4))], turn)
+    both = unpacked([*packed([matrix], turn), *other, *packed([matrix], turn)])
+    assert [t.shape for t in both] == [matrix.shape, (1, 4, 4), matrix.shape]
+    assert both[0].equal(both[2])
 
 
 def test_it_is_less_than_a_tenth_of_what_adam_keeps():
     matrix = numbers((1, 256, 1024))
-    nbytes = sum(t.nbytes for t in packed(matrix, 0).written)
+    nbytes = sum(t.nbytes for t in packed([matrix], 0)[0].written)
     assert nbytes == matrix.numel() * (6 + 16 / 64) / 8 < 0.1 * 2 * matrix.nbytes
 
 
@@ -88,15 +105,16 @@ def test_it_is_less_than_a_tenth_of_what_adam_keeps():
 def losses(monkeypatch):
     """By slot and turn, what was to be remembered without what is: of all sites."""
     lost: dict[Any, list[Tensor]] = defaultdict(list)
-    keep = _memory.Memories.__setitem__
+    keep = _memory.Memories.update
 
-    def recorded(self: Any, slot: Any, memory: Any) -> None:
-        keep(self, slot, memory)
-        kept = self.latest(slot).residual
-        assert isinstance(kept, Packed)
-        lost[slot.weight].append(memory.residual.double() - kept.unpacked())
+    def recorded(self: Any, memories: Any) -> None:
+        keep(self, memories)
+        for slot, memory in memories.items():
+            residual = self.latest(slot).residual
+            assert isinstance(residual, Packed)
+            lost[slot.weight].append(memory.residual.double() - residual.unpacked())
 
-    monkeypatch.setattr(_memory.Memories, "__setitem__", recorded)
+    monkeypatch.setattr(_memory.Memories, "update", recorded)
     return lost
 
 

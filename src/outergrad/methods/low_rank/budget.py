@@ -22,6 +22,9 @@ _RIDERS_BYTES = 1 << 18
 """Dense gradients up to so many bytes may go along with rows, to each site."""
 _PADDING = 64
 """Bytes that align what goes along, and that count sites in a sum."""
+_OFTEN = 16
+"""Steps from one sharing out to the next, and steps that a mean of energies goes over: steps in
+between are alike, which saves a plan of each."""
 
 
 class Prices:
@@ -92,10 +95,11 @@ class Prices:
 class Budget:
     """How many triplets every site sends of each layer: at least one, and no byte too many.
 
-    A site shares its bytes out by the spectra that it found in the step before: the next triplet
-    goes to the layer where its energy per byte is largest. It tells the others so in the step that
-    follows, and all go by it from the one after that on: if they were told of all layers, as what
-    is told of some does not fit what was told of others.
+    A site shares its bytes out by the spectra that it found in the steps before: the next triplet
+    goes to the layer where its energy per byte is largest. It does so after 1, 2, 4, 8 and 16
+    steps, and then after every 16. It tells the others so in the step that follows, and all go by
+    it from the one after that on: if they were told of all layers, as what is told of some does
+    not fit what was told of others.
 
     Args:
         settings: with the rank that fits all layers alike.
@@ -121,6 +125,7 @@ class Budget:
         self._told: dict[tuple[Place, int], int] = {}
         self._wanted: dict[Place, int] = {}
         self._energies: dict[Place, list[float]] = {}
+        self._seen = 0
         self._found: dict[Place, list[float]] = {}
         alike = {m.place: [(k + 1.0) ** -2 for k in range(min(_sides(m)))] for m in matrices}
         self._first = self._shared_out(alike)
@@ -145,11 +150,20 @@ class Budget:
     def commit(self, *, applied: bool) -> None:
         """The step is over."""
         if applied:
-            self._energies |= self._found
             if len(self._told) == len(self._matrices) * self._sites:
                 self._rows = self._told
-            self._wanted = self._shared_out(self._energies) if self._energies else {}
+            self._seen += bool(self._found)
+            for place, found in self._found.items():
+                self._energies[place] = self._mean(self._energies.get(place, ()), found)
+            if self._found and _is_due(self._seen):
+                self._wanted = self._shared_out(self._energies)
         self._told, self._found = {}, {}
+
+    def _mean(self, before: Sequence[float], found: Sequence[float]) -> list[float]:
+        """Of the last steps; of triplets that were not found before, or not now, of the others."""
+        share = 1 / min(self._seen, _OFTEN)
+        both = [old + share * (new - old) for old, new in zip(before, found, strict=False)]
+        return [*both, *found[len(both) :], *before[len(both) :]]
 
     def _shared_out(self, energies: Mapping[Place, Sequence[float]]) -> dict[Place, int]:
         """Rows of each layer: the most energy that the bytes can bring, triplet by triplet."""
@@ -196,16 +210,18 @@ class Budget:
         return {
             "wanted_rows": {place_name(place): rows for place, rows in self._wanted.items()},
             "energies": {place_name(place): found for place, found in self._energies.items()},
+            "seen": self._seen,
         }
 
     def load(self, inheritance: Inheritance) -> None:
         """Goes on, unless there are more or fewer sites: then rows cost something else."""
-        self._rows, self._wanted, self._energies = {}, {}, {}
+        self._rows, self._wanted, self._energies, self._seen = {}, {}, {}, 0
         if not inheritance.same_sites:
             return
         own, place_of = inheritance.like["own"], inheritance.place_of
         self._wanted = {place_of[name]: rows for name, rows in own["wanted_rows"].items()}
         self._energies = {place_of[name]: list(e) for name, e in own["energies"].items()}
+        self._seen = own.get("seen", 0)
         self._rows = {
             (place_of[name], site): rows[old]
             for name, rows in inheritance.first["common"]["sent_rows"].items()
@@ -246,7 +262,12 @@ def stands(unit: Unit) -> bool:
 
 def rows_in_messages(settings: LowRankSettings, slot: Slot) -> int:
     """Bytes by which messages are filled: the same in all steps, however bytes are shared out."""
-    return 4 * min(settings.rank, *_sides(slot)) * slot.groups * (slot.inputs + slot.outputs)
+    return min(settings.rank, *_sides(slot)) * Sizes(settings).row(slot)
+
+
+def _is_due(steps: int) -> bool:
+    """Whether to share out again after so many: often at first, when layers are still to grow."""
+    return steps % _OFTEN == 0 if steps >= _OFTEN else steps & (steps - 1) == 0
 
 
 def _sides(slot: Slot) -> tuple[int, int]:

@@ -197,9 +197,14 @@ class LowRankCompressor(Compressor):
         return self._gathered.sent_rows(slot, min(exact, self._settings.rank), site)
 
     def payload_bytes(self, slot: Slot, count: int) -> int:
-        """With a budget of one rank, so that the same layers share a message in all steps."""
+        """Of one rank where ranks change, so that the same layers share a message in all steps.
+
+        With a budget as it is written: these messages are to be few.
+        """
         if self._budget is not None:
             return rows_in_messages(self._settings, slot)
+        if self._settings.tolerance and not slot.vector and not slot.lookup:
+            count = min(self._settings.rank, slot.outputs, slot.inputs)
         return super().payload_bytes(slot, count) // (1 + self._settings.alternates)
 
     def codecs(self, slot: Slot) -> Codecs:

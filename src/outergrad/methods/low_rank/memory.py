@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -23,7 +23,7 @@ from outergrad.core.types import (
 )
 from outergrad.linalg.outer import stack
 from outergrad.linalg.small_core import small_core
-from outergrad.methods.low_rank.packed import Packed, packed
+from outergrad.methods.low_rank.packed import Packed, packed, unpacked
 from outergrad.methods.residuals import ByPlace, inherited_residual, saved_residual
 
 
@@ -66,9 +66,19 @@ class Memories(ByPlace[Memory]):
 
     def __setitem__(self, slot: Slot, memory: Memory) -> None:
         """In few bits at once, so that no step has all of them as they were."""
-        if self.packs and isinstance(memory.residual, Tensor):
-            memory = replace(memory, residual=packed(memory.residual, self.turn))
-        super().__setitem__(slot, memory)
+        self.update({slot: memory})
+
+    def update(self, memories: Mapping[Slot, Memory]) -> None:
+        """Several at a time: small ones, whose residuals are matrices, or one."""
+        few_bits: Sequence[Packed] = ()
+        matrices = [m.residual for m in memories.values() if isinstance(m.residual, Tensor)]
+        if self.packs and matrices:
+            few_bits = packed(matrices, self.turn)
+        rest = iter(few_bits)
+        for slot, memory in memories.items():
+            if few_bits and isinstance(memory.residual, Tensor):
+                memory = Memory(memory.q_GIR, next(rest), memory.columns, memory.left)
+            super().__setitem__(slot, memory)
 
     def commit(self, *, applied: bool) -> None:
         """The step is over."""
@@ -104,6 +114,13 @@ def residual_of(memory: Memory | None) -> Gradient | None:
     """What the last step left, if there was one and it left something."""
     residual = None if memory is None else memory.residual
     return residual.unpacked() if isinstance(residual, Packed) else residual
+
+
+def residuals_of(memories: Sequence[Memory | None]) -> list[Gradient | None]:
+    """The same of several; what is in few bits in one piece is read once."""
+    found = [None if memory is None else memory.residual for memory in memories]
+    whole = iter(unpacked(residual for residual in found if isinstance(residual, Packed)))
+    return [next(whole) if isinstance(residual, Packed) else residual for residual in found]
 
 
 def finite_or_none(factors: Factors) -> Factors | None:

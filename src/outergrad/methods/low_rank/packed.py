@@ -3,75 +3,137 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outergrad.wire.few_bits import FewBits
-
-_GROUP = FewBits.group
+_GROUP = 64
+"""Numbers that share a step."""
+_HALF = 32
+"""Multiples of a step lie between this and its negative."""
+_TOGETHER = 4
+"""Rows whose highest bits share bytes."""
 _PLACES, _TURNS = 0xC13FA9A9, 0x91E10DA5
 """2^32 over the plastic number and over its square: sums of their multiples are spread evenly."""
-
-
-@dataclass(frozen=True)
-class SixBits(FewBits):
-    """Numbers in six bits, each rounded up as often as it is near the upper multiple of its step.
-
-    No number of a group is clipped. What is drawn follows from the place and the turn alone: the
-    same training comes out again, and what a place gains in every step adds up, however little.
-
-    Attributes:
-        turn: another one in each step.
-    """
-
-    bits: ClassVar[int] = 6
-    turn: int = 0
-
-    def encode(self, rows: Tensor) -> list[Tensor]:
-        """Of rows of 64 in float32, (R, 64)."""
-        most = (self._half - 1) * (1 - 2**-7)  # a step is rounded, too
-        steps = (rows.abs().amax(dim=-1, keepdim=True) / most).to(torch.bfloat16)
-        multiples = rows / steps.float().masked_fill_(steps == 0, math.inf)
-        codes = multiples.add_(_draws(multiples, self.turn)).floor_().to(torch.int8)
-        return [self._packed(codes), steps]
+_LOW, _HIGH = 0x0F0F0F0F0F0F0F0F, 0x0303030303030303
+"""Of each byte of a word of eight, its lowest four bits, and two."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix in six bits and a quarter a number.
+    """A matrix in six bits and a quarter a number, alone or with others.
 
     Attributes:
-        written: what `SixBits` made of its numbers, row behind row.
+        written: what `_encoded` made of its numbers, row behind row, and of the others'.
         shape: of the matrix.
+        start: the first of its numbers.
     """
 
     written: tuple[Tensor, Tensor]
     shape: torch.Size
+    start: int = 0
 
     def unpacked(self) -> Tensor:
         """In float32."""
-        rows = SixBits().decode(self.written, (len(self.written[0]), _GROUP))
-        return rows.flatten()[: self.shape.numel()].view(self.shape)
+        return self._cut(_decoded(*self.written))
+
+    def _cut(self, numbers: Tensor) -> Tensor:
+        return numbers[self.start : self.start + self.shape.numel()].view(self.shape)
 
 
-def packed(matrix: Tensor, turn: int) -> Packed:
-    """A matrix of finite numbers in few bits."""
-    numbers = matrix.float().flatten()
+def packed(matrices: Sequence[Tensor], turn: int) -> list[Packed]:
+    """Matrices of finite numbers in few bits, all in one piece.
+
+    Args:
+        matrices: any; small ones, or one alone.
+        turn: another one in each step: it decides how they are rounded.
+    """
+    numbers = [_padded(matrix.float().flatten()) for matrix in matrices]
+    counts = tuple(len(some) // _GROUP for some in numbers)
+    if missing := -sum(counts) % _TOGETHER:
+        numbers.append(numbers[0].new_zeros(missing * _GROUP))
+        counts = *counts, missing
+    rows = (torch.cat(numbers) if len(numbers) > 1 else numbers[0]).view(-1, _GROUP)
+    written, start, found = _encoded(rows, counts, turn), 0, list[Packed]()
+    for matrix, count in zip(matrices, counts, strict=False):
+        found.append(Packed(written, matrix.shape, start))
+        start += count * _GROUP
+    return found
+
+
+def unpacked(packed_K: Iterable[Packed]) -> list[Tensor]:
+    """All of them; what is in one piece is read once."""
+    read: dict[int, Tensor] = {}
+    found: list[Tensor] = []
+    for one in packed_K:
+        numbers = read.get(id(one.written))
+        if numbers is None:
+            numbers = read[id(one.written)] = _decoded(*one.written)
+        found.append(one._cut(numbers))
+    return found
+
+
+def _encoded(rows: Tensor, counts: tuple[int, ...], turn: int) -> tuple[Tensor, Tensor]:
+    """Multiples of a step per row, each the upper one as often as the number is near it.
+
+    No number is clipped. What is drawn follows from the place and the turn alone: the same training
+    comes out again, and what a place gains in every step adds up, however little.
+
+    Returns:
+        Their lowest four bits, two in a byte, and behind these their highest two, four in a byte;
+        and the steps in bfloat16, (R, 1).
+    """
+    most = (_HALF - 1) * (1 - 2**-7)  # a step is rounded, too
+    steps = (rows.abs().amax(dim=-1, keepdim=True) / most).to(torch.bfloat16)
+    multiples = rows / steps.float().masked_fill_(steps == 0, math.inf)
+    firsts, columns = _spread(counts, rows.device)
+    draws = (firsts + (columns + _signed(turn * _TURNS))).bitwise_right_shift_(16)
+    codes = multiples.add_(draws, alpha=2.0**-16).round_().to(torch.int8)
+    words = codes.view(torch.int64).flatten()
+    half, quarter = len(words) // 2, len(words) // 4
+    low = (words[half:] & _LOW).bitwise_left_shift_(4).bitwise_or_(words[:half] & _LOW)
+    high = (words >> 4).bitwise_and_(_HIGH)
+    high = (high[half:] << 4).bitwise_or_(high[:half])
+    high = (high[quarter:] << 2).bitwise_or_(high[:quarter])
+    return torch.cat([low, high]).view(torch.uint8), steps
+
+
+def _decoded(written: Tensor, steps: Tensor) -> Tensor:
+    """The other way round, in float32, 1-D."""
+    words = written.view(torch.int64)
+    half = _GROUP * len(steps) // 16
+    low, high = words[:half], words[half:]
+    high = torch.cat([high, high >> 2])
+    high = torch.cat([high, high >> 4]).bitwise_and_(_HIGH).bitwise_left_shift_(4)
+    codes = torch.cat([low, low >> 4]).bitwise_and_(_LOW).bitwise_or_(high)
+    codes = codes.bitwise_xor_(_HALF * (_LOW // 15)).view(torch.int8).sub_(_HALF)
+    return (codes.view(-1, _GROUP).float() * steps.float()).flatten()
+
+
+def _padded(numbers: Tensor) -> Tensor:
     missing = -len(numbers) % _GROUP
-    rows = (pad(numbers, (0, missing)) if missing else numbers).view(-1, _GROUP)
-    codes, steps = SixBits(turn).encode(rows)
-    return Packed((codes, steps), matrix.shape)
+    return pad(numbers, (0, missing)) if missing else numbers
 
 
-def _draws(like: Tensor, turn: int) -> Tensor:
-    """In [0, 1) with 16 bits, evenly spread over places and, at each place, over the turns."""
-    places = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view_as(like)
-    spread = places * _signed(_PLACES) + _signed(turn * _TURNS)
-    return (spread >> 16).bitwise_and_(0xFFFF) * 2.0**-16
+@lru_cache(maxsize=256)
+def _spread(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sums of these, of 32 bits, are spread evenly over the places of each matrix.
+
+    Args:
+        counts: rows of each.
+        device: of the rows.
+
+    Returns:
+        One per row, (R, 1), and one per column, (64,).
+    """
+    firsts = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
+    columns = torch.arange(_GROUP, dtype=torch.int32)
+    row, column = _signed(_GROUP * _PLACES), _signed(_PLACES)
+    return (firsts * row)[:, None].to(device), (columns * column).to(device)
 
 
 def _signed(word: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,7 +22,7 @@ from outergrad.core.coding import (
 from outergrad.core.payload import EncodedRows, FactorRows
 from outergrad.core.types import Factors, Gradient, Part, Slot, Unit, bias_slot
 from outergrad.linalg.outer import formed
-from outergrad.methods.low_rank.memory import Memories, Memory, residual_of
+from outergrad.methods.low_rank.memory import Memories, Memory, residual_of, residuals_of
 from outergrad.methods.low_rank.settings import LowRankSettings
 
 
@@ -108,14 +108,14 @@ class Vectors:
     def _written(self, due: Mapping[Slot, Tensor]) -> Sequence[Tensor | Encoded]:
         """Rows (1, 1, O) of vectors (1, O, 1): encoded in one go, if what is lost is remembered."""
         memories = [self._memories[slot] for slot in due]
-        sums = map(_sum, due.values(), map(residual_of, memories))
-        rows_K = [due_GOI.mT.contiguous() for due_GOI in sums]
-        if not (self._remembers and self.codecs):
+        sums = map(_sum, due.values(), residuals_of(memories))
+        rows_K = [due_GOI.reshape(1, 1, -1) for due_GOI in sums]
+        if not (self._remembers and self.codecs and rows_K):
             return rows_K
         written_K = encode_all(self.codecs, rows_K)
         arrive_K = decode_all(self.codecs, written_K, rows_K)
-        for slot, memory, row, arrives in zip(due, memories, rows_K, arrive_K, strict=True):
-            self._remember(slot, memory, (row - arrives).mT)
+        lost_K = [(row - arrives).mT for row, arrives in zip(rows_K, arrive_K, strict=True)]
+        self._remember(due, memories, lost_K)
         return written_K
 
     def _merged(self, slot: Slot, mean_GOI: Tensor, sites: int) -> Tensor:
@@ -124,13 +124,20 @@ class Vectors:
         if self._remembers and self.codecs:
             memory = self._memories.latest(slot)
             lost_GOI = sites * (mean_GOI - received(self.codecs, row).mT)
-            self._remember(slot, memory, _sum(lost_GOI, residual_of(memory)))
+            self._remember([slot], [memory], [_sum(lost_GOI, residual_of(memory))])
         return row
 
-    def _remember(self, slot: Slot, memory: Memory | None, lost_GOI: Tensor) -> None:
-        if math.isfinite(lost_GOI.sum().item()):
-            start = memory or Memory(lost_GOI.new_zeros(1, 1, 0))
-            self._memories[slot] = replace(start, residual=lost_GOI)
+    def _remember(
+        self, slots: Iterable[Slot], memories: Sequence[Memory | None], lost_K: Sequence[Tensor]
+    ) -> None:
+        """What is finite of what is lost of each, (1, O, 1)."""
+        sums_K = torch.stack([lost_GOI.sum() for lost_GOI in lost_K]).tolist()
+        found: dict[Slot, Memory] = {}
+        for slot, memory, lost_GOI, of_all in zip(slots, memories, lost_K, sums_K, strict=True):
+            if math.isfinite(of_all):
+                start = memory or Memory(lost_GOI.new_zeros(1, 1, 0))
+                found[slot] = replace(start, residual=lost_GOI)
+        self._memories.update(found)
 
 
 def _sum(due_GOI: Tensor, kept: Gradient | None) -> Tensor:
