@@ -89,10 +89,9 @@ def _encoded(rows: Tensor, counts: tuple[int, ...], turn: int) -> tuple[Tensor, 
     """
     most = (_HALF - 1) * (1 - 2**-7)  # a step is rounded, too
     steps = (rows.abs().amax(dim=-1, keepdim=True) / most).to(torch.bfloat16)
-    multiples = rows / steps.float().masked_fill_(steps == 0, math.inf)
-    firsts, columns = _spread(counts, rows.device)
-    draws = (firsts + (columns + _signed(turn * _TURNS))).bitwise_right_shift_(16)
-    codes = multiples.add_(draws, alpha=2.0**-16).round_().to(torch.int8)
+    divisors = steps.float().masked_fill_(steps == 0, math.inf)
+    draws = _draws(turn, rows.device).index_select(0, _rows_of(counts, rows.device))
+    codes = draws.addcdiv_(rows, divisors).round_().to(torch.int8)
     words = codes.view(torch.int64).flatten()
     half, quarter = len(words) // 2, len(words) // 4
     low = (words[half:] & _LOW).bitwise_left_shift_(4).bitwise_or_(words[:half] & _LOW)
@@ -119,23 +118,16 @@ def _padded(numbers: Tensor) -> Tensor:
     return pad(numbers, (0, missing)) if missing else numbers
 
 
+@lru_cache(maxsize=4)
+def _draws(turn: int, device: torch.device) -> Tensor:
+    """In [-1/2, 1/2), evenly spread over places and, at each place, over the turns, (64, 64)."""
+    places = torch.arange(_GROUP * _GROUP, dtype=torch.int64)
+    words = (places * _PLACES + turn * _TURNS) >> 16 & 0xFFFF
+    return (words * 2.0**-16 - 0.5).view(_GROUP, _GROUP).to(device)
+
+
 @lru_cache(maxsize=256)
-def _spread(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums of these, of 32 bits, are spread evenly over the places of each matrix.
-
-    Args:
-        counts: rows of each.
-        device: of the rows.
-
-    Returns:
-        One per row, (R, 1), and one per column, (64,).
-    """
-    firsts = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
-    columns = torch.arange(_GROUP, dtype=torch.int32)
-    row, column = _signed(_GROUP * _PLACES), _signed(_PLACES)
-    return (firsts * row)[:, None].to(device), (columns * column).to(device)
-
-
-def _signed(word: int) -> int:
-    """The lowest 32 bits, as a signed integer."""
-    return (word + 2**31) % 2**32 - 2**31
+def _rows_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which rows of the draws these many rows of each matrix have."""
+    rows = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
+    return (rows % _GROUP).to(device)
