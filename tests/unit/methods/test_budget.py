@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import outergrad as og
 from cases import relative_error
 from outergrad.linalg.outer import formed
+from outergrad.methods.low_rank.budget import _mean
 from outergrad.wire import Int4
 from ranks import run_on_lasting_groups
 
@@ -118,6 +119,13 @@ def test_layers_are_shared_out_less_and_less_often():
         assert len(changed) >= 3
 
 
+def test_energies_are_means_over_the_last_steps():
+    """Of a triplet that was found for the first time, or not now, what is known of it."""
+    assert _mean((), [4.0, 2.0], 1.0) == [4.0, 2.0]
+    assert _mean([4.0, 2.0], [8.0, 4.0, 1.0], 0.25) == [5.0, 2.5, 1.0]
+    assert _mean([4.0, 2.0, 1.0], [0.0], 0.5) == [2.0, 2.0, 1.0]
+
+
 @by_methods
 def test_training_goes_on_to_the_bit(method):
     def body(rank, group):
@@ -147,6 +155,21 @@ def test_what_cannot_be_is_refused():
     for wrong in ({"rank": 8}, {"tolerance": 0.1}, {"reduce": "two_way"}, {"budget": "much"}):
         with pytest.raises(ValueError, match="RankDAD: "):
             og.RankDAD(**({"budget": "160kB"} | wrong))
+
+
+def test_messages_are_filled_alike_whatever_a_tolerance_asks_for():
+    """Sites may plan in different steps, when each would see other ranks."""
+
+    def body(rank, group):
+        method = og.RankDAD(rank=8, tolerance=0.2)
+        session = og.distribute(copy.deepcopy(START), method, group=group)
+        ((compressor, units),) = session._compressors.items()
+        matrices = [m for unit in units for m in unit.matrices if not (m.vector or m.lookup)]
+        return [{compressor.payload_bytes(m, rows) for rows in (1, 3, 8)} for m in matrices]
+
+    for sizes in run_on_lasting_groups(2, body):
+        assert sizes
+        assert all(len(of_ranks) == 1 for of_ranks in sizes)
 
 
 @pytest.mark.parametrize(("budget", "nbytes"), [("1.6kB", 1600), (160, 160), (1 / 64, 1000)])

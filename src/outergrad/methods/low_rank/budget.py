@@ -153,17 +153,12 @@ class Budget:
             if len(self._told) == len(self._matrices) * self._sites:
                 self._rows = self._told
             self._seen += bool(self._found)
+            share = 1 / max(1, min(self._seen, _OFTEN))
             for place, found in self._found.items():
-                self._energies[place] = self._mean(self._energies.get(place, ()), found)
+                self._energies[place] = _mean(self._energies.get(place, ()), found, share)
             if self._found and _is_due(self._seen):
                 self._wanted = self._shared_out(self._energies)
         self._told, self._found = {}, {}
-
-    def _mean(self, before: Sequence[float], found: Sequence[float]) -> list[float]:
-        """Of the last steps; of triplets that were not found before, or not now, of the others."""
-        share = 1 / min(self._seen, _OFTEN)
-        both = [old + share * (new - old) for old, new in zip(before, found, strict=False)]
-        return [*both, *found[len(both) :], *before[len(both) :]]
 
     def _shared_out(self, energies: Mapping[Place, Sequence[float]]) -> dict[Place, int]:
         """Rows of each layer: the most energy that the bytes can bring, triplet by triplet."""
@@ -263,6 +258,12 @@ def stands(unit: Unit) -> bool:
 def rows_in_messages(settings: LowRankSettings, slot: Slot) -> int:
     """Bytes by which messages are filled: the same in all steps, however bytes are shared out."""
     return min(settings.rank, *_sides(slot)) * Sizes(settings).row(slot)
+
+
+def _mean(before: Sequence[float], found: Sequence[float], share: float) -> list[float]:
+    """With so large a share of what was found now; where there is only one of both, that."""
+    both = [old + share * (new - old) for old, new in zip(before, found, strict=False)]
+    return [*both, *found[len(both) :], *before[len(both) :]]
 
 
 def _is_due(steps: int) -> bool:

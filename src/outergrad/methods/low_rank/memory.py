@@ -70,15 +70,13 @@ class Memories(ByPlace[Memory]):
 
     def update(self, memories: Mapping[Slot, Memory]) -> None:
         """Several at a time: small ones, whose residuals are matrices, or one."""
-        few_bits: Sequence[Packed] = ()
-        matrices = [m.residual for m in memories.values() if isinstance(m.residual, Tensor)]
-        if self.packs and matrices:
-            few_bits = packed(matrices, self.turn)
-        rest = iter(few_bits)
+        whole = {s: m.residual for s, m in memories.items() if isinstance(m.residual, Tensor)}
+        few_bits: dict[Slot, Packed] = {}
+        if self.packs and whole:
+            few_bits = dict(zip(whole, packed(list(whole.values()), self.turn), strict=True))
         for slot, memory in memories.items():
-            if few_bits and isinstance(memory.residual, Tensor):
-                memory = Memory(memory.q_GIR, next(rest), memory.columns, memory.left)
-            super().__setitem__(slot, memory)
+            kept = replace(memory, residual=few_bits[slot]) if slot in few_bits else memory
+            super().__setitem__(slot, kept)
 
     def commit(self, *, applied: bool) -> None:
         """The step is over."""

@@ -19,8 +19,8 @@ _TOGETHER = 4
 """Rows whose highest bits share bytes."""
 _PLACES, _TURNS = 0xC13FA9A9, 0x91E10DA5
 """2^32 over the plastic number and over its square: sums of their multiples are spread evenly."""
-_LOW, _HIGH = 0x0F0F0F0F0F0F0F0F, 0x0303030303030303
-"""Of each byte of a word of eight, its lowest four bits, and two."""
+_LOW, _HIGH, _SIGN = 0x0F0F0F0F0F0F0F0F, 0x0303030303030303, 0x2020202020202020
+"""Of each byte of a word of eight, its lowest four bits, its lowest two, and the sixth."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _decoded(written: Tensor, steps: Tensor) -> Tensor:
     high = torch.cat([high, high >> 2])
     high = torch.cat([high, high >> 4]).bitwise_and_(_HIGH).bitwise_left_shift_(4)
     codes = torch.cat([low, low >> 4]).bitwise_and_(_LOW).bitwise_or_(high)
-    codes = codes.bitwise_xor_(_HALF * (_LOW // 15)).view(torch.int8).sub_(_HALF)
+    codes = codes.bitwise_xor_(_SIGN).view(torch.int8).sub_(_HALF)
     return (codes.view(-1, _GROUP).float() * steps.float()).flatten()
 
 
@@ -128,6 +128,6 @@ def _draws(turn: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _rows_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which rows of the draws these many rows of each matrix have."""
+    """Of so many rows of each matrix, which of the draws each has, (R,)."""
     rows = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts])
     return (rows % _GROUP).to(device)
