@@ -8,16 +8,17 @@ from typing import NamedTuple
 import torch
 
 from outergrad.buckets.bucket import Load
-from outergrad.core.blocks import UNSENDABLE, Block
+from outergrad.core.blocks import Block
 from outergrad.core.compressor import Compressor
 from outergrad.core.cost import CostModel
 from outergrad.core.model import Choice, Compressors, Model
 from outergrad.core.reasons import Reason, Why
 from outergrad.core.residual_store import ResidualStore
-from outergrad.core.types import Gradient, Route, Slot, Source, Unit, overlapping
+from outergrad.core.types import Gradient, Route, Slot, Source, Unit
 from outergrad.messages.header import Header
 from outergrad.planning.header_cache import HeaderCache
 from outergrad.planning.packing import OF_ROWS, Packer, loads
+from outergrad.planning.why import why_block, why_unit
 
 _MOST_CACHES = 8
 """For how many combinations of methods that take turns headers are foreseen."""
@@ -250,17 +251,19 @@ class Planner:
         taps = self._taps(unit, rows_SK, self._compressors[unit])
         tapped = taps and all(h.uses[k].tapped for h in headers for k in index)
         taps = self._taps(unit, rows_SK, self._compressors.next_of(unit))
+        outside = unit in self._has_autograd_grad
         if self._compressors.travels_dense(unit):
             return _Decision(Route.DENSE, False, taps, 0, Reason(why=Why.OWING))
         route = self._compressors[unit].route(unit, rows_SK, tapped=tapped)
         if unit.block is not None:  # its rows are bytes
             nbytes = max(map(sum, rows_SK))
-            reason = self._why_block(unit, nbytes, tapped=tapped, tap_next=taps)
+            reason = why_block(nbytes, tapped=tapped, tap_next=taps, outside=outside)
             return _Decision(route, tapped, taps, nbytes if tapped else 0, reason)
         load = Load(unit, tapped)
         sizes = (self._size(load, rows_K, site) for site, rows_K in enumerate(rows_SK))
         size = max(sizes) if route != Route.DENSE else 0
-        return _Decision(route, tapped, taps, size, self._why(load, route, tap_next=taps))
+        reason = why_unit(load, route, self._compressors[unit], tap_next=taps, outside=outside)
+        return _Decision(route, tapped, taps, size, reason)
 
     def pays(self, unit: Unit, rows_K: Sequence[int]) -> bool:
         """Whether a unit would be tapped if every site had so many rows per slot (K)."""
@@ -270,32 +273,6 @@ class Planner:
         if not unit.sources or unit in self._has_autograd_grad:
             return False
         return compressor.taps(unit, rows_SK)
-
-    def _why_block(self, unit: Unit, nbytes: int, *, tapped: bool, tap_next: bool) -> Reason:
-        if tapped:
-            return Reason(why=Why.REPLAYED)
-        if tap_next:
-            return Reason(why=Why.NOT_CAPTURED)
-        if unit in self._has_autograd_grad:
-            return Reason(why=Why.USED_OUTSIDE_BLOCK)
-        if nbytes >= UNSENDABLE:
-            return Reason(why=Why.UNSENDABLE)
-        return Reason(why=Why.BYTES, nbytes=nbytes)
-
-    def _why(self, load: Load, route: Route, *, tap_next: bool) -> Reason:
-        unit, auto = load.unit, self._compressors[load.unit].auto_way
-        if route == Route.GATHER and load.tapped:
-            return Reason(why=Why.FACTORS, auto=auto)
-        if route != Route.DENSE:
-            why = self._compressors[unit].why
-            return Reason(why=why, route=route, tapped=load.tapped, auto=auto)
-        if self._compressors[unit].why == Why.DENSE:
-            return Reason(why=Why.DENSE)
-        if tap_next:
-            return Reason(why=Why.NOT_TAPPED)
-        if unit in self._has_autograd_grad:
-            return Reason(why=Why.USED_OUTSIDE_LAYER)
-        return Reason(why=Why.OVERLAPPING if overlapping(unit.slots) else Why.ROWS)
 
     def _size(self, load: Load, rows_K: Sequence[int], site: int) -> int:
         compressor = self._compressors[load.unit]
