@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -73,6 +74,7 @@ def way():
             model.zero_grad()
             loss = model(torch.randn(4, 64)).square().mean()
             found = Way(model[0].weight)
+            time.sleep(0.3 * (step == STEPS - 1))  # what the others sent of the last step is here
             sys.setprofile(found if step == STEPS - 1 and rank == 0 else None)
             try:
                 loss.backward()
