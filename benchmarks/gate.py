@@ -16,10 +16,10 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import comb
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+
+from ratios import Ratio
 
 from outergrad.launch.links import parse_link
 from outergrad_lab.bench.plan import Plan
@@ -33,48 +33,11 @@ WARMUP = 20
 """Steps until one is like those before it."""
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """A step over DDP's.
-
-    Attributes:
-        median: over the rounds.
-        lower: below the true median with 97.5%.
-        upper: above it with 97.5%.
-    """
-
-    median: float
-    lower: float
-    upper: float
-
-    @staticmethod
-    def of(rounds: Sequence[float]) -> Ratio:
-        """From one figure per round."""
-        found, skip = sorted(rounds), _outside(len(rounds))
-        return Ratio(median(found), found[skip], found[-1 - skip])
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.lower:.2f} to {self.upper:.2f})"
-
-    def is_slower_than(self, recorded: Ratio) -> bool:
-        """Whether more than noise is between them."""
-        return self.lower > recorded.upper
-
-
-def _outside(count: int) -> int:
-    """How many of so many figures may be left out on one side: 2.5% of a binomial distribution."""
-    below, skip = 0.0, 0
-    while skip < (count - 1) // 2 and (below := below + comb(count, skip) / 2**count) <= 0.025:
-        skip += 1
-    return max(0, skip - 1)
-
-
 def ratios(timings: Iterable[Timing]) -> dict[str, Ratio]:
     """Of all methods but DDP, whose steps were made in the same rounds."""
-    medians = {t.method: [median(block) for block in t.rounds_s] for t in timings}
-    ddp = medians.pop("ddp")
-    pairs = {name: zip(own, ddp, strict=False) for name, own in medians.items()}
-    return {name: Ratio.of([own / other for own, other in pair]) for name, pair in pairs.items()}
+    rounds_s = {t.method: t.rounds_s for t in timings}
+    ddp = rounds_s.pop("ddp")
+    return {name: Ratio.between(own, ddp) for name, own in rounds_s.items()}
 
 
 def measured(workload: str, rounds: int, steps: int) -> dict[str, Ratio]:

@@ -2,20 +2,32 @@
 
 python benchmarks/tables.py benchmarks/results/*.json
 python benchmarks/tables.py --grid benchmarks/results/grid/*.json    # one line per file
+
+In a grid a ratio is bold where it is more than 1.02 with 97.5%. Below the table stands in how many
+settings a method takes longer than a limit allows, by the median and with 97.5%.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from ratios import Ratio
+
+_OVER_DDP, _OVER_BEST = 1.02, 1.05
+"""What "not slower" allows: than DDP, and than the best of the methods that were chosen among."""
+
+_ARMS = {"auto": ("dense", "dad"), "auto:among=rank-dad-4": ("dense", "dad", "rank-dad-4")}
 
 
 def main() -> None:
     """Prints the tables of every file that is named."""
     if sys.argv[1] == "--grid":
-        print("\n".join(grid([json.loads(Path(name).read_text()) for name in sys.argv[2:]])))
+        runs = [json.loads(Path(name).read_text()) for name in sys.argv[2:]]
+        print("\n".join([*grid(runs), "", *verdicts(runs)]))
         return
     for name in sys.argv[1:]:
         results = json.loads(Path(name).read_text())
@@ -85,8 +97,42 @@ def sites_and_link(run: dict[str, Any]) -> str:
 def grid_cells(run: dict[str, Any], methods: list[str]) -> list[str]:
     """Of a workload on its link."""
     of = {timing["method"]: timing for timing in run["links"][0]["timings"]}
-    ratios = [f"{of[m]['ratio_to_ddp']:.3f}" if m in of else "" for m in methods]
-    return [run["plan"]["workload"], milliseconds(of["ddp"]["median_s"]), *ratios]
+    over = {m: Ratio.between(of[m]["rounds_s"], of["ddp"]["rounds_s"]) for m in methods if m in of}
+    cells = {m: f"{one.median:.3f}" for m, one in over.items()}
+    bold = {m: f"**{cell}**" for m, cell in cells.items() if over[m].lower > _OVER_DDP}
+    told = [bold.get(m, cells.get(m, "")) for m in methods]
+    return [run["plan"]["workload"], milliseconds(of["ddp"]["median_s"]), *told]
+
+
+def verdicts(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """In how many settings a method takes longer than it should."""
+    for method in ("dense", *_ARMS):
+        yield verdict(runs, method, ("ddp",), _OVER_DDP)
+    for method, arms in _ARMS.items():
+        yield verdict(runs, method, arms, _OVER_BEST)
+
+
+def verdict(runs: list[dict[str, Any]], method: str, others: tuple[str, ...], limit: float) -> str:
+    """Beside that of the others which takes least."""
+    found = {
+        f"{run['plan']['workload']} {sites_and_link(run)}": over_best(run, method, others)
+        for run in runs
+        if method in run["plan"]["methods"]
+    }
+    median = [name for name, one in found.items() if one.median > limit]
+    surely = [f"{name} {one}" for name, one in found.items() if one.lower > limit]
+    named = f": {'; '.join(surely)}" if surely else ""
+    return (
+        f"{method} over {limit} x the best of {', '.join(others)}: by the median in {len(median)} "
+        f"of {len(found)}, with 97.5% in {len(surely)}{named}"
+    )
+
+
+def over_best(run: dict[str, Any], method: str, others: tuple[str, ...]) -> Ratio:
+    """A method beside that of the others which it is slowest beside."""
+    of = {timing["method"]: timing["rounds_s"] for timing in run["links"][0]["timings"]}
+    ratios = [Ratio.between(of[method], of[other]) for other in others if other in of]
+    return max(ratios, key=lambda one: one.median)
 
 
 def table_head(cells: list[str]) -> list[str]:

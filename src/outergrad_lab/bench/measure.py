@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 
 from outergrad.launch.traffic import InterfaceCounter, InterfaceTraffic
 from outergrad_lab.bench.meeting import Meeting
@@ -82,14 +83,17 @@ class Trainers:
 def time_steps(
     plan: Plan, data: Dataset, keep: bool, counter: InterfaceCounter, meeting: Meeting
 ) -> Iterator[tuple[str, Block]]:
-    """Measures every method, round by round; each round begins with another method.
+    """Measures every method, round by round, in another order each time.
+
+    What a method leaves behind, in caches and in processors, is not always the same method's to
+    bear.
 
     A method whose time is used up is left out of further rounds.
     """
     trainers = Trainers(lambda method: Trainer(plan, method, data, meeting.site), keep)
     spent = dict.fromkeys(plan.methods, 0.0)
     for turn in range(plan.rounds):
-        for method in _rotated(plan.methods, turn):
+        for method in _in_turn(plan.methods, turn):
             if meeting.told(spent[method] < plan.seconds):
                 trainer = trainers.get(method, plan.warmup)
                 block = take_block(trainer, plan.steps, counter, meeting)
@@ -98,6 +102,6 @@ def time_steps(
     trainers.clear()
 
 
-def _rotated(methods: tuple[str, ...], turn: int) -> tuple[str, ...]:
-    first = turn % len(methods)
-    return methods[first:] + methods[:first]
+def _in_turn(methods: tuple[str, ...], turn: int) -> list[str]:
+    """As given at first, then in an order drawn at random; the same at every site."""
+    return Random(turn).sample(methods, len(methods)) if turn else list(methods)

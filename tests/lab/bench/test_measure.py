@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -69,12 +70,16 @@ def run(monkeypatch, path, *, keep=True, sites=1, step_s=lambda site, method: 1.
     return at_every_site(path / "meeting", sites, body), diaries
 
 
-def test_each_round_begins_with_another_method(monkeypatch, tmp_path):
-    (yielded,), _ = run(monkeypatch, tmp_path, rounds=5)
-    order = [method for method, _ in yielded]
-    rounds = [order[i : i + 4] for i in range(0, 20, 4)]
-    assert [first for first, *_ in rounds] == ["alone", "ddp", "dense", "dad", "alone"]
+def test_each_round_has_all_methods_in_an_order_of_its_own(monkeypatch, tmp_path):
+    ours, theirs = run(monkeypatch, tmp_path, rounds=60, sites=2, seconds=1e6)[0]
+    order = [method for method, _ in ours]
+    assert order == [method for method, _ in theirs]
+    rounds = [tuple(order[i : i + 4]) for i in range(0, 240, 4)]
+    assert rounds[0] == METHODS
     assert all(sorted(turn) == sorted(METHODS) for turn in rounds)
+    followers = Count(pair for turn in rounds for pair in pairwise(turn))
+    assert len(followers) == 12  # each method behind each other one
+    assert max(followers.values()) < 30
 
 
 @pytest.mark.parametrize("keep", [True, False])
