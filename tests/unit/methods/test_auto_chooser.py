@@ -77,7 +77,7 @@ class Training:
         self.truth, self.noise, self.rng = truth, noise, random.Random(seed)
         self.sites = [Site(new_chooser(link=link)) for _ in range(sites)]
         self.arms: list[Arm] = []
-        self.looked_s = self.all_s = 0.0
+        self.looked_s = self.all_s = self.change_s = 0.0
         self.rows = rows_of(UNITS, 16, sites)
         self.slower: Callable[[int, Arm], float] = lambda site, arm: 1.0
         self._said: list[Sequence[float]] = []
@@ -93,6 +93,7 @@ class Training:
             self.arms.append(arms.pop())
             following = [site.chooser._arm(step + 1) for site in self.sites]
             took_s, kept_s = (self.truth(arm, step) for arm in (self.arms[-1], self.kept))
+            took_s += self.change_s * (len({*self.arms[-3:]}) > 1)  # two steps behind a change
             self.all_s, self.looked_s = self.all_s + took_s, self.looked_s + took_s - kept_s
             noisy = self._noisy(took_s)
             took = [self.slower(k, self.arms[-1]) * noisy for k in range(len(self.sites))]
@@ -153,6 +154,15 @@ def test_at_most_a_hundredth_of_the_time_goes_into_looking(times):
     """And a few steps in advance."""
     truth = by_whole(*(s / 1e3 for s in times))
     done = Training(truth, 0.05, seed=3).run(6000)
+    assert 0 < done.looked_s <= 0.01 * done.all_s + 16 * truth(done.kept, 0)
+
+
+def test_changes_from_one_way_to_another_are_paid_for_too():
+    """Where ways take the same time they are all that looking costs."""
+    truth = by_whole(0.0100, 0.0101, 0.0101)
+    done = Training(truth, 0.05, seed=3)
+    done.change_s = 0.005
+    done.run(6000)
     assert 0 < done.looked_s <= 0.01 * done.all_s + 16 * truth(done.kept, 0)
 
 

@@ -27,10 +27,12 @@ def slowest_site(seconds_SN: Sequence[Sequence[float]]) -> Sequence[float]:
     return max(seconds_SN, key=median)
 
 
-_ABBA = (0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)
-_PAIRS = ((2, 6), (14, 10))
-"""Of sixteen steps, those with two before them that went the same way, and one behind: a change
-makes the steps around it longer, and most where all other steps are alike."""
+_ABBA = (*[0] * 8, *[1] * 16, *[0] * 8)
+_PAIRS = (*((2 + k, 10 + k) for k in range(5)), *((26 + k, 18 + k) for k in range(5)))
+"""Those with two before them that went the same way, and one behind: a change makes the steps
+around it longer, and most where all other steps are alike."""
+_CHANGED = (8, 9, 24, 25)
+"""The two behind each change, which are planned anew."""
 
 
 def turns(rounds: int) -> list[int]:
@@ -49,3 +51,21 @@ def medians(seconds_N: Sequence[float]) -> tuple[float, float]:
     starts = range(0, len(seconds_N), len(_ABBA))
     kept, other = zip(*((at + k, at + o) for at in starts for k, o in _PAIRS), strict=True)
     return median(seconds_N[k] for k in kept), median(seconds_N[k] for k in other)
+
+
+def cost_of_change(seconds_N: Sequence[float]) -> float:
+    """How many seconds longer a step behind a change takes, of the steps of `turns`."""
+    starts = range(0, len(seconds_N), len(_ABBA))
+    changed = [seconds_N[at + step] for at in starts for step in _CHANGED]
+    return median(changed) - sum(medians(seconds_N)) / 2
+
+
+def cost_of_turns(more_s: float, change_s: float, rounds: int) -> float:
+    """How many seconds longer these take than as many steps of the way that is kept.
+
+    Args:
+        more_s: that a step of the other way takes longer.
+        change_s: that a step behind a change takes longer.
+        rounds: how many.
+    """
+    return rounds * (len(_ABBA) / 2 * more_s + len(_CHANGED) * change_s)

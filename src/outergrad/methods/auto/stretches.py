@@ -15,7 +15,7 @@ QUIET_STEPS = 16
 SETTLED_STEPS = 64
 GLANCE_STEPS = 3
 """Of a new way: two have headers, the last one is as those that would follow."""
-ROUNDS = 2
+ROUNDS = 1
 """Of both ways in turns, until what they took is looked at."""
 
 

@@ -7,16 +7,24 @@ from statistics import median
 from typing import NamedTuple
 
 from outergrad.core.choosing import Outcome
-from outergrad.methods.auto.gains import lower_bound, medians, paired_gains, turns
+from outergrad.methods.auto.gains import (
+    cost_of_change,
+    cost_of_turns,
+    lower_bound,
+    medians,
+    paired_gains,
+)
 from outergrad.methods.auto.knowledge import Arm, Knowledge, Purse
 from outergrad.methods.auto.stretches import GLANCE_STEPS, ROUNDS
 from outergrad.methods.auto.usual import Usual
 from outergrad.methods.auto.ways import Ways
 
-_ENOUGH_GAINS = 40
+_ENOUGH_GAINS = 80
 _SLOWER = 1.2
 """What a glance finds so much slower is not worth more."""
 _TWICE = 2.0
+_BACK_STEPS = 2
+"""Behind a glance, which cost what the first two of the glance did."""
 _LEAST_STAKE = 0.01
 """What may gain less of a step is not tried, by the forecast, in parts of the model."""
 
@@ -52,6 +60,7 @@ class Trials:
         self._ways, self._usual = ways, usual
         self.purse, self.knowledge = Purse(looking), Knowledge()
         self._gains: list[float] = []
+        self._change_s = 0.0
 
     # -- which is worth one ---------------------------------------------------------------------
 
@@ -84,7 +93,8 @@ class Trials:
         usual_s = self._usual.seconds
         assert usual_s is not None
         took_s = min(seconds[1:])
-        self._spend(sum(seconds) - len(seconds) * usual_s)
+        self._change_s = max(0.0, min(seconds[:-1]) - seconds[-1])
+        self._spend(sum(seconds) - len(seconds) * usual_s + _BACK_STEPS * self._change_s)
         if max(seconds[1:]) < min(self._usual.last):
             return Verdict(took_s, usual_s, Outcome.FASTER)
         if took_s < _SLOWER * usual_s and self._affords_turns(took_s - usual_s, usual_s):
@@ -96,7 +106,8 @@ class Trials:
     def after_turns(self, seconds: Sequence[float]) -> Verdict | None:
         """By all pairs of steps so far. None: the turns go on."""
         kept_s, other_s = medians(seconds)
-        self._spend(len(seconds) / 2 * (other_s - kept_s))
+        self._change_s = max(0.0, cost_of_change(seconds))
+        self._spend(cost_of_turns(other_s - kept_s, self._change_s, ROUNDS))
         self._gains += paired_gains(seconds)
         open_still = lower_bound(self._gains) <= 0 < median(self._gains)
         goes_on = open_still and self._affords_turns(other_s - kept_s, kept_s)
@@ -111,7 +122,8 @@ class Trials:
         return Outcome.SLOWER if slower else Outcome.NO_FASTER
 
     def _affords_turns(self, more_s: float, usual_s: float) -> bool:
-        return self.purse.affords(len(turns(ROUNDS)) / 2 * max(more_s, 0.0), usual_s)
+        price_s = cost_of_turns(max(more_s, 0.0), self._change_s, ROUNDS)
+        return self.purse.affords(price_s, usual_s)
 
     def _spend(self, more_s: float) -> None:
         self.purse.spent_s += max(more_s, 0.0)
