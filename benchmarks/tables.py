@@ -110,6 +110,7 @@ def verdicts(runs: list[dict[str, Any]]) -> Iterator[str]:
         yield verdict(runs, method, ("ddp",), _OVER_DDP)
     for method, arms in _ARMS.items():
         yield verdict(runs, method, arms, _OVER_BEST)
+    yield verdict(runs, "rank-dad-4", ("powersgd-4",), 1.0)
 
 
 def verdict(runs: list[dict[str, Any]], method: str, others: tuple[str, ...], limit: float) -> str:
@@ -117,7 +118,7 @@ def verdict(runs: list[dict[str, Any]], method: str, others: tuple[str, ...], li
     found = {
         f"{run['plan']['workload']} {sites_and_link(run)}": over_best(run, method, others)
         for run in runs
-        if method in run["plan"]["methods"]
+        if {method, *others} <= {*run["plan"]["methods"]}
     }
     median = [name for name, one in found.items() if one.median > limit]
     surely = [f"{name} {one}" for name, one in found.items() if one.lower > limit]
