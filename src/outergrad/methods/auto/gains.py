@@ -35,37 +35,32 @@ _CHANGED = (8, 9, 24, 25)
 """The two behind each change, which are planned anew."""
 
 
-def turns(rounds: int) -> list[int]:
-    """The steps of so many rounds: 0 for the way that is kept, 1 for the other one."""
-    return [*_ABBA] * rounds
+def turns() -> Sequence[int]:
+    """The steps in which both ways take turns: 0 for the way that is kept, 1 for the other one."""
+    return _ABBA
 
 
 def paired_gains(seconds_N: Sequence[float]) -> list[float]:
     """How many seconds less the other way takes, of the pairs in the steps of `turns`."""
-    starts = range(0, len(seconds_N), len(_ABBA))
-    return [seconds_N[at + kept] - seconds_N[at + other] for at in starts for kept, other in _PAIRS]
+    return [seconds_N[kept] - seconds_N[other] for kept, other in _PAIRS]
 
 
 def medians(seconds_N: Sequence[float]) -> tuple[float, float]:
     """Of the way that is kept and of the other one, from the steps of `paired_gains`."""
-    starts = range(0, len(seconds_N), len(_ABBA))
-    kept, other = zip(*((at + k, at + o) for at in starts for k, o in _PAIRS), strict=True)
+    kept, other = zip(*_PAIRS, strict=True)
     return median(seconds_N[k] for k in kept), median(seconds_N[k] for k in other)
 
 
 def cost_of_change(seconds_N: Sequence[float]) -> float:
     """How many seconds longer a step behind a change takes, of the steps of `turns`."""
-    starts = range(0, len(seconds_N), len(_ABBA))
-    changed = [seconds_N[at + step] for at in starts for step in _CHANGED]
-    return median(changed) - sum(medians(seconds_N)) / 2
+    return median(seconds_N[k] for k in _CHANGED) - sum(medians(seconds_N)) / 2
 
 
-def cost_of_turns(more_s: float, change_s: float, rounds: int) -> float:
-    """How many seconds longer these take than as many steps of the way that is kept.
+def cost_of_turns(more_s: float, change_s: float) -> float:
+    """How many seconds longer `turns` take than as many steps of the way that is kept.
 
     Args:
         more_s: that a step of the other way takes longer.
         change_s: that a step behind a change takes longer.
-        rounds: how many.
     """
-    return rounds * (len(_ABBA) / 2 * more_s + len(_CHANGED) * change_s)
+    return len(_ABBA) / 2 * more_s + len(_CHANGED) * change_s

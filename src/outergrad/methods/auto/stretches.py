@@ -15,8 +15,6 @@ QUIET_STEPS = 16
 SETTLED_STEPS = 64
 GLANCE_STEPS = 3
 """Of a new way: two have headers, the last one is as those that would follow."""
-ROUNDS = 1
-"""Of both ways in turns, until what they took is looked at."""
 
 
 @dataclass(frozen=True)
@@ -56,4 +54,4 @@ class Stretch:
     @staticmethod
     def turns(first: int, kept: Arm, arm: Arm) -> Stretch:
         """Of two ways."""
-        return Stretch(first, tuple(arm if other else kept for other in turns(ROUNDS)), arm)
+        return Stretch(first, tuple(arm if other else kept for other in turns()), arm)

@@ -15,7 +15,7 @@ from outergrad.methods.auto.gains import (
     paired_gains,
 )
 from outergrad.methods.auto.knowledge import Arm, Knowledge, Purse
-from outergrad.methods.auto.stretches import GLANCE_STEPS, ROUNDS
+from outergrad.methods.auto.stretches import GLANCE_STEPS
 from outergrad.methods.auto.usual import Usual
 from outergrad.methods.auto.ways import Ways
 
@@ -107,7 +107,7 @@ class Trials:
         """By all pairs of steps so far. None: the turns go on."""
         kept_s, other_s = medians(seconds)
         self._change_s = max(0.0, cost_of_change(seconds))
-        self._spend(cost_of_turns(other_s - kept_s, self._change_s, ROUNDS))
+        self._spend(cost_of_turns(other_s - kept_s, self._change_s))
         self._gains += paired_gains(seconds)
         open_still = lower_bound(self._gains) <= 0 < median(self._gains)
         goes_on = open_still and self._affords_turns(other_s - kept_s, kept_s)
@@ -122,7 +122,7 @@ class Trials:
         return Outcome.SLOWER if slower else Outcome.NO_FASTER
 
     def _affords_turns(self, more_s: float, usual_s: float) -> bool:
-        price_s = cost_of_turns(max(more_s, 0.0), self._change_s, ROUNDS)
+        price_s = cost_of_turns(max(more_s, 0.0), self._change_s)
         return self.purse.affords(price_s, usual_s)
 
     def _spend(self, more_s: float) -> None:
