@@ -38,7 +38,7 @@ BatchSize = Annotated[int, typer.Option(help="Rows per site and step, on average
 LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate.")]
 Optimizer = Annotated[
     str,
-    typer.Option(help=f"{', '.join(OPTIMIZERS)}: SGD without and with a momentum of 0.9."),
+    typer.Option(help=f"{', '.join(OPTIMIZERS)}: SGD without and with a momentum of 0.9, signSGD."),
 ]
 Seed = Annotated[int, typer.Option(help="Of the weights, the split and the order of the rows.")]
 Widths = Annotated[

@@ -33,7 +33,8 @@ class DeMo(Settings):
     Weights of more than two dimensions, which DeMo does not know, are cut as matrices of their
     first dimension by all others. Clipping and warm-up, which the paper recommends, are the
     training loop's to do. The learning rate η is that of the loop's optimizer, which has nothing
-    else to do.
+    else to do. With `sign=False` that optimizer moves the weights: the mean, over η, is its
+    gradient.
 
     Compare with it where every step is shared and bytes count: it claims 85 times fewer than DDP.
 
@@ -43,6 +44,7 @@ class DeMo(Settings):
         entries: K, of a chunk.
         bucket: Whether all parameters travel in one message.
         bits: Of a value in the bucket: 32, 8 or 2.
+        sign: Whether it moves the weights itself.
     """
 
     beta: float = 0.999
@@ -50,6 +52,7 @@ class DeMo(Settings):
     entries: int = 32
     bucket: bool = False
     bits: int = 32
+    sign: bool = True
 
     def __post_init__(self) -> None:
         """Checks the settings."""
@@ -80,13 +83,15 @@ class DeMoPeer(OptimizerPeer):
         self._chunks = dict(zip(self.params, self._message.chunks, strict=True))
 
     def share_gradients(self, lr: float) -> None:
-        """Moves the weights; the optimizer finds no gradient left."""
+        """Moves the weights, so that the optimizer finds no gradient left, or leaves it one."""
         fast = {name: self._fast(name, lr) for name in self.params}
         means = self._in_one_bucket(fast) if self._settings.bucket else self._as_published(fast)
         for name, p in self.params.items():
             chunks = self._chunks[name]
-            p.sub_(lr * chunks.joined(chunks.from_cosines(means[name])).sign())
-            p.grad = None
+            update = chunks.joined(chunks.from_cosines(means[name]))
+            if self._settings.sign:
+                p.sub_(lr * update.sign())
+            p.grad = None if self._settings.sign else update / lr
 
     def _fast(self, name: str, lr: float) -> Entries:
         """Adds the gradient to the momentum; q, which is still in it."""

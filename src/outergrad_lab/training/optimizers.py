@@ -3,18 +3,39 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 ADAM_EPS = 1e-6
 """Above the rounding noise of a gradient: Adam makes whole steps of what is larger than eps."""
 
+
+class Sign(Optimizer):
+    """Moves every weight by the learning rate, against the sign of its gradient.
+
+    Source: Bernstein et al., signSGD, arXiv 1802.04434; it has no momentum.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Moves the weights that have a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad.sign())
+
+
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adam": partial(Adam, eps=ADAM_EPS),
     "sgd": SGD,
     "momentum": partial(SGD, momentum=0.9),
+    "sign": Sign,
 }
-"""Each takes the parameters and `lr=`; "sgd" is without momentum."""
+"""Each takes the parameters and `lr=`; "sgd" and "sign" are without momentum."""
 
 
 def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:

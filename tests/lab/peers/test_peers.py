@@ -21,6 +21,7 @@ from outergrad_lab.peers.decoupled_momentum import DeMo
 from outergrad_lab.peers.orthonormal_updates import Dion
 from outergrad_lab.peers.sparse_loco import SparseLoCo
 from outergrad_lab.peers.sparta import SPARTA
+from outergrad_lab.training.optimizers import Sign
 from ranks import run_on_lasting_groups
 
 NUMEL = {name: p.numel() for name, p in network().named_parameters()}
@@ -101,6 +102,18 @@ def first_rights(settings: Any, names: list[str] | None = None) -> dict[str, tor
 def test_demo(settings, sites):
     found = trained(settings, partial(SGD, lr=0.01), sites, 5)
     agree(found, formulas.demo(sites, 5, beta=0.9, lr=0.01, side=4, entries=5, bits=settings.bits))
+
+
+@pytest.mark.parametrize("sites", [2, 3])
+def test_demo_under_another_optimizer(sites):
+    """Under the sign it is DeMo; under plain SGD it is not."""
+    settings = DeMo(beta=0.9, side=4, entries=5, bucket=True, bits=8, sign=False)
+    expected = formulas.demo(sites, 5, beta=0.9, lr=0.01, side=4, entries=5, bits=8)
+    agree(trained(settings, partial(Sign, lr=0.01), sites, 5), expected)
+    for own, wanted in zip(
+        trained(settings, partial(SGD, lr=0.01), sites, 5), expected, strict=True
+    ):
+        assert any((w - wanted[name]).abs().max() > 1e-3 for name, w in own.weights.items())
 
 
 @pytest.mark.parametrize("sites", [2, 3])

@@ -11,7 +11,20 @@ from torch.optim import SGD, Adam
 
 from outergrad_lab.training.optimizers import ADAM_EPS, OPTIMIZERS, optimizer_of
 
-EXPECTED = {"adam": partial(Adam, eps=ADAM_EPS), "sgd": SGD, "momentum": partial(SGD, momentum=0.9)}
+
+class SignOfTheGradient(SGD):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad = p.grad.sign()
+        return super().step(closure)
+
+
+EXPECTED = {
+    "adam": partial(Adam, eps=ADAM_EPS),
+    "sgd": SGD,
+    "momentum": partial(SGD, momentum=0.9),
+    "sign": SignOfTheGradient,
+}
 
 
 def steps(make) -> torch.Tensor:
