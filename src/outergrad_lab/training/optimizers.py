@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +22,14 @@ class Sign(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # PyTorch says None or float
         """Moves the weights that have a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(group["lr"] * p.grad.sign())
+        return loss
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
