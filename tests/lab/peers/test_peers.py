@@ -116,6 +116,14 @@ def test_demo_under_another_optimizer(sites):
         assert any((w - wanted[name]).abs().max() > 1e-3 for name, w in own.weights.items())
 
 
+def test_demo_under_another_optimizer_that_stands_still():
+    """As in the first step of a warm-up, at a learning rate of zero."""
+    settings = DeMo(side=4, entries=5, bucket=True, sign=False)
+    start = network().state_dict()
+    for own in trained(settings, partial(SGD, lr=0.0), 2, 2):
+        assert all(w.equal(start[name]) for name, w in own.weights.items())
+
+
 @pytest.mark.parametrize("sites", [2, 3])
 @pytest.mark.parametrize("bits", [2, 8, 32])
 def test_sparse_loco(bits, sites):
