@@ -53,6 +53,10 @@ class LocalSteps:
         alpha: the part of its own weights that a site keeps in an exchange, 0 or more and less than
             1: the weights become `alpha * own + (1 - alpha) * shared`. By default 1/2 with
             `overlap`, so that what the site did meanwhile is not lost, else 0.
+        error_reset: whether a site keeps in its own weights what the method has not sent of its
+            changes, and goes on from there. Choose it where the method leaves much unsent: low rank
+            in few bits, sent often. Sites then differ also behind an exchange, until `flush`. As
+            in CSER (Xie et al., arXiv 2007.13221).
     """
 
     k: int
@@ -61,19 +65,27 @@ class LocalSteps:
     stream: int = field(default=1, kw_only=True)
     overlap: int = field(default=0, kw_only=True)
     alpha: float | None = field(default=None, kw_only=True)
+    error_reset: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the settings."""
         require(type(self.k) is int and self.k >= 1, self, "k", "a whole number, 1 or more")
         self._check_turns()
         _described(self.outer)
-        if not isinstance(self.method, PerLayer):
-            _check_method(self.method)
-            return
-        if self.method.joint:
-            raise ValueError("LocalSteps: PerLayer(joint=True) needs every backward: leave it out")
-        for method in self.method.methods.values():
+        methods: list[Any] = [self.method]
+        if isinstance(self.method, PerLayer):
+            if self.method.joint:
+                raise ValueError(
+                    "LocalSteps: PerLayer(joint=True) needs every backward: leave it out"
+                )
+            methods = list(self.method.methods.values())
+        for method in methods:
             _check_method(method)
+        if self.error_reset and not any(map(_owes, methods)):
+            raise ValueError(
+                f"LocalSteps: error_reset=True, but method={self.method!r} owes nothing: leave it "
+                f"out, or use a method that sends less and has error feedback, as og.RankDAD(...)"
+            )
 
     def _check_turns(self) -> None:
         whole = type(self.stream) is int and self.stream >= 1
@@ -84,6 +96,7 @@ class LocalSteps:
         require(fits, self, "overlap", remedy)
         number = self.alpha is None or type(self.alpha) in (int, float)
         require(number and 0 <= self.kept < 1, self, "alpha", "0 or more and less than 1")
+        require(type(self.error_reset) is bool, self, "error_reset", "True or False")
 
     @property
     def period(self) -> int:
@@ -98,7 +111,12 @@ class LocalSteps:
 
     def __repr__(self) -> str:
         """The same on every site, as it is what the sites compare."""
-        turns = {"stream": (self.stream, 1), "overlap": (self.overlap, 0), "alpha": (self.kept, 0)}
+        turns: dict[str, tuple[float, float]] = {
+            "stream": (self.stream, 1),
+            "overlap": (self.overlap, 0),
+            "alpha": (self.kept, 0),
+            "error_reset": (self.error_reset, False),
+        }
         more = "".join(f", {name}={v}" for name, (v, usual) in turns.items() if v != usual)
         return f"LocalSteps({self.k}, outer={_described(self.outer)}, method={self.method!r}{more})"
 
@@ -121,6 +139,11 @@ def _check_method(method: Any) -> None:
             f"LocalSteps: method={method!r}: a change of the weights over several steps has no "
             f"factors that a backward could capture; use og.Dense() or og.RankDAD(...)"
         )
+
+
+def _owes(method: Any) -> bool:
+    """Whether it keeps what it does not send of a change."""
+    return method.compressor() is not None and bool(getattr(method, "error_feedback", True))
 
 
 def _described(outer: Outer) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -186,6 +186,14 @@ class Planner:
                 found.append((slot, residual))
                 self._paid.append((one, slot))
         return found
+
+    def unsent(self) -> Iterator[tuple[Slot, Gradient]]:
+        """What was not sent of all parameters, of their parts, undivided."""
+        for unit in self._model.units:
+            for one, slot in self._compressors.memories(unit):
+                residual = one.residual(slot)
+                if residual is not None:
+                    yield slot, residual
 
     def owes(self) -> bool:
         """Whether `owed` may have something of some parameter."""

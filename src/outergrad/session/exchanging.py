@@ -11,6 +11,7 @@ from outergrad.capture.optimizer_steps import StepCounter
 from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
+from outergrad.linalg.gradients import as_tensor
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.fragments import Fragment, Fragments
 from outergrad.session.inspect import Inspection
@@ -101,11 +102,11 @@ class Exchanging(Session):
     # -- what comes of it -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def _apply(self, kept: float) -> None:
+    def _apply(self, *, ends: bool = False) -> None:
         """Waits for what is under way, if anything is, and goes on from there.
 
         Args:
-            kept: the part of its own weights that this site keeps.
+            ends: whether this site keeps nothing of its own.
 
         Raises:
             DriftError: sites have applied different things before; the exchange counts.
@@ -118,7 +119,7 @@ class Exchanging(Session):
         self._failed = self._under_way = None
         if failed is None or isinstance(failed, DriftError):
             self._outer.step()
-            self._mix(fragment, kept)
+            self._mix(fragment, ends=ends)
         self._drop_gradients()
         self._when_sent = {}
         if failed is not None:
@@ -136,19 +137,39 @@ class Exchanging(Session):
             self._under_way = None
             raise
 
-    def _mix(self, fragment: Fragment, kept: float) -> None:
-        """Moves this site's weights to the shared ones, or some of the way."""
+    def _mix(self, fragment: Fragment, *, ends: bool) -> None:
+        """Moves this site's weights to the shared ones, or some of the way.
+
+        With `error_reset` to those and what this site owes, which is a change: less is further.
+        """
         then, self._when_sent = self._when_sent, {}
+        kept = 0.0 if ends else self._method.kept
+        owed = {} if ends or not self._method.error_reset else self._owed()
         for name in fragment.names:
             own, shared = self._trained[name], self._start[name]
+            to = shared - owed[name] if name in owed else shared
             meanwhile = then[name] - own if then else None
-            own.lerp_(shared, 1 - kept) if kept else own.copy_(shared)
-            if kept or self._method.overlap:
+            own.lerp_(to, 1 - kept) if kept else own.copy_(to)
+            if kept or then or owed:
                 self._origin[name] = own.clone() if meanwhile is None else own + meanwhile
-        fragment.differs, fragment.is_spent = kept > 0 or bool(then), True
+            else:
+                self._origin.pop(name, None)
+        fragment.differs = kept > 0 or bool(then) or bool(owed)
+        fragment.is_spent = True
         self._fragments.pass_on()
         if not then:
             self._counter.restart()
+
+    def _owed(self) -> dict[str, Tensor]:
+        """What this site has not sent of the changes of the fragment, by parameter."""
+        owed: dict[str, Tensor] = {}
+        for slot, residual in self._next_share().planner.unsent():
+            p = self._start[slot.weight]
+            whole = owed.setdefault(slot.weight, torch.zeros_like(p))
+            start, stop = slot.weight_rows or (0, p.shape[0])
+            part = whole[start:stop]
+            part.add_(as_tensor(residual).reshape(part.shape))
+        return owed
 
     def _drop_gradients(self) -> None:
         for p in self._start.values():

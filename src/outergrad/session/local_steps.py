@@ -54,12 +54,12 @@ class LocalStepsSession(Exchanging):
             RuntimeError: this site lost the others.
         """
         if self._attached:
-            self._apply(self._method.kept)
+            self._apply()
             if self._counter.any_made:
                 self._count_samples()
             while self._fragments.seek():
                 self._send(overlaps=False)
-                self._apply(0.0)
+                self._apply(ends=True)
             self._counter.restart()
         super().flush()
 
@@ -98,7 +98,7 @@ class LocalStepsSession(Exchanging):
         """
         state = super().state_dict()
         if self._failed is not None:
-            self._apply(self._method.kept)
+            self._apply()
         local_steps = {
             "start": {name: p.detach().clone() for name, p in self._start.items()},
             "outer": copy.deepcopy(self._outer.state_dict()),
@@ -157,12 +157,12 @@ class LocalStepsSession(Exchanging):
         self._counter.count(holder)
         self._fragments.stepped()
         if self._counter.reached(self._method.overlap):
-            self._apply(self._method.kept)
+            self._apply()
         if self._counter.due:
             self._count_samples()
             self._send(overlaps=self._method.overlap > 0)
             if not self._method.overlap:
-                self._apply(self._method.kept)
+                self._apply()
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
         """Backward passes are the user's own; what is of another dtype is refused when shared."""

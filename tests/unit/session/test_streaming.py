@@ -194,8 +194,17 @@ def test_a_fragment_is_equal_to_the_bit_when_it_is_exchanged(name):
         assert same == (set(PARTS[2][number // 2 % 2]) if number % 2 else set())
 
 
+RESET = [
+    {"k": 1, "error_reset": True},
+    {"k": 4, "stream": 2, "error_reset": True},
+    {"k": 4, "overlap": 2, "alpha": 0.0, "error_reset": True},
+    {"k": 3, "stream": 3, "alpha": 0.5, "error_reset": True},
+]
+
+
 @pytest.mark.parametrize(
-    "turns", [{"k": 4, "stream": 2}, {"k": 4, "overlap": 2}, {"k": 3, "stream": 3, "alpha": 0.5}]
+    "turns",
+    [{"k": 4, "stream": 2}, {"k": 4, "overlap": 2}, {"k": 3, "stream": 3, "alpha": 0.5}, *RESET],
 )
 def test_every_step_of_a_site_is_applied_or_owed_once(turns):
     """However it was moved by exchanges: what is left out is in no place twice."""
@@ -224,6 +233,51 @@ def test_every_step_of_a_site_is_applied_or_owed_once(turns):
         for _, _, now in results:
             change = (before - now[name]).detach().double()
             torch.testing.assert_close(change, wanted / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("name", ["rank-dad", "powersgd", "sparse"])
+def test_a_site_keeps_what_it_has_not_sent(name, k):
+    """CSER: behind an exchange its weights are the shared ones and its own unsent change."""
+    low = {**LOW_RANK, "rank-dad": og.RankDAD(rank=1, error_feedback="dense")}[name]
+
+    def body(rank, group):
+        method = og.LocalSteps(k, outer=plain, method=low, error_reset=True)
+        site = Site(method, rank, group, "momentum").steps(0, 6)
+        state = site.session.state_dict()
+        (compressor,) = state["exchanges"]
+        owed = {n: m["unsent"] for n, m in compressor["own"]["memories"].items()}
+        shared = state["local_steps"]["start"]
+        for name, p in site.model.named_parameters():
+            kept = owed[name].view_as(p) if name in owed else torch.zeros_like(p)
+            assert (kept.norm() > 1e-4) == name.endswith("weight"), name
+            torch.testing.assert_close(p.detach(), shared[name] - kept)
+        site.session.flush()
+        site.session.detach()
+        return list(shared.values()), site.weights()
+
+    (ours, ours_end), (theirs, theirs_end) = run_on_lasting_groups(2, body)
+    assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, ours_end, theirs_end))
+
+
+@pytest.mark.parametrize("turns", [{"k": 3, "alpha": 0.5}, {"k": 4, "overlap": 1}, {"k": 4}])
+def test_a_flush_begins_anew(turns):
+    """What was shared by then is not sent a second time."""
+
+    def body(rank, group):
+        site = Site(method_of(turns, outer=plain), rank, group).steps(0, 5)
+        site.session.flush()
+        before = site.weights()
+        site.steps(5, 6)
+        own = [0.1 * p.grad for p in site.model.parameters()]
+        site.session.flush()
+        site.session.detach()
+        return before, own, site.weights()
+
+    (before, own, now), (_, theirs, _) = run_on_lasting_groups(2, body)
+    for p, one, other, q in zip(before, own, theirs, now, strict=True):
+        torch.testing.assert_close(q, p - (one + other) / 2)
 
 
 # -- bytes ---------------------------------------------------------------------------------------
@@ -272,12 +326,15 @@ def test_a_budget_is_of_the_exchange_of_a_fragment(budget):
 
 
 @pytest.mark.parametrize("saved_after", range(6, 10))
-@pytest.mark.parametrize("name", ["dense", "budget"])
+@pytest.mark.parametrize("name", ["dense", "budget", "error reset"])
 def test_training_goes_on_to_the_bit(name, saved_after):
     """From every place in a round, also while an exchange is under way; saving changes nothing."""
     few = og.RankDAD(budget=3_000, wire=og.wire.Int4(), error_feedback="dense")
-    inner = {"dense": og.Dense(), "budget": few}[name]
-    method = og.LocalSteps(6, method=inner, stream=2, overlap=2)
+    method = {
+        "dense": og.LocalSteps(6, stream=2, overlap=2),
+        "budget": og.LocalSteps(6, method=few, stream=2, overlap=2),
+        "error reset": og.LocalSteps(2, method=few, error_reset=True),
+    }[name]
 
     def body(rank, group):
         whole = Site(method, rank, group, "momentum").steps(0, 14)
@@ -413,13 +470,20 @@ def test_sites_of_several_ranks_take_turns():
         assert_close(net, expected[number // 2])
 
 
-def test_sites_of_several_ranks_do_not_overlap():
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ({"overlap": 1}, "use overlap=0"),
+        ({"error_reset": True, "method": og.RankDAD(rank=1)}, "leave it out"),
+    ],
+)
+def test_what_sites_of_several_ranks_do_not_do(setting, remedy):
     def body(mesh):
-        og.distribute(model(), og.LocalSteps(4, overlap=1), mesh=mesh)
+        og.distribute(model(), og.LocalSteps(4, **setting), mesh=mesh)
 
     for error in try_mesh(2, 1, body):
         assert isinstance(error, ValueError)
-        assert "use overlap=0" in str(error)
+        assert remedy in str(error)
 
 
 # -- what is said and refused --------------------------------------------------------------------

@@ -190,6 +190,10 @@ def test_a_method_can_be_named_with_settings(name, method):
             og.LocalSteps(8, method=og.RankDAD(budget="3kB"), stream=2, overlap=1, alpha=0.25),
         ),
         (
+            "local-steps:k=2:error_reset=True:method=rank-dad-4",
+            og.LocalSteps(2, method=og.RankDAD(rank=4), error_reset=True),
+        ),
+        (
             "local-steps:k=7:lr=1:momentum=0",
             og.LocalSteps(7, outer=lambda params: torch.optim.SGD(params, lr=1)),
         ),

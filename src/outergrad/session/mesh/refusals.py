@@ -41,6 +41,11 @@ def of_method(method: Any, *, sharded: bool) -> Iterator[str]:
             f"og.LocalSteps(overlap={method.overlap}): the ranks of a site wait for each other in "
             f"an exchange; use overlap=0"
         )
+    if isinstance(method, LocalSteps) and method.error_reset:
+        yield (
+            "og.LocalSteps(error_reset=True): each rank of a site knows what its own share of the "
+            "weights owes, not the others'; leave it out"
+        )
 
 
 def of_inspection(inspection: Inspection, *, sharded: bool, steps: bool) -> Iterator[str]:

@@ -130,6 +130,7 @@ def _local_steps(
     stream: int = 1,
     overlap: int = 0,
     alpha: float | None = None,
+    error_reset: bool = False,
 ) -> Distributed:
     """DiLoCo; with ``lr=1:momentum=0`` federated averaging of equal sites."""
     inner = _attach_of(method)
@@ -137,7 +138,8 @@ def _local_steps(
         raise ValueError(f"method={method}; use dense, rank-dad, og-powersgd or sparse")
     outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     turns = {"stream": stream, "overlap": overlap, "alpha": alpha}
-    return Distributed(og.LocalSteps(k, outer=outer, method=inner.method, **turns))
+    made = og.LocalSteps(k, outer=outer, method=inner.method, **turns, error_reset=error_reset)
+    return Distributed(made)
 
 
 def _fedavg(k: int = 20, method: str = "dense") -> Distributed:
