@@ -144,17 +144,18 @@ class Exchanging(Session):
         """
         then, self._when_sent = self._when_sent, {}
         kept = 0.0 if ends else self._method.kept
-        owed = {} if ends or not self._method.error_reset else self._owed()
+        resets = self._method.error_reset and not ends
+        owed = self._owed() if resets else {}
         for name in fragment.names:
             own, shared = self._trained[name], self._start[name]
             to = shared - owed[name] if name in owed else shared
             meanwhile = then[name] - own if then else None
             own.lerp_(to, 1 - kept) if kept else own.copy_(to)
-            if kept or then or owed:
+            if kept or then or resets:
                 self._origin[name] = own.clone() if meanwhile is None else own + meanwhile
             else:
                 self._origin.pop(name, None)
-        fragment.differs = kept > 0 or bool(then) or bool(owed)
+        fragment.differs = kept > 0 or bool(then) or resets
         fragment.is_spent = True
         self._fragments.pass_on()
         if not then:

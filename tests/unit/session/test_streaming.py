@@ -261,6 +261,23 @@ def test_a_site_keeps_what_it_has_not_sent(name, k):
     assert all(map(torch.equal, ours_end, theirs_end))
 
 
+def test_a_site_that_owes_nothing_flushes_with_the_others():
+    low = og.RankDAD(rank=1)
+
+    def body(rank, group):
+        method = og.LocalSteps(2, outer=plain, method=low, error_reset=True)
+        site = Site(method, rank, group)
+        if rank == 1:
+            site.session._owed = dict
+        site.steps(0, 4).session.flush()
+        site.session.detach()
+        return site.weights(), site.session.stats().step
+
+    (ours, exchanges), (theirs, _) = run_on_lasting_groups(2, body)
+    assert exchanges == 3
+    assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("turns", [{"k": 3, "alpha": 0.5}, {"k": 4, "overlap": 1}, {"k": 4}])
 def test_a_flush_begins_anew(turns):
     """What was shared by then is not sent a second time."""
