@@ -11,7 +11,7 @@ from outergrad.capture.optimizer_steps import StepCounter
 from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
-from outergrad.linalg.gradients import as_tensor
+from outergrad.linalg.gradients import add_rows, as_tensor
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.session.fragments import Fragment, Fragments
 from outergrad.session.inspect import Inspection
@@ -166,10 +166,7 @@ class Exchanging(Session):
         owed: dict[str, Tensor] = {}
         for slot, residual in self._next_share().planner.unsent():
             p = self._start[slot.weight]
-            whole = owed.setdefault(slot.weight, torch.zeros_like(p))
-            start, stop = slot.weight_rows or (0, p.shape[0])
-            part = whole[start:stop]
-            part.add_(as_tensor(residual).reshape(part.shape))
+            add_rows(owed, slot.weight, slot.weight_rows, as_tensor(residual).to(p.dtype), p)
         return owed
 
     def _drop_gradients(self) -> None:

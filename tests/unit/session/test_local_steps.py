@@ -442,6 +442,13 @@ REFUSED = {
         ValueError,
         "joint=True",
     ),
+    "nothing owed": (lambda: og.LocalSteps(2, error_reset=True), ValueError, "owes nothing"),
+    "nothing kept": (
+        lambda: og.LocalSteps(2, method=og.RankDAD(error_feedback=None), error_reset=True),
+        ValueError,
+        "owes nothing",
+    ),
+    "no bool": (lambda: og.LocalSteps(2, error_reset=1), ValueError, "error_reset=1; use True or"),
     "of a part": (lambda: og.PerLayer({"*": og.LocalSteps(2)}), TypeError, "around the whole"),
 }
 
