@@ -14,6 +14,8 @@ from low_rank import train
 from outergrad.linalg.outer import weight_gradient
 from outergrad.methods.low_rank import settings as _settings
 from outergrad.methods.low_rank.batching import _LARGE, _PADDING, Form, bundles
+from outergrad.methods.low_rank.memory import residual_of
+from outergrad.methods.low_rank.triplets import Gathered
 
 SLOTS = [
     og.Slot("a", "a.weight", 40, 60),
@@ -107,6 +109,30 @@ def test_after_steps_without_a_gradient_it_goes_on(label, formed, small, monkeyp
         left = weight_gradient(found) - whole_GOI[0]
         assert left.norm() < 1e-4 * whole_GOI.norm(), "four triplets hold all of rank four"
     assert weight_gradient(found).norm() > 0.5 * whole_GOI.norm()
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5, 8])
+def test_one_iteration_is_enough_where_the_first_gradient_has_fewer_directions(
+    classes, monkeypatch
+):
+    """As that of a softmax, which has one fewer than there are classes, in every step."""
+    compressor, slot = og.RankDAD(rank=4).compressor(), og.Slot("h", "h.weight", classes, 64)
+    cold, alone = [], Gathered._alone
+    monkeypatch.setattr(Gathered, "_alone", lambda *args: cold.append(1) or alone(*args))
+    generator = torch.Generator().manual_seed(5)
+    d_GNO = torch.randn(1, 32, classes, generator=generator) * 0.7 ** torch.arange(classes)
+    d_GNO -= d_GNO.mean(dim=2, keepdim=True)
+    a_GNI = torch.randn(1, 32, 64, generator=generator)
+    for _ in range(6):
+        a_GNI += 0.1 * torch.randn(1, 32, 64, generator=generator)
+        owed = residual_of(compressor._memories[slot])
+        whole_GOI = d_GNO.mT @ a_GNI + (0 if owed is None else owed)
+        (found,) = compressor.compress([og.Part(slot, d_GNO.mT @ a_GNI, min(4, classes))])
+        compressor.commit(applied=True)
+        error = (whole_GOI[0] - weight_gradient(found)).norm()
+        best = torch.linalg.svdvals(whole_GOI[0].double())[4:].norm()
+        assert error < 1.02 * best + 1e-5 * whole_GOI.norm()
+    assert len(cold) == 1, "all but the first step start where the last one ended"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])

@@ -24,7 +24,7 @@ from outergrad.linalg.canonical import canonical
 from outergrad.linalg.compress import compress
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import apart, formed, matrices_apart, row_sum, shape_of, together
-from outergrad.linalg.subspace import OVERSAMPLING
+from outergrad.linalg.subspace import OVERSAMPLING, start
 from outergrad.methods.common import without_silent_ids
 from outergrad.methods.low_rank.batching import Found, Warm, bundles, compress_together, without
 from outergrad.methods.low_rank.budget import Budget
@@ -42,6 +42,9 @@ from outergrad.methods.low_rank.settings import LowRankSettings
 _SPARE_PER_ROW = 2
 """A spare direction per so many triplets keeps the error of one iteration within 2 % of the best
 (`benchmarks/errors.py`)."""
+
+_KNOWN_SHARE = 0.5
+"""Of the directions to iterate on, what must be known: one iteration finds the others less well."""
 
 _ANY_ERROR = 1e-9
 """Small enough to cut nothing off; above zero, so that the error is computed."""
@@ -127,10 +130,12 @@ class Gathered:
         rows, inputs, outputs = shape_of(part.gradient)
         if isinstance(residual, Factors):
             rows += residual.d_GRO.shape[1]
-        columns = min(self._columns(part.rows, whole=whole), inputs, outputs)
-        if min(rows, memory.q_GIR.shape[2]) < columns:  # not enough to begin with, or so few
-            return None  # rows that an exact decomposition costs nothing
-        return Warm(part, residual, whole, memory.q_GIR, columns)
+        columns, known = min(self._columns(part.rows, whole=whole), inputs, outputs), memory.q_GIR
+        if rows < columns or known.shape[2] < columns * _KNOWN_SHARE:  # so few rows that an exact
+            return None  # decomposition costs nothing, or not enough to begin with
+        if known.shape[2] < columns:  # fewer were wanted, or there were: of a head of few classes
+            known = start(known.mT, columns, known)
+        return Warm(part, residual, whole, known, columns)
 
     # -- one by one -----------------------------------------------------------------------------
 
@@ -219,9 +224,9 @@ class Gathered:
         starts = apart(Factors(triplets.d_GRO, triplets.a_GRI), slots)
         finite = _finite(triplets.sigma_GR, slots)
         self._note(slots, triplets.sigma_GR)
-        for slot, is_finite, start, rest in zip(slots, finite, starts, residual, strict=True):
+        for slot, is_finite, factors, rest in zip(slots, finite, starts, residual, strict=True):
             if is_finite:
-                self._memories[slot] = Memory(start.a_GRI.mT, rest)
+                self._memories[slot] = Memory(factors.a_GRI.mT, rest)
 
     def _note(self, slots: Sequence[Slot], sigma_GR: Tensor) -> None:
         """Spectra, for who shares out a budget."""
