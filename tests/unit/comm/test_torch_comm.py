@@ -104,15 +104,15 @@ def test_how_far_others_are_is_found_while_a_model_is_sent():
 
     def body(rank, group):
         found = []
-        for kind in (TorchComm, Slow):
+        for kind in (*[TorchComm] * 5, Slow):  # a busy machine is slower, never faster
             comm = kind(group, CPU)
             broadcast_all(comm, [torch.full((3_000_000,), float(rank))])
             found.append(comm.cost)
         return found
 
-    (near, far), other = run_ranks(2, body)
-    assert other == [near, far]
-    assert near.added_bytes < 1e6
+    (*near, far), other = run_ranks(2, body)
+    assert other == [*near, far]
+    assert min(one.added_bytes for one in near) < 1e6
     assert far.added_bytes > 0.01 / 5e-10
 
 
