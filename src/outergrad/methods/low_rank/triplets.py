@@ -131,9 +131,10 @@ class Gathered:
         if isinstance(residual, Factors):
             rows += residual.d_GRO.shape[1]
         columns, known = min(self._columns(part.rows, whole=whole), inputs, outputs), memory.q_GIR
-        if rows < columns or known.shape[2] < columns * _KNOWN_SHARE:  # so few rows that an exact
-            return None  # decomposition costs nothing, or not enough to begin with
-        if known.shape[2] < columns:  # fewer were wanted, or there were: of a head of few classes
+        least = columns if self.budget is not None else columns * _KNOWN_SHARE  # ranks may grow
+        if rows < columns or known.shape[2] < least:  # so few rows that an exact decomposition
+            return None  # costs nothing, or not enough to begin with
+        if known.shape[2] < columns:  # the first gradient had no more, as of a head of few classes
             known = start(known.mT, columns, known)
         return Warm(part, residual, whole, known, columns)
 
