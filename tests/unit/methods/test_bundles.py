@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import outergrad as og
+from asking import inheritance
 from low_rank import train
+from outergrad.core.types import Unit
 from outergrad.linalg.outer import weight_gradient
 from outergrad.methods.low_rank import settings as _settings
 from outergrad.methods.low_rank.batching import _LARGE, _PADDING, Form, bundles
@@ -133,6 +135,26 @@ def test_one_iteration_is_enough_where_the_first_gradient_has_fewer_directions(
         best = torch.linalg.svdvals(whole_GOI[0].double())[4:].norm()
         assert error < 1.02 * best + 1e-5 * whole_GOI.norm()
     assert len(cold) == 1, "all but the first step start where the last one ended"
+
+
+def test_what_goes_on_from_fewer_directions_is_the_same_to_the_bit_when_it_was_loaded():
+    slot = og.Slot("h", "h.weight", 5, 64)
+    compressor, loaded = (og.RankDAD(rank=4).compressor() for _ in range(2))
+    generator = torch.Generator().manual_seed(5)
+    whole_GOI = torch.randn(1, 5, 4, generator=generator) @ torch.randn(4, 64, generator=generator)
+    compressor.compress([og.Part(slot, whole_GOI, 4)])
+    compressor.commit(applied=True)
+    assert compressor._memories[slot].q_GIR.shape[2] == 4, "fewer than the five iterated on"
+    loaded.load(inheritance(compressor.state(), [Unit((slot,), (slot.weight,), slot.numel)]))
+    for _ in range(3):
+        whole_GOI = torch.randn(1, 5, 64, generator=generator)
+        (found,), (other,) = (
+            one.compress([og.Part(slot, whole_GOI, 4)]) for one in (compressor, loaded)
+        )
+        assert found.d_GRO.equal(other.d_GRO)
+        assert found.a_GRI.equal(other.a_GRI)
+        compressor.commit(applied=True)
+        loaded.commit(applied=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])

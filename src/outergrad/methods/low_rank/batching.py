@@ -32,7 +32,7 @@ class Warm(NamedTuple):
         residual: what was not sent before, if anything.
         whole: whether all of what is not sent now is kept, as a matrix; then `gradient` is
             formed, and `residual` a matrix.
-        x_GIK: directions that were leading.
+        x_GIK: directions that were leading, with fixed random ones where these were fewer.
         columns: how many to iterate on.
     """
 

@@ -44,7 +44,8 @@ _SPARE_PER_ROW = 2
 (`benchmarks/errors.py`)."""
 
 _KNOWN_SHARE = 0.5
-"""Of the directions to iterate on, what must be known: one iteration finds the others less well."""
+"""Of the directions to iterate on, what must be known: one iteration finds the others less well.
+With a budget all must be, because ranks grow."""
 
 _ANY_ERROR = 1e-9
 """Small enough to cut nothing off; above zero, so that the error is computed."""
@@ -131,9 +132,9 @@ class Gathered:
         if isinstance(residual, Factors):
             rows += residual.d_GRO.shape[1]
         columns, known = min(self._columns(part.rows, whole=whole), inputs, outputs), memory.q_GIR
-        least = columns if self.budget is not None else columns * _KNOWN_SHARE  # ranks may grow
-        if rows < columns or known.shape[2] < least:  # so few rows that an exact decomposition
-            return None  # costs nothing, or not enough to begin with
+        share = _KNOWN_SHARE if self.budget is None else 1.0
+        if rows < columns or known.shape[2] < share * columns:  # so few rows that an exact
+            return None  # decomposition costs nothing, or not enough to begin with
         if known.shape[2] < columns:  # the first gradient had no more, as of a head of few classes
             known = start(known.mT, columns, known)
         return Warm(part, residual, whole, known, columns)
