@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from math import inf
 
 from outergrad.core.compressor import Setup
 from outergrad.core.cost import CostModel, Traffic
@@ -26,8 +25,6 @@ _ADDED_S = 4.5e-10
 """What each byte takes longer than in a ring, where nothing waits for the link (docs/design.md)."""
 _FAR_S = 2e-3
 """Delay from which on that is weighed: less may be a processor that was busy."""
-_SLOW_BYTES_PER_S = 5e6
-"""40 Mbit/s: below, a ring takes longer whatever the delay (docs/design.md)."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,9 @@ class RingCost:
         """The same, over a link that is known.
 
         A ring waits for the link once more than two sites that send each other all, and again at
-        each part of a long sum; it takes less of the processor.
+        each part of a long sum; it takes less of the processor. A link that is slow and near makes
+        no difference: both take as many bytes.
         """
-        if link.bytes_per_s < _SLOW_BYTES_PER_S:
-            return replace(self, added_bytes=inf)
         far_bytes = link.delay_s / _ADDED_S if link.delay_s > _FAR_S else 0.0
         return replace(self, added_bytes=max(ADDED_BYTES, far_bytes))
 

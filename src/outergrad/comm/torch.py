@@ -81,7 +81,7 @@ class TorchComm(Comm):
         """Sums t over the sites in place, on its own device.
 
         Counts what a ring sends: 2 (S - 1) / S of the tensor. Two sites send each other all of a
-        short one, and of a long one if the link is far or slow: as many bytes in fewer delays.
+        short one, and of a long one if the link is far: as many bytes in fewer delays.
         """
         if self.world_size == 1:
             return Ready(t)

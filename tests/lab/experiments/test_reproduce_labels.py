@@ -13,6 +13,7 @@ LABELS = {
     "pooled": "pooled",
     "alone": "no sharing",
     "ddp": "PyTorch DDP",
+    "ddp-again": "PyTorch DDP, again",
     "ddp-fp16": "PyTorch DDP, fp16",
     "dad": "dAD",
     "rank-dad:rank=8": "rank-dAD, rank 8",

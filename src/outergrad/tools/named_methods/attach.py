@@ -197,6 +197,7 @@ METHODS: dict[str, Attach] = {
     "pooled": _plain,
     "alone": _plain,
     "ddp": _ddp,
+    "ddp-again": _ddp,
     "ddp-fp16": partial(_ddp, fp16=True),
     **{f"powersgd-{rank}": _powersgd(rank) for rank in (1, 2, 4, 8)},
     "dense": Distributed(og.Dense()),
