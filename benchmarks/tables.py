@@ -106,7 +106,8 @@ def grid_cells(run: dict[str, Any], methods: list[str]) -> list[str]:
 
 def verdicts(runs: list[dict[str, Any]]) -> Iterator[str]:
     """In how many settings a method takes longer than it should."""
-    for method in ("dense", *_ARMS):
+    again = ("ddp-again",) if any("ddp-again" in run["plan"]["methods"] for run in runs) else ()
+    for method in (*again, "dense", *_ARMS):
         yield verdict(runs, method, ("ddp",), _OVER_DDP)
     for method, arms in _ARMS.items():
         yield verdict(runs, method, arms, _OVER_BEST)
