@@ -34,7 +34,7 @@ class Course:
     def __init__(self, comm: Comm) -> None:
         self._comm, self._next_bytes = comm, LEAST_BYTES
         self._bytes, self._took_s, self._timeout_s = 0, 0.0, comm.patience_s
-        self._least_s = inf
+        self._least_s, self._least_bytes = inf, 0
 
     def broadcast(self, flat: Tensor) -> None:
         """Overwrites bytes with rank 0's."""
@@ -52,12 +52,13 @@ class Course:
         took_s = max(max(own for own, _ in told), 1) / 1e6
         self._timeout_s = min(timeout for _, timeout in told) / 1e3
         self._bytes, self._took_s = self._bytes + nbytes, self._took_s + took_s
-        self._least_s = min(self._least_s, took_s)
+        self._least_s, self._least_bytes = min((self._least_s, self._least_bytes), (took_s, nbytes))
         wanted = int(nbytes / took_s * self._timeout_s * _SHARE)
         self._next_bytes = min(_GROWTH * self._next_bytes, max(LEAST_BYTES, wanted), _MOST_BYTES)
 
     def settle(self) -> None:
         """Tells the transport what it has found, if there was enough to send."""
         if self._bytes >= LEAST_BYTES:
-            link = Link(self._least_s, self._bytes / self._took_s)
-            self._comm.settle_pace(link, self._timeout_s)
+            bytes_per_s = self._bytes / self._took_s
+            delay_s = max(self._least_s - self._least_bytes / bytes_per_s, 0.0)
+            self._comm.settle_pace(Link(delay_s, bytes_per_s), self._timeout_s)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from outergrad.comm.agree import broadcast_all
+from outergrad.comm.cost import ADDED_BYTES
 from outergrad.comm.torch import TorchComm
 from outergrad.core.types import Link
 from ranks import run_on_lasting_groups, run_ranks
@@ -114,6 +115,26 @@ def test_how_far_others_are_is_found_while_a_model_is_sent():
     assert other == [*near, far]
     assert min(one.added_bytes for one in near) < 1e6
     assert far.added_bytes > 0.01 / 5e-10
+
+
+@pytest.mark.parametrize(("delay_s", "is_far"), [(0.0, False), (0.01, True)])
+def test_a_slow_link_is_not_taken_for_a_far_one(delay_s: float, is_far: bool):
+    """What the bytes of a message take counts as no delay."""
+
+    class Narrow(TorchComm):
+        def broadcast(self, t):
+            time.sleep(self.rank * (delay_s + t.nbytes / 1e6))
+            super().broadcast(t)
+
+    def body(rank, group):
+        found = []
+        for _ in range(3):  # a busy machine is slower, never faster
+            comm = Narrow(group, CPU)
+            broadcast_all(comm, [torch.full((40_000,), float(rank))])
+            found.append(comm.cost.added_bytes)
+        return min(found)
+
+    assert all((bytes_ > ADDED_BYTES) == is_far for bytes_ in run_ranks(2, body))
 
 
 def test_long_sums_come_in_parts():
