@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_BESIDE_CHARACTERS = 36
 _LEGEND_CHARACTERS = 105
 _LEGEND_ROW, _USUAL_ROWS = 0.18, 6
 """Inches, and how many rows a figure has place for."""
@@ -71,8 +72,10 @@ def add_legends(figure: Figure, grid: Any) -> None:
         return
     for row, handles in zip(grid, rows, strict=True):
         last = [axes for axes in row if axes.figure][-1]
-        where = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 7.5}
-        last.legend(handles.values(), handles, **where)
+        where = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": 7}
+        last.legend(
+            handles.values(), [_wrapped(name, _BESIDE_CHARACTERS) for name in handles], **where
+        )
 
 
 def legend_height(labels: Sequence[str]) -> float:
@@ -87,9 +90,9 @@ def _legend_columns(labels: Sequence[str]) -> int:
     return min(columns, len(labels))
 
 
-def _wrapped(label: str) -> str:
+def _wrapped(label: str, width: int = _LEGEND_CHARACTERS - 7) -> str:
     """In lines that fit into the figure, beside the line that is named."""
-    return textwrap.fill(label, _LEGEND_CHARACTERS - 7, subsequent_indent="    ")
+    return textwrap.fill(label, width, subsequent_indent="    ")
 
 
 def _legend(axes: Axes) -> Iterable[tuple[str, Any]]:

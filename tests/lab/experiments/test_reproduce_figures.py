@@ -222,6 +222,19 @@ def test_the_legend_lies_below_the_axes():
     assert all(axes.get_tightbbox().y0 >= box.y1 for axes in figure.axes)
 
 
+def test_legends_of_long_names_beside_the_rows_fit_into_the_figure():
+    long = "local-steps:k=15:lr=1:momentum=0:method=rank-dad:budget={}:wire=int4:vectors=int4"
+    methods = {2: ["ddp", long.format("1/20")], 3: ["ddp", long.format("1/64")]}
+    results = [plausible(m, 0.1, sites=n, steps=60) for n, some in methods.items() for m in some]
+    figure = drawn(COURSE | {"panels": ["sites", "model"]}, results)
+    beside = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
+    assert len(beside) == 2
+    for found in beside:
+        box = found.get_window_extent()
+        assert box.x1 <= figure.bbox.x1
+        assert box.width < figure.bbox.width / 2
+
+
 def test_a_legend_of_long_names_fits_into_the_figure():
     inner = "rank-dad:budget=1/20:wire=int4:vectors=int4:error_feedback=auto"
     methods = ["ddp", inner, f"local-steps:k=15:lr=1:momentum=0:method={inner}"]
