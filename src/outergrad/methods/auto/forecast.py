@@ -14,7 +14,8 @@ from outergrad.core.types import Link, Route, Slot, Unit
 from outergrad.methods.common import FLOAT_BYTES
 
 _FLOPS_PER_ROW = 6
-"""Of compressing, for each number of a row and row that is sent: orthogonalising and back."""
+"""Of compressing, for each number of a row and row that is sent: orthogonalising and back. The rows
+of a gradient that is formed are its own."""
 _PER_UNIT_S = 2e-4
 """Of everything that does not grow with a unit, where it does not travel dense: its rows are taken
 up, planned, packed and multiplied by calls of their own."""
@@ -71,7 +72,7 @@ class Forecaster:
         route = route_of(unit, compressor, rows_SK)
         rows_KS = list(zip(*rows_SK, strict=True))
         own = [(slot, max(rows_S)) for slot, rows_S in zip(unit.slots, rows_KS, strict=True)]
-        product = sum(2 * rows * slot.numel for slot, rows in own)
+        product = sum(2 * rows * _product_width(slot) for slot, rows in own)
         if route == Route.DENSE:
             nbytes = FLOAT_BYTES * unit.dense_numel
             return self._told(nbytes, route, product)
@@ -81,8 +82,12 @@ class Forecaster:
         nbytes = sum(compressor.payload_bytes(slot, count) for slot, count in sent)
         work = 0 if tapped else product
         for (slot, rows), (_, count) in zip([p for p in parts if p[1]], sent, strict=True):
+            if slot.lookup:  # rows are added up by their ids, here and where they arrive
+                work += 2 * (rows + self.cost.sites * count) * slot.outputs
+                continue
             kept = min(count, slot.outputs, slot.inputs)  # of entries, as many count as of rows
-            work += _FLOPS_PER_ROW * rows * kept * _width(slot)
+            width = slot.groups * (slot.inputs + slot.outputs * tapped)
+            work += _FLOPS_PER_ROW * rows * kept * width
             work += 2 * self.cost.sites * kept * slot.numel
         return self._told(nbytes, route, work)
 
@@ -94,6 +99,6 @@ class Forecaster:
         return Forecast(busy_bytes / self.link.bytes_per_s, compute_s, delays)
 
 
-def _width(slot: Slot) -> int:
-    """Numbers in a row."""
-    return slot.groups * (slot.inputs * (not slot.lookup) + slot.outputs)
+def _product_width(slot: Slot) -> int:
+    """Numbers of a formed gradient that a row adds to; an id adds to one row of it."""
+    return slot.outputs if slot.lookup else slot.numel
