@@ -21,7 +21,11 @@ from outergrad.core.owners import owners
 from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20
-_DENSE_BYTES = 25 << 20
+_LEAST_DENSE_BYTES = 1 << 21
+_MOST_DENSE_BYTES = 25 << 20
+_DENSE_MESSAGES = 16
+"""Of a large model, about: each costs some tenths of a millisecond, and what the last one brings is
+all that is sent when backward is over."""
 _FEW_DENSE_BYTES = 1 << 18
 """Another all-reduce costs more than it gains by starting before so few have been computed."""
 _RIDERS_BYTES = 1 << 18
@@ -81,13 +85,14 @@ class Packer:
         ordered = [units[name] for name in self._order if name in units]
         extras = dense if self._may_ride(dense, ordered) else []
         self._owners = self._share_out(ordered, extras)
-        shelf = _Shelf(self, self._compressors, extras)
-        left = sum(self._model.params[name].nbytes for name in dense)
-        for name in self._order:
+        late = {name for name in dense if self._may_wait(name)}
+        left = sum(self._model.params[name].nbytes for name in dense if name not in late)
+        shelf = _Shelf(self, self._compressors, extras, left)
+        for name in sorted(self._order, key=late.__contains__):
             if name in units:
                 shelf.add_unit(*units.pop(name), last=not units)
             elif name not in inside and not extras:
-                left -= self._model.params[name].nbytes
+                left -= 0 if name in late else self._model.params[name].nbytes
                 shelf.add_param(name, self._model.params[name], left)
         return shelf.close()
 
@@ -146,6 +151,15 @@ class Packer:
         small = nbytes <= _RIDERS_BYTES and extra < _RIDERS_EXTRA_BYTES + 1
         return bool(factor_bytes) and small and fits
 
+    def _may_wait(self, name: str) -> bool:
+        """Whether a parameter is a short vector, and goes along with the last matrix.
+
+        Those of norms are often ready later than their place in the model says: a norm before a
+        layer, that is registered behind it. Messages of matrices do not wait for so few bytes.
+        """
+        p = self._model.params[name]
+        return p.dim() < 2 and p.nbytes < _FEW_DENSE_BYTES
+
     def _computed_in(self, names: Sequence[str]) -> torch.dtype:
         dtypes = {self._model.params[name].dtype for name in names}
         return reduce(torch.promote_types, dtypes, torch.float32)
@@ -165,10 +179,15 @@ class _Shelf:
         packer: makes the buckets.
         compressors: say how large a bucket of factors becomes.
         extras: parameters that go along with the last unit's bucket.
+        dense_bytes: of the parameters that travel dense, but for those that may wait.
     """
 
-    def __init__(self, packer: Packer, compressors: Compressors, extras: Sequence[str]) -> None:
+    def __init__(
+        self, packer: Packer, compressors: Compressors, extras: Sequence[str], dense_bytes: int
+    ) -> None:
         self._packer, self._compressors, self._extras = packer, compressors, extras
+        share = max(dense_bytes // _DENSE_MESSAGES, _LEAST_DENSE_BYTES)
+        self._share_bytes = min(share, _MOST_DENSE_BYTES)
         self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
         self._limits: dict[_Shelved, int] = {}
         self._closed: list[Bucket] = []
@@ -188,14 +207,15 @@ class _Shelf:
         Args:
             name: of the parameter.
             p: itself.
-            left: bytes of those that are still to come; a few of them go along with the first.
+            left: bytes of those that are still to come, but for those that may wait. These go
+                along with the last of the others, and a few of the others with the first bucket.
         """
         key = Route.DENSE, p.dtype, None
-        takes_rest = key not in self._limits and 0 < left < _FEW_DENSE_BYTES
+        takes_rest = left == 0 or (key not in self._limits and left < _FEW_DENSE_BYTES)
         full = self._add(key, name, p.nbytes) >= self._limits.get(key, _FIRST_DENSE_BYTES)
         if full and not takes_rest:
             self._close(key)
-            self._limits[key] = _DENSE_BYTES
+            self._limits[key] = self._share_bytes if p.is_cpu else _MOST_DENSE_BYTES
 
     def close(self) -> list[Bucket]:
         """All buckets, the open ones last."""

@@ -17,11 +17,11 @@ TOLD = 2
 
 
 class Some(nn.Module):
-    """Parameters of so many KiB each, of which the last has its gradient first."""
+    """Matrices of so many KiB each, of which the last has its gradient first."""
 
     def __init__(self, sizes):
         super().__init__()
-        self.ps = nn.ParameterList(nn.Parameter(torch.zeros(size * KIB)) for size in sizes)
+        self.ps = nn.ParameterList(nn.Parameter(torch.zeros(size, KIB)) for size in sizes)
 
     def forward(self):
         return sum((p.sum() for p in self.ps), torch.zeros(()))
@@ -37,6 +37,8 @@ class Some(nn.Module):
         ([256, 1024], [1024, 256]),
         ([100, 156, 1024], [1024, 256]),
         ([16, 26 << 10, 1024], [1024, 26 << 10, 16]),
+        ([1024] * 6, [1024, 2048, 2048, 1024]),
+        ([1024] * 48, [1024, *[3072] * 15, 2048]),
     ],
     ids=str,
 )
@@ -59,3 +61,43 @@ def test_the_first_bucket_is_small_and_takes_few_that_are_left(monkeypatch, size
 
     assert all(run_ranks(2, body))
     assert sent[-len(sums) :] == [size * KIB for size in sums]
+
+
+class NormBefore(nn.Module):
+    """A norm that is registered behind the layer that it comes before, as of transformers.
+
+    Args:
+        events: is told when backward reaches the norm.
+    """
+
+    def __init__(self, events):
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 512)
+        self.norm, self.events = nn.LayerNorm(512), events
+
+    def forward(self, x):
+        y = self.norm(self.first(x))
+        y.register_hook(lambda _: self.events.append("norm"))
+        return self.second(y).sum()
+
+
+def test_a_message_does_not_wait_for_a_norm_that_comes_before_its_layers(monkeypatch):
+    events, reduce = [], TorchComm.all_reduce
+
+    def all_reduce(comm, t):
+        if comm.rank == 0:
+            events.append(len(t) - TOLD)
+        return reduce(comm, t)
+
+    monkeypatch.setattr(TorchComm, "all_reduce", all_reduce)
+
+    def body(rank, group):
+        model = NormBefore(events if rank == 0 else [])
+        session = og.distribute(model, og.Dense(), group=group)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(1, 512)).backward()
+        session.detach()
+
+    run_ranks(2, body)
+    assert events[-3:] == [512 * 512, "norm", 512 * 512 + 4 * 512]
