@@ -22,6 +22,7 @@ from outergrad.core.types import Route, Slot, Unit
 
 _FIRST_DENSE_BYTES = 1 << 20
 _LEAST_DENSE_BYTES = 1 << 21
+"""Times S - 1: a message waits for as many sites twice on its way round a ring."""
 _MOST_DENSE_BYTES = 25 << 20
 _DENSE_MESSAGES = 16
 """Of a large model, about: each costs some tenths of a millisecond, and what the last one brings is
@@ -47,6 +48,7 @@ class Packer:
 
     def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
         self._model, self._compressors, self._cost = model, compressors, cost
+        self.sites = cost.sites
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._owners: dict[Slot | str, int] = {}
         self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
@@ -186,8 +188,7 @@ class _Shelf:
         self, packer: Packer, compressors: Compressors, extras: Sequence[str], dense_bytes: int
     ) -> None:
         self._packer, self._compressors, self._extras = packer, compressors, extras
-        share = max(dense_bytes // _DENSE_MESSAGES, _LEAST_DENSE_BYTES)
-        self._share_bytes = min(share, _MOST_DENSE_BYTES)
+        self._share_bytes = _share(dense_bytes, packer.sites)
         self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
         self._limits: dict[_Shelved, int] = {}
         self._closed: list[Bucket] = []
@@ -235,3 +236,9 @@ class _Shelf:
         else:
             bucket = self._packer.bucket(key[0], len(self._closed), members, extras)
         self._closed.append(bucket)
+
+
+def _share(dense_bytes: int, sites: int) -> int:
+    """From so many bytes on a bucket of gradients is full, behind the first."""
+    least = _LEAST_DENSE_BYTES * max(sites - 1, 1)
+    return min(max(dense_bytes // _DENSE_MESSAGES, least), _MOST_DENSE_BYTES)

@@ -43,6 +43,11 @@ class Some(nn.Module):
     ids=str,
 )
 def test_the_first_bucket_is_small_and_takes_few_that_are_left(monkeypatch, sizes, sums):
+    assert sent_sums(monkeypatch, sizes)[-len(sums) :] == sums
+
+
+def sent_sums(monkeypatch, sizes, sites=2):
+    """KiB of the sums of a session in their order, the last of a backward, which are to be 1."""
     sent, reduce = [], TorchComm.all_reduce
 
     def all_reduce(comm, t):
@@ -59,8 +64,16 @@ def test_the_first_bucket_is_small_and_takes_few_that_are_left(monkeypatch, size
         session.detach()
         return all(p.grad.eq(1).all() for p in model.parameters())
 
-    assert all(run_ranks(2, body))
-    assert sent[-len(sums) :] == [size * KIB for size in sums]
+    assert all(run_ranks(sites, body))
+    return [size / KIB for size in sent]
+
+
+@pytest.mark.parametrize(
+    ("sites", "sums"),
+    [(2, [1024, *[2048] * 5, 1024]), (3, [1024, 4096, 4096, 3072]), (4, [1024, 6144, 5120])],
+)
+def test_a_sum_of_more_sites_is_longer_for_it_goes_round_a_longer_ring(monkeypatch, sites, sums):
+    assert sent_sums(monkeypatch, [1024] * 12, sites)[-len(sums) :] == sums
 
 
 class NormBefore(nn.Module):
