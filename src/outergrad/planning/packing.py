@@ -48,7 +48,6 @@ class Packer:
 
     def __init__(self, model: Model, compressors: Compressors, cost: CostModel) -> None:
         self._model, self._compressors, self._cost = model, compressors, cost
-        self.sites = cost.sites
         self._dense: dict[Sequence[str], DenseBucket] = {}
         self._owners: dict[Slot | str, int] = {}
         self._last: tuple[tuple[Choice, list[Hashable]], list[Bucket]] | None = None
@@ -89,7 +88,7 @@ class Packer:
         self._owners = self._share_out(ordered, extras)
         late = {name for name in dense if self._may_wait(name)}
         left = sum(self._model.params[name].nbytes for name in dense if name not in late)
-        shelf = _Shelf(self, self._compressors, extras, left)
+        shelf = _Shelf(self, self._compressors, extras, _share_bytes(left, self._cost.sites))
         for name in sorted(self._order, key=late.__contains__):
             if name in units:
                 shelf.add_unit(*units.pop(name), last=not units)
@@ -181,14 +180,14 @@ class _Shelf:
         packer: makes the buckets.
         compressors: say how large a bucket of factors becomes.
         extras: parameters that go along with the last unit's bucket.
-        dense_bytes: of the parameters that travel dense, but for those that may wait.
+        share_bytes: from which on a bucket of gradients is full, behind the first.
     """
 
     def __init__(
-        self, packer: Packer, compressors: Compressors, extras: Sequence[str], dense_bytes: int
+        self, packer: Packer, compressors: Compressors, extras: Sequence[str], share_bytes: int
     ) -> None:
         self._packer, self._compressors, self._extras = packer, compressors, extras
-        self._share_bytes = _share(dense_bytes, packer.sites)
+        self._share_bytes = share_bytes
         self._open: dict[_Shelved, list[tuple[Any, int]]] = {}
         self._limits: dict[_Shelved, int] = {}
         self._closed: list[Bucket] = []
@@ -238,7 +237,12 @@ class _Shelf:
         self._closed.append(bucket)
 
 
-def _share(dense_bytes: int, sites: int) -> int:
-    """From so many bytes on a bucket of gradients is full, behind the first."""
+def _share_bytes(dense_bytes: int, sites: int) -> int:
+    """From which on a bucket of gradients is full, behind the first.
+
+    Args:
+        dense_bytes: of the parameters that travel dense, but for those that may wait.
+        sites: S.
+    """
     least = _LEAST_DENSE_BYTES * max(sites - 1, 1)
     return min(max(dense_bytes // _DENSE_MESSAGES, least), _MOST_DENSE_BYTES)

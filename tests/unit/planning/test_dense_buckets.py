@@ -16,6 +16,20 @@ TOLD = 2
 """Numbers behind each sum, about the sites."""
 
 
+@pytest.fixture
+def events(monkeypatch):
+    """The elements of each sum that rank 0 starts, in their order."""
+    found, reduce = [], TorchComm.all_reduce
+
+    def all_reduce(comm, t):
+        if comm.rank == 0:
+            found.append(len(t) - TOLD)
+        return reduce(comm, t)
+
+    monkeypatch.setattr(TorchComm, "all_reduce", all_reduce)
+    return found
+
+
 class Some(nn.Module):
     """Matrices of so many KiB each, of which the last has its gradient first."""
 
@@ -42,20 +56,13 @@ class Some(nn.Module):
     ],
     ids=str,
 )
-def test_the_first_bucket_is_small_and_takes_few_that_are_left(monkeypatch, sizes, sums):
-    assert sent_sums(monkeypatch, sizes)[-len(sums) :] == sums
+def test_the_first_bucket_is_small_and_takes_few_that_are_left(events, sizes, sums):
+    share_ones(sizes, sites=2)
+    assert events[-len(sums) :] == [size * KIB for size in sums]
 
 
-def sent_sums(monkeypatch, sizes, sites=2):
-    """KiB of the sums of a session in their order, the last of a backward, which are to be 1."""
-    sent, reduce = [], TorchComm.all_reduce
-
-    def all_reduce(comm, t):
-        if comm.rank == 0:
-            sent.append(len(t) - TOLD)
-        return reduce(comm, t)
-
-    monkeypatch.setattr(TorchComm, "all_reduce", all_reduce)
+def share_ones(sizes, sites):
+    """A backward in which every gradient is to be one."""
 
     def body(rank, group):
         model = Some(sizes)
@@ -65,15 +72,15 @@ def sent_sums(monkeypatch, sizes, sites=2):
         return all(p.grad.eq(1).all() for p in model.parameters())
 
     assert all(run_ranks(sites, body))
-    return [size / KIB for size in sent]
 
 
 @pytest.mark.parametrize(
     ("sites", "sums"),
     [(2, [1024, *[2048] * 5, 1024]), (3, [1024, 4096, 4096, 3072]), (4, [1024, 6144, 5120])],
 )
-def test_a_sum_of_more_sites_is_longer_for_it_goes_round_a_longer_ring(monkeypatch, sites, sums):
-    assert sent_sums(monkeypatch, [1024] * 12, sites)[-len(sums) :] == sums
+def test_a_sum_of_more_sites_is_longer_for_it_goes_round_a_longer_ring(events, sites, sums):
+    share_ones([1024] * 12, sites)
+    assert events[-len(sums) :] == [size * KIB for size in sums]
 
 
 class NormBefore(nn.Module):
@@ -94,16 +101,7 @@ class NormBefore(nn.Module):
         return self.second(y).sum()
 
 
-def test_a_message_does_not_wait_for_a_norm_that_comes_before_its_layers(monkeypatch):
-    events, reduce = [], TorchComm.all_reduce
-
-    def all_reduce(comm, t):
-        if comm.rank == 0:
-            events.append(len(t) - TOLD)
-        return reduce(comm, t)
-
-    monkeypatch.setattr(TorchComm, "all_reduce", all_reduce)
-
+def test_a_message_does_not_wait_for_a_norm_that_comes_before_its_layers(events):
     def body(rank, group):
         model = NormBefore(events if rank == 0 else [])
         session = og.distribute(model, og.Dense(), group=group)
