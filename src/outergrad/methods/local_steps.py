@@ -55,8 +55,8 @@ class LocalSteps:
             `overlap`, so that what the site did meanwhile is not lost, else 0.
         error_reset: whether a site keeps in its own weights what the method has not sent of its
             changes, and goes on from there. Choose it where the method leaves much unsent: low rank
-            in few bits, sent often. Sites then differ also behind an exchange, until `flush`. As
-            in CSER (Xie et al., arXiv 2007.13221).
+            in few bits. Sites then differ also behind an exchange, until `flush`. As in CSER (Xie
+            et al., arXiv 2007.13221).
     """
 
     k: int
