@@ -178,15 +178,19 @@ def rates_of(place, one, other, size):
 
 
 def assert_rate(place, one, other, size, bit_per_s):
-    """That a stream from one place to another is as fast as the link, and no faster."""
-    tries = []
+    """That a stream from one place to another is as fast as the link, and no faster.
+
+    The machine may stand still for half of a stream, not longer.
+    """
+    wholes = []
 
     def usual():
-        tries.append(rates_of(place, one, other, size))
-        return tries[-1][1]
+        whole, piece = rates_of(place, one, other, size)
+        wholes.append(whole)
+        return min(piece, 2 * whole)
 
     assert at_best(usual, enough=0.9 * bit_per_s) > 0.9 * bit_per_s
-    assert max(whole for whole, _ in tries) < 1.02 * bit_per_s
+    assert max(wholes) < 1.02 * bit_per_s
 
 
 def usual_bounce(one, other):
