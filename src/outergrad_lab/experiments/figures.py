@@ -16,9 +16,11 @@ from outergrad_lab.experiments.hours import around_hub
 from outergrad_lab.experiments.links import over_links
 from outergrad_lab.experiments.panels import (
     add_legends,
+    beside_height,
     label,
     legend_height,
     name_axes,
+    one_legend,
     places_of,
     prepare,
 )
@@ -60,6 +62,7 @@ class Asked:
         title: Of the figure.
         x, y: Names of quantities or settings.
         lines, panels: What lines and panels differ in.
+        called: What the legend calls each method; others are not drawn. Where empty, all are.
         log: Which axes are logarithmic.
         references: Methods whose outcomes are levels to compare with.
         course: Whether lines go over steps, rather than through what came out.
@@ -71,10 +74,22 @@ class Asked:
     y: str
     lines: list[str]
     panels: list[str]
+    called: Mapping[str, str]
     log: list[str]
     references: list[str]
     course: bool
     points: DataFrame
+
+    def line(self, key: tuple[Any, ...]) -> str:
+        """What the legend calls a line."""
+        parts = zip(self.lines, key, strict=True)
+        return ", ".join(self.called.get(value) or heading(name, value) for name, value in parts)
+
+    def looks(self, keys: Iterable[tuple[Any, ...]]) -> dict[str, Style]:
+        """How lines look, by what the legend calls them."""
+        first = {self.line(key): key for key in reversed(list(keys))}
+        named = dict(reversed(first.items()))
+        return dict(zip(named, styles(self.lines, list(named.values())), strict=True))
 
 
 def write_figures(
@@ -122,7 +137,13 @@ def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
     if around := wanted.get("around"):
         frame = around_hub(frame, results, around, "step" if course else "steps")
     what, columns = f"figure {wanted['name']}", [*lines, *panels]
-    frame = chosen(what, frame, [x, y, *columns], wanted.get("where"))
+    called, where = wanted.get("names") or {}, wanted.get("where") or {}
+    if called:
+        where = where | {"method": list(called)}
+    frame = chosen(what, frame, [x, y, *columns], where)
+    if called:
+        order = {method: at for at, method in enumerate(called)}
+        frame = frame.sort_values("method", key=lambda methods: methods.map(order), kind="stable")
     x = "step" if x == "epoch" and frame["epoch"].isna().all() else x
     frame = frame[~frame["method"].isin(references)].dropna(subset=[x, y, *columns])
     for axis in log:
@@ -133,6 +154,7 @@ def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
         y=y,
         lines=lines,
         panels=panels,
+        called=called,
         log=log,
         references=references,
         course=course,
@@ -146,30 +168,48 @@ def draw(asked: Asked, results: Sequence[Result]) -> Figure:
 
     panels = groups(asked.points, asked.panels)
     places, rows, columns = places_of(list(panels))
-    labels = [
-        ", ".join(map(heading, asked.lines, key)) for key in groups(asked.points, asked.lines)
-    ]
-    height = rows * _HEIGHTS[min(columns, 3)] + 0.5 + legend_height(labels)
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    of_rows = _lines_of_rows(asked, list(panels.values()), [row for row, _ in places])
+    together = one_legend([list(map(asked.line, lines)) for lines in of_rows])
+    everywhere = list(groups(asked.points, asked.lines))
+    looks = [asked.looks(everywhere if together else lines) for lines in of_rows]
+    usual = _HEIGHTS[min(columns, 3)]
+    heights = [usual if together else max(usual, beside_height(list(found))) for found in looks]
+    below = legend_height(list(looks[0])) if together else 0
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.5 + below), layout="constrained")
     share = "row" if _OWN_RANGE.intersection(asked.panels) else "all"
-    grid = figure.subplots(rows, columns, squeeze=False, sharex="col", sharey=share)
+    shape = {"squeeze": False, "height_ratios": heights}
+    grid = figure.subplots(rows, columns, sharex="col", sharey=share, **shape)
     for (panel, points), place in zip(panels.items(), places, strict=True):
         axes = grid[place]
-        _draw_lines(axes, asked, points)
+        _draw_lines(axes, asked, points, looks[place[0]])
         _draw_levels(axes, asked, dict(zip(asked.panels, panel, strict=True)), results)
         axes.set(title=", ".join(map(heading, asked.panels, panel)), xlabel="", ylabel="")
         prepare(axes, asked.x, asked.y, asked.log, points[asked.x])
     spent = asked.course and asked.x == "sent_bytes"
     name_axes(grid, set(places), label("spent_bytes" if spent else asked.x), label(asked.y))
     figure.suptitle(asked.title, fontsize=11, fontweight="bold")
-    add_legends(figure, grid)
+    add_legends(figure, grid, together=together)
     return figure
 
 
-def _draw_lines(axes: Axes, asked: Asked, points: DataFrame) -> None:
+def _lines_of_rows(
+    asked: Asked, panels: Sequence[DataFrame], rows: Sequence[int]
+) -> list[list[tuple[Any, ...]]]:
+    """The lines that are in any panel of each row."""
+    from pandas import concat
+
+    by_row = [
+        concat([points for points, at in zip(panels, rows, strict=True) if at == row])
+        for row in sorted(set(rows))
+    ]
+    return [list(groups(points, asked.lines)) for points in by_row]
+
+
+def _draw_lines(axes: Axes, asked: Asked, points: DataFrame, looks: Mapping[str, Style]) -> None:
     """A line through the means over seeds, in a band from the least to the most."""
-    lines = groups(points, asked.lines)
-    for (key, rows), style in zip(lines.items(), styles(asked.lines, list(lines)), strict=True):
+    for key, rows in groups(points, asked.lines).items():
+        name = asked.line(key)
+        style = looks[name]
         draw_line(
             axes,
             _course(axes, rows, asked, style) if asked.course else _outcomes(rows, asked),
@@ -178,7 +218,7 @@ def _draw_lines(axes: Axes, asked: Asked, points: DataFrame) -> None:
             style | {"marker": ""} if asked.course else style,
             errorbar=lambda values: (min(values), max(values)),
             err_kws={"alpha": 0.15, "linewidth": 0},
-            label=", ".join(map(heading, asked.lines, key)),
+            label=name,
         )
 
 

@@ -38,9 +38,11 @@ MEASURED = (
 OF_METHOD = ("method", "family", "rank", "label")
 """Columns that say which method it is."""
 
+OF_COURSE = ("step", "loss", "test_loss", "accuracy", "auc", "sent_bytes", "epoch", "seconds")
+"""Columns of `curves` that are no settings."""
+
 _NAMES = ("kind", *OF_METHOD, "seed")
 _OF_ITERATIONS = ("case", "way", "swept", "layer", "rank", "iterations", "tolerance")
-_OF_COURSE = ("step", "loss", "test_loss", "accuracy", "auc", "sent_bytes", "epoch", "seconds")
 _LAST = 20
 
 
@@ -71,7 +73,7 @@ def curves(results: Iterable[Result]) -> DataFrame:
     from pandas import concat
 
     results = list(results)
-    frame = concat([_table([], *_OF_COURSE), *map(_course, of_kind("training", results))])
+    frame = concat([_table([], *OF_COURSE), *map(_course, of_kind("training", results))])
     timings = finals(of_kind("timing", results)).reindex(
         columns=["method", "sites", "link", "step_s"]
     )
@@ -223,9 +225,7 @@ def _course(result: Result) -> DataFrame:
     about = {"sent_bytes": sent if len(known) else math.nan, **_named(result)}
     about["epoch"] = frame["step"] * _epochs(result)
     about["compute_s"] = result.get("compute_s", math.nan)
-    return (
-        frame.drop(columns="sites").assign(**about).astype(dict.fromkeys(_OF_COURSE[1:-1], float))
-    )
+    return frame.drop(columns="sites").assign(**about).astype(dict.fromkeys(OF_COURSE[1:-1], float))
 
 
 def _epochs(result: Result) -> float:

@@ -18,6 +18,8 @@ _BESIDE_CHARACTERS = 36
 _LEGEND_CHARACTERS = 105
 _LEGEND_ROW, _USUAL_ROWS = 0.18, 6
 """Inches, and how many rows a figure has place for."""
+_BESIDE_LINE, _BESIDE_GAP, _TITLE = 0.12, 0.05, 0.35
+"""Inches of a legend beside a row of panels: a line, what parts two entries; and a title."""
 _MOST_TICKS = 10
 _COUNTED = ("rank", "sites", "iterations")
 
@@ -62,13 +64,19 @@ def name_axes(grid: Any, filled: set[tuple[int, int]], x: str, y: str) -> None:
         axes.set_ylabel(y)
 
 
-def add_legends(figure: Figure, grid: Any) -> None:
-    """One below all, or where rows have other lines, one beside each row."""
+def one_legend(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether most lines are in every row of panels: then one legend below tells them all."""
+    lines = [set(row) for row in rows]
+    return 2 * len(set.intersection(*lines)) >= len(set.union(*lines))
+
+
+def add_legends(figure: Figure, grid: Any, *, together: bool) -> None:
+    """One below all, or one beside each row."""
     rows = [{k: v for axes in row if axes.figure for k, v in _legend(axes)} for row in grid]
-    together = {name: handle for row in rows for name, handle in row.items()}
-    if all(row.keys() == together.keys() for row in rows):
-        where = {"loc": "outside lower center", "ncols": _legend_columns(list(together))}
-        figure.legend(together.values(), map(_wrapped, together), **where)
+    if together:
+        handles = {name: handle for row in rows for name, handle in row.items()}
+        where = {"loc": "outside lower center", "ncols": _legend_columns(list(handles))}
+        figure.legend(handles.values(), map(_wrapped, handles), **where)
         return
     for row, handles in zip(grid, rows, strict=True):
         last = [axes for axes in row if axes.figure][-1]
@@ -76,6 +84,12 @@ def add_legends(figure: Figure, grid: Any) -> None:
         last.legend(
             handles.values(), [_wrapped(name, _BESIDE_CHARACTERS) for name in handles], **where
         )
+
+
+def beside_height(labels: Sequence[str]) -> float:
+    """Inches that a legend beside a row needs, and the title of its panel."""
+    lines = sum(_wrapped(label, _BESIDE_CHARACTERS).count("\n") + 1 for label in labels)
+    return _BESIDE_LINE * lines + _BESIDE_GAP * (len(labels) + 1) + _TITLE
 
 
 def legend_height(labels: Sequence[str]) -> float:

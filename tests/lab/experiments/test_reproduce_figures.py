@@ -179,6 +179,41 @@ def test_two_names_make_a_grid_with_a_legend_for_each_row():
     ]
 
 
+def test_one_legend_where_most_lines_are_in_every_row():
+    methods = {2: ["ddp", "dad", "edad", "demo"], 3: ["ddp", "dad", "edad"]}
+    results = [
+        training(method=m, sites=n, model="mlp") for n, some in methods.items() for m in some
+    ]
+    figure = drawn(COURSE | {"panels": ["sites", "model"]}, results)
+    assert legend(figure) == ["PyTorch DDP", "dAD", "edAD", "DeMo"]
+    assert not [axes for axes in figure.axes if axes.get_legend()]
+
+
+def looks_of(axes):
+    dashes = {line: line._dash_pattern for line in axes.lines}  # matplotlib says "--" of all others
+    return {line.get_label(): (line.get_color(), str(at)) for line, at in dashes.items()}
+
+
+@pytest.mark.parametrize("others", [[], ["dad", "edad"], ["dad", "edad", "pooled", "dense"]])
+def test_a_line_looks_the_same_wherever_one_legend_names_it(others):
+    steps = [f"local-steps:k={k}" for k in (2, 3, 4)]
+    of_model = {"mlp": [*steps, *others], "gru": [*steps[1:], *others]}
+    results = [training(method=m, model=o) for o, some in of_model.items() for m in some]
+    mlp, gru = drawn(COURSE | {"panels": "model", "y": "test_loss"}, results).axes
+    assert looks_of(gru).items() <= looks_of(mlp).items()
+    assert len(looks_of(mlp)) == len(of_model["mlp"]) == len(set(looks_of(mlp).values()))
+
+
+def test_only_methods_with_names_are_drawn_in_their_order():
+    results = [training(method=m, sites=n) for n, m in ((2, "dad"), (2, "edad"), (3, "demo"))]
+    results += [training(method=m, sites=n) for n in (2, 3) for m in ("ddp", "pooled")]
+    names = {"ddp": "whole", "edad": "part", "demo": "part"}
+    figure = drawn(COURSE | {"panels": "sites", "names": names, "y": "test_loss"}, results)
+    assert legend(figure) == ["whole", "part"]
+    assert [list(looks_of(axes)) for axes in figure.axes] == [["whole", "part"]] * 2
+    assert looks_of(figure.axes[0]) == looks_of(figure.axes[1])
+
+
 def test_the_lowest_panel_of_each_column_says_what_is_across():
     results = [training(sites=s, model=m) for s, m in ((2, "mlp"), (2, "gru"), (3, "mlp"))]
     figure = drawn(COURSE | {"panels": ["sites", "model"]}, results)
@@ -233,6 +268,18 @@ def test_legends_of_long_names_beside_the_rows_fit_into_the_figure():
         box = found.get_window_extent()
         assert box.x1 <= figure.bbox.x1
         assert box.width < figure.bbox.width / 2
+
+
+def test_legends_of_many_lines_beside_the_rows_stay_apart():
+    methods = {n: [f"local-steps:k={n}:rate={at}:method=dad" for at in range(20)] for n in (2, 3)}
+    results = [
+        training(method=m, sites=n, model="mlp") for n, some in methods.items() for m in some
+    ]
+    figure = drawn(COURSE | {"panels": ["sites", "model"]}, results)
+    upper, lower = (axes.get_legend().get_window_extent() for axes in figure.axes)
+    assert upper.y0 >= lower.y1
+    assert upper.y1 <= figure.bbox.y1
+    assert lower.y0 >= 0
 
 
 def test_a_legend_of_long_names_fits_into_the_figure():

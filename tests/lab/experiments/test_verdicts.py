@@ -107,3 +107,15 @@ def test_seconds_over_a_link_are_computing_and_bytes_over_its_rate():
         "10mbit": pytest.approx(20 * (0.5 + 8 * 1000 / 10e6)),
         "1mbit": pytest.approx(20 * (0.5 + 8 * 1000 / 1e6)),
     }
+
+
+def test_of_seeds_the_one_with_the_least_computing_tells_the_seconds():
+    slow = [run("demo", [4.0, 3.9], 10, seed=1) | {"compute_s": 0.75}]
+    wanted = {"name": "seconds", "x": "seconds", "y": "test_loss", "lines": "method"}
+    wanted |= {"links": ["1mbit"], "panels": "link"}
+    points = ask(wanted, [*RESULTS, *slow]).points
+    points = points[(points["method"] == "demo") & (points["step"] == 20)]
+    assert len(points) == 2
+    assert points["seconds"].to_list() == pytest.approx([20 * (0.5 + 8 * 10 / 1e6)] * 2)
+    asked = ask(wanted, [run("ddp", [4.0], 1) | {"compute_s": s} for s in (0.75, 0.5)])
+    assert asked.points["seconds"].to_list() == pytest.approx([10 * (0.5 + 8 / 1e6)] * 2)
