@@ -89,7 +89,7 @@ def _write(wanted: Mapping[str, Any], results: Sequence[Result], folder: Path) -
     if swept := wanted.get("best"):
         results = with_best(results, swept)
     if against := wanted.get("against"):
-        frame = verdicts(results, against, rows[0])
+        frame = verdicts(results, against, by_family="family" in keys)
     elif around := wanted.get("around"):
         frame = around_hub(finals(results), results, around, "steps")
     else:

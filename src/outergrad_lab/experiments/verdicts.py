@@ -82,8 +82,10 @@ class Course:
         return float(np.interp(-loss, -self.losses[pair], self.sent_bytes[pair]))
 
 
-def verdicts(results: Iterable[Result], asked: Mapping[str, Any], rows: str) -> DataFrame:
-    """A row per workload, number of sites and method, or family if `rows` says so.
+def verdicts(
+    results: Iterable[Result], asked: Mapping[str, Any], *, by_family: bool = False
+) -> DataFrame:
+    """A row per workload, number of sites and method, or family.
 
     Columns are `workload`, `sites`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
     and bytes per step; `loss_gap` to dense; `gap_share`, the same over the reference's; by
@@ -100,7 +102,7 @@ def verdicts(results: Iterable[Result], asked: Mapping[str, Any], rows: str) -> 
         if against.reference in named and against.dense in named:
             one, other = named[against.reference], named[against.dense]
             own = [_against(course, one, other, against.within) for course in courses]
-            own = _by_family(own, one) if rows == "family" else own
+            own = _by_family(own, one) if by_family else own
             found += [{"workload": workload, "sites": sites, **row} for row in own]
     columns = ("kind", "workload", "sites", "method", "family", "seed", *VERDICTS)
     return DataFrame(found).reindex(columns=list(columns))

@@ -36,7 +36,7 @@ RESULTS = [
 
 
 def by(rows, results=RESULTS):
-    frame = verdicts(results, AGAINST, rows)
+    frame = verdicts(results, AGAINST, by_family=rows == "family")
     return {row[rows]: row for row in frame.to_dict("records")}
 
 
@@ -84,7 +84,7 @@ def test_of_a_family_the_best_at_no_more_bytes_and_the_fewest_to_a_loss():
 
 def test_without_the_reference_there_is_nothing_to_say(tmp_path):
     others = [r for r in RESULTS if r["settings"]["method"] != "og-powersgd:rank=4"]
-    assert verdicts(others, AGAINST, "method").empty
+    assert verdicts(others, AGAINST).empty
     wanted = {"name": "verdict", "against": AGAINST, "rows": "family", "value": ["gap_share"]}
     assert not write_tables([{**wanted, "columns": ["workload", "sites"]}], others, tmp_path)
 
@@ -96,6 +96,10 @@ def test_in_a_table_the_best_rate_counts(tmp_path):
     (table,) = write_tables([wanted], RESULTS + worse, tmp_path)
     assert ["rank-dAD", "0.20", "20.0\N{MULTIPLICATION SIGN}"] in table.rows
     assert list(table.cells.columns)[1].startswith("gpt, 2 sites, ")
+    wanted |= {"rows": ["workload", "sites"], "columns": "family", "value": "gap_share"}
+    (table,) = write_tables([wanted], RESULTS + worse, tmp_path)
+    best = dict(zip(table.cells.columns, *table.rows, strict=True))
+    assert (best["rank-dAD"], best["PowerSGD"]) == ("0.20", "1.00")
 
 
 def test_seconds_over_a_link_are_computing_and_bytes_over_its_rate():
