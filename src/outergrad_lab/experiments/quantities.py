@@ -89,6 +89,7 @@ QUANTITIES = {
     "loss_gap": Quantity("test loss above dense", decimals=4),
     "gap_share": Quantity("over the reference's", decimals=2),
     "bytes_share": Quantity("bytes to the reference's loss over its own", decimals=2),
+    "steps_to": Quantity("steps to the reference's loss", decimals=0),
     "fewer_near": Quantity("fewer bytes than dense to nearly its loss", "\N{MULTIPLICATION SIGN}"),
     "seconds": Quantity("time in steps", "s"),
     "step_s": Quantity("time of a step", "s"),

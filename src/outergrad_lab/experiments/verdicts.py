@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-VERDICTS = ("test_loss", "sent_bytes", "loss_gap", "gap_share", "bytes_share", "fewer_near")
+VERDICTS = (
+    *("test_loss", "sent_bytes", "loss_gap", "gap_share"),
+    *("bytes_share", "steps_to", "fewer_near"),
+)
 """What is found of each method, or of each family."""
 
 _AT_MOST = 1.01
@@ -89,10 +92,10 @@ def verdicts(
 
     Columns are `workload`, `sites`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
     and bytes per step; `loss_gap` to dense; `gap_share`, the same over the reference's; by
-    family, of the best that sends no more than the reference; `bytes_share`, the bytes until the
-    reference's last loss over all that the reference sends; `fewer_near`, how many times fewer
-    bytes than dense sends in all until the loss is near that of dense. Where dense or the
-    reference has not run, there is nothing to say.
+    family, of the best that sends no more than the reference; `steps_to`, the steps until the
+    reference's last loss, and `bytes_share`, the bytes until then over all that the reference
+    sends; `fewer_near`, how many times fewer bytes than dense sends in all until the loss is near
+    that of dense. Where dense or the reference has not run, there is nothing to say.
     """
     from pandas import DataFrame
 
@@ -135,7 +138,7 @@ def _mean(method: str, runs: Sequence[Result]) -> Course | None:
 def _against(course: Course, reference: Course, dense: Course, within: float) -> dict[str, Any]:
     gap = course.last - dense.last
     whole = reference.last - dense.last
-    near = course.bytes_to(dense.last * (1 + within))
+    reached, near = (course.bytes_to(n) for n in (reference.last, dense.last * (1 + within)))
     return {
         "kind": "training",
         "seed": 0,
@@ -145,7 +148,8 @@ def _against(course: Course, reference: Course, dense: Course, within: float) ->
         "sent_bytes": course.step_bytes,
         "loss_gap": gap,
         "gap_share": gap / whole if whole > 0 else math.nan,
-        "bytes_share": course.bytes_to(reference.last) / reference.sent_bytes[-1],
+        "bytes_share": reached / reference.sent_bytes[-1],
+        "steps_to": reached / course.step_bytes,
         "fewer_near": dense.sent_bytes[-1] / near if near else math.nan,
     }
 
@@ -165,6 +169,7 @@ def _best(rows: Sequence[dict[str, Any]], most_bytes: float) -> dict[str, Any]:
     at_these_bytes = {name: least.get(name, math.nan) for name in VERDICTS[:4]}
     to_losses = {
         "bytes_share": np.fmin.reduce([row["bytes_share"] for row in rows]),
+        "steps_to": np.fmin.reduce([row["steps_to"] for row in rows]),
         "fewer_near": np.fmax.reduce([row["fewer_near"] for row in rows]),
     }
     return {**rows[0], "method": None, **at_these_bytes, **to_losses}

@@ -48,6 +48,7 @@ def test_of_each_method():
     assert own["loss_gap"] == pytest.approx(0.2)
     assert own["gap_share"] == pytest.approx(0.2)
     assert own["bytes_share"] == pytest.approx(1000 / 3000)  # a loss of 3 after 20 steps
+    assert own["steps_to"] == pytest.approx(20)
     assert own["fewer_near"] == pytest.approx(30 * 1000 / (30 * 50))
     assert found["ddp"]["gap_share"] == 0
     assert (
