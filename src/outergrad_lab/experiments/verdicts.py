@@ -56,12 +56,14 @@ class Course:
         sent_bytes: By a site until each test.
         losses: Of the tests.
         steps: Until the last.
+        runs: Of how many it is the mean.
     """
 
     method: str
     sent_bytes: Floats = field(repr=False)
     losses: Floats = field(repr=False)
     steps: int
+    runs: int
 
     @property
     def last(self) -> float:
@@ -91,11 +93,13 @@ def verdicts(
     """A row per workload, number of sites and method, or family.
 
     Columns are `workload`, `sites`, `method`, `family`, `kind` and `VERDICTS`: the last test loss
-    and bytes per step; `loss_gap` to dense; `gap_share`, the same over the reference's; by
-    family, of the best that sends no more than the reference; `steps_to`, the steps until the
-    reference's last loss, and `bytes_share`, the bytes until then over all that the reference
-    sends; `fewer_near`, how many times fewer bytes than dense sends in all until the loss is near
-    that of dense. Where dense or the reference has not run, there is nothing to say.
+    and bytes per step; `loss_gap` to dense; `gap_share`, the same over the reference's;
+    `steps_to`, the steps until the reference's last loss, and `bytes_share`, the bytes until then
+    over all that the reference sends; `fewer_near`, how many times fewer bytes than dense sends in
+    all until the loss is near that of dense. Of a family the best of its methods counts, and for
+    the loss and the gap the best that sends no more than the reference; methods with fewer seeds
+    than the reference do not count. Where dense or the reference has not run, there is nothing to
+    say.
     """
     from pandas import DataFrame
 
@@ -104,7 +108,8 @@ def verdicts(
         named = {course.method: course for course in courses}
         if against.reference in named and against.dense in named:
             one, other = named[against.reference], named[against.dense]
-            own = [_against(course, one, other, against.within) for course in courses]
+            fair = [c for c in courses if c.runs >= one.runs or not by_family]
+            own = [_against(course, one, other, against.within) for course in fair]
             own = _by_family(own, one) if by_family else own
             found += [{"workload": workload, "sites": sites, **row} for row in own]
     columns = ("kind", "workload", "sites", "method", "family", "seed", *VERDICTS)
@@ -132,7 +137,7 @@ def _mean(method: str, runs: Sequence[Result]) -> Course | None:
         for name in ("sent_bytes", "loss")
     )
     known = bool(np.isfinite([sent[-1], losses[-1]]).all())
-    return Course(method, sent, losses, tests[0][-1]["step"]) if known else None
+    return Course(method, sent, losses, tests[0][-1]["step"], len(runs)) if known else None
 
 
 def _against(course: Course, reference: Course, dense: Course, within: float) -> dict[str, Any]:

@@ -83,6 +83,14 @@ def test_of_a_family_the_best_at_no_more_bytes_and_the_fewest_to_a_loss():
     assert found["og-powersgd"]["gap_share"] == 1
 
 
+def test_a_family_is_told_by_methods_with_as_many_seeds_as_the_reference():
+    again = [run("og-powersgd:rank=4", [4.0, 3.5, 3.0], 100, seed=1)]
+    found = by("family", [*RESULTS, *again])
+    assert found["rank-dad"]["test_loss"] == pytest.approx(2.2)
+    assert not {"ddp", "demo"} & found.keys()
+    assert {"ddp", "demo"} <= by("method", [*RESULTS, *again]).keys()
+
+
 def test_without_the_reference_there_is_nothing_to_say(tmp_path):
     others = [r for r in RESULTS if r["settings"]["method"] != "og-powersgd:rank=4"]
     assert verdicts(others, AGAINST).empty
