@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outergrad._whole_files import whole_file
 from outergrad.report.recording import require
 from outergrad_lab.axes import draw_line
-from outergrad_lab.experiments.frames import OF_METHOD, Result, curves, finals, ranks, varied
-from outergrad_lab.experiments.hours import around_hub
-from outergrad_lab.experiments.links import over_links
+from outergrad_lab.experiments.asked import Asked, ask
+from outergrad_lab.experiments.frames import OF_METHOD, Result, finals, varied
 from outergrad_lab.experiments.panels import (
     add_legends,
     beside_height,
@@ -25,9 +22,8 @@ from outergrad_lab.experiments.panels import (
     prepare,
 )
 from outergrad_lab.experiments.quantities import QUANTITIES, heading
-from outergrad_lab.experiments.sweeps import with_best
-from outergrad_lab.experiments.wanted import chosen, groups, in_order, names
-from outergrad_lab.labels import LOOKS, OTHER, USUAL, Method, Style, told_apart
+from outergrad_lab.experiments.wanted import groups
+from outergrad_lab.labels import Method, Style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,11 +35,8 @@ _HEIGHTS = {1: 4.0, 2: 3.1, 3: 2.5}
 """Inches of a row of panels, by their number."""
 _OWN_RANGE = {"data", "model", "workload", "layer"}
 """Panels that differ in these need not share an axis."""
-_COURSE = ("step", "epoch", "seconds", "hours")
-_OF_COURSE = ("loss", "test_loss", "accuracy", "auc")
 _WINDOWS = 40
 """A training has so many windows of the running mean."""
-_MARKERS = "os^vDPXd"
 _THEME: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -52,44 +45,6 @@ _THEME: dict[Any, Any] = {
     "legend.frameon": False,
     "lines.markersize": 5,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a figure's YAML asks for, and the points that the results have for it.
-
-    Attributes:
-        title: Of the figure.
-        x, y: Names of quantities or settings.
-        lines, panels: What lines and panels differ in.
-        called: What the legend calls each method; others are not drawn. Where empty, all are.
-        log: Which axes are logarithmic.
-        references: Methods whose outcomes are levels to compare with.
-        course: Whether lines go over steps, rather than through what came out.
-        points: Rows of `curves`, `ranks` or `finals`.
-    """
-
-    title: str
-    x: str
-    y: str
-    lines: list[str]
-    panels: list[str]
-    called: Mapping[str, str]
-    log: list[str]
-    references: list[str]
-    course: bool
-    points: DataFrame
-
-    def line(self, key: tuple[Any, ...]) -> str:
-        """What the legend calls a line."""
-        parts = zip(self.lines, key, strict=True)
-        return ", ".join(self.called.get(value) or heading(name, value) for name, value in parts)
-
-    def looks(self, keys: Iterable[tuple[Any, ...]]) -> dict[str, Style]:
-        """How lines look, by what the legend calls them."""
-        first = {self.line(key): key for key in reversed(list(keys))}
-        named = dict(reversed(first.items()))
-        return dict(zip(named, styles(self.lines, list(named.values())), strict=True))
 
 
 def write_figures(
@@ -116,50 +71,6 @@ def _write(asked: Asked, results: Sequence[Result], path: Path) -> Path:
         about = {"Title": asked.title}
         draw(asked, results).savefig(file, format="png", dpi=_DPI, metadata=about)
     return path
-
-
-def ask(wanted: Mapping[str, Any], results: Sequence[Result]) -> Asked:
-    """Finds the points of a figure; none where no result has what it asks for.
-
-    Raises:
-        RecipeError: It names what no result has.
-    """
-    x, y, lines = wanted["x"], wanted["y"], names(wanted["lines"])
-    panels, log, references = (names(wanted.get(n)) for n in ("panels", "log", "references"))
-    # Over bytes a method is a course, a family the line through its methods.
-    spent = x == "sent_bytes" and y in _OF_COURSE and "method" in lines
-    course = x in _COURSE or spent or y == "effective_rank"
-    if swept := wanted.get("best"):
-        results = with_best(results, swept)
-    frame = (ranks if y == "effective_rank" else curves if course else finals)(results)
-    if links := names(wanted.get("links")):
-        frame = over_links(frame, links)
-    if around := wanted.get("around"):
-        frame = around_hub(frame, results, around, "step" if course else "steps")
-    what, columns = f"figure {wanted['name']}", [*lines, *panels]
-    called, where = wanted.get("names") or {}, wanted.get("where") or {}
-    if called:
-        where = where | {"method": list(called)}
-    frame = chosen(what, frame, [x, y, *columns], where)
-    if called:
-        order = {method: at for at, method in enumerate(called)}
-        frame = frame.sort_values("method", key=lambda methods: methods.map(order), kind="stable")
-    x = "step" if x == "epoch" and frame["epoch"].isna().all() else x
-    frame = frame[~frame["method"].isin(references)].dropna(subset=[x, y, *columns])
-    for axis in log:
-        frame = frame[frame[x if axis == "x" else y] > 0]
-    return Asked(
-        title=wanted.get("title", wanted["name"]),
-        x=x,
-        y=y,
-        lines=lines,
-        panels=panels,
-        called=called,
-        log=log,
-        references=references,
-        course=course,
-        points=in_order(frame, columns),
-    )
 
 
 def draw(asked: Asked, results: Sequence[Result]) -> Figure:
@@ -256,18 +167,3 @@ def _draw_levels(
         if y == y:
             look = {"color": Method.parse(method).look["color"], "linestyle": (0, (5, 3))}
             axes.axhline(y, label=Method.parse(method).label, linewidth=1.2, zorder=1.5, **look)
-
-
-def styles(along: list[str], keys: Sequence[tuple[Any, ...]]) -> list[Style]:
-    """Methods and families look the same everywhere; others go from dark to light."""
-    from seaborn import color_palette
-
-    if "method" in along:
-        at = along.index("method")
-        return told_apart([Method.parse(key[at]).look for key in keys])
-    if "family" in along:
-        at = along.index("family")
-        return told_apart([USUAL | LOOKS.get(key[at], OTHER) for key in keys])
-    colours = color_palette("viridis", len(keys)).as_hex()
-    both = zip(colours, cycle(_MARKERS), strict=False)
-    return [USUAL | {"color": colour, "marker": marker} for colour, marker in both]

@@ -108,8 +108,9 @@ def verdicts(
         named = {course.method: course for course in courses}
         if against.reference in named and against.dense in named:
             one, other = named[against.reference], named[against.dense]
-            fair = [c for c in courses if c.runs >= one.runs or not by_family]
-            own = [_against(course, one, other, against.within) for course in fair]
+            if by_family:
+                courses = [course for course in courses if course.runs >= one.runs]
+            own = [_against(course, one, other, against.within) for course in courses]
             own = _by_family(own, one) if by_family else own
             found += [{"workload": workload, "sites": sites, **row} for row in own]
     columns = ("kind", "workload", "sites", "method", "family", "seed", *VERDICTS)

@@ -16,7 +16,8 @@ from matplotlib import image
 from matplotlib.collections import PolyCollection
 from PIL import Image
 
-from outergrad_lab.experiments.figures import ask, draw, styles, write_figures
+from outergrad_lab.experiments.asked import ask, styles
+from outergrad_lab.experiments.figures import draw, write_figures
 from outergrad_lab.labels import Method
 
 COURSE = {"name": "found", "title": "Title", "x": "step", "y": "loss", "lines": "method"}

@@ -9,7 +9,7 @@ from made_up_results import a_test, training
 
 pytest.importorskip("pandas")
 
-from outergrad_lab.experiments.figures import ask
+from outergrad_lab.experiments.asked import ask
 from outergrad_lab.experiments.tables import write_tables
 from outergrad_lab.experiments.verdicts import verdicts
 
