@@ -12,10 +12,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from outergrad.launch.simulate import first_calls, gloo_group
+from outergrad.launch.simulate import first_calls, gloo_group, share_generator
 from outergrad.step.groups import on_transport
 
 first_calls()
+share_generator()
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=20)

@@ -10,6 +10,6 @@ def seed(number: int) -> None:
 
     It keeps a whole stack for each device that is not there, and there is one call per test.
     """
-    torch.default_generator.manual_seed(number)
+    torch.random.default_generator.manual_seed(number)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(number)

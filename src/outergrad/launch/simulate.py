@@ -1,13 +1,14 @@
 """Many sites in one process: a thread each, over real process groups."""
 
 import gc
+import os
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,7 @@ def simulate(work: Work[T], sites: int, timeout: timedelta = TIMEOUT) -> list[T]
         SiteError: A site failed otherwise.
     """
     first_calls()
+    share_generator()
     with on_loopback():
         return _Simulation(work, sites, timeout).run()
 
@@ -81,6 +83,44 @@ def first_calls() -> None:
     """MKL's vector functions may be wrong by 5e-5 where threads share the first call of one."""
     for function in (*_TRIGONOMETRY, *_EXPONENTIALS):
         function(torch.ones(100))
+
+
+class _Shared:
+    """PyTorch's random generator of the host, for one thread at a time.
+
+    Its `get_state` makes an object while it has the generator locked. That may start Python's
+    collector, which lends the interpreter to another thread while it frees a tensor. If that
+    thread wants the generator, too, both wait for each other, and the whole process with them.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._unlock()
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._generator, name)
+        if not callable(found):
+            return found
+
+        def alone(*args: Any) -> Any:
+            with self._lock:
+                return found(*args)
+
+        return alone
+
+
+def share_generator() -> None:
+    """Lets threads read and set the state of torch's random numbers at the same time.
+
+    As `torch.utils.checkpoint` does, or `torch.manual_seed`: what goes through `torch.random`.
+    """
+    own = vars(torch.random)["default_generator"]  # where its functions look for the generator
+    if not isinstance(own, _Shared):
+        torch.random.__dict__["default_generator"] = _Shared(own)
 
 
 class _Simulation(Generic[T]):

@@ -104,7 +104,7 @@ def _forked(device: torch.device) -> Iterator[None]:
 
 def _seed(seed: int, device: torch.device) -> None:
     """Of the host and the device; `torch.manual_seed` does more, which takes milliseconds."""
-    torch.default_generator.manual_seed(seed)
+    torch.random.default_generator.manual_seed(seed)  # pyright: ignore[reportPrivateImportUsage]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)

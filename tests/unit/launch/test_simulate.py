@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -126,3 +128,30 @@ def test_a_site_that_fails_while_it_trains_ends_the_others(method, tmp_path) -> 
         simulate(work, 3)
     assert time.monotonic() - began < 30, "not the ten minutes that a message may take"
     assert threads_since(before) == []
+
+
+THREADS = """
+import gc, threading, torch
+from outergrad.launch.simulate import share_generator
+
+class Cycle:
+    def __init__(self):
+        self.itself, self.tensor = self, torch.zeros(1000)
+
+def work():
+    for _ in range(3000):
+        Cycle()
+        torch.set_rng_state(torch.get_rng_state())
+
+share_generator()
+share_generator()
+gc.set_threshold(3)  # the collector runs while a state is read
+threads = [threading.Thread(target=work) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_threads_read_and_set_the_random_state_while_the_collector_runs() -> None:
+    """In a process of its own: where they wait for each other, all of it hangs."""
+    subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=60)
