@@ -1,17 +1,11 @@
-"""What travels at low rank, and how: decided by bytes; what is computed from factors: by time."""
+"""What stands behind `RankDAD` and `PowerSGD`: what is sent of a layer, and what is remembered."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 
-from outergrad.comm.cost import cost_of
-from outergrad.comm.cost import seconds as seconds_of
 from outergrad.core.coding import Codecs, drops
-from outergrad.core.compressor import Compressor
-from outergrad.core.cost import CostModel
-from outergrad.core.owners import heaviest_share
 from outergrad.core.payload import EncodedRows
 from outergrad.core.reasons import AutoWay
 from outergrad.core.step_size import Whole
@@ -20,7 +14,6 @@ from outergrad.core.types import (
     Factors,
     Gradient,
     Inheritance,
-    Link,
     Part,
     Route,
     Slot,
@@ -29,10 +22,9 @@ from outergrad.core.types import (
     tensors_of,
 )
 from outergrad.linalg.outer import formed
-from outergrad.methods.common import dense_bytes, tied_in_use
 from outergrad.methods.low_rank.alternating import AlternatingSketches
-from outergrad.methods.low_rank.budget import Budget, Prices, rows_in_messages, settled, stands
-from outergrad.methods.low_rank.cost import WAYS, Sizes, best_way, exact_rows
+from outergrad.methods.low_rank.budget import Budget, Prices, rows_in_messages, settled
+from outergrad.methods.low_rank.cost import Sizes, exact_rows
 from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
@@ -41,24 +33,20 @@ from outergrad.methods.low_rank.memory import (
     residual_of,
 )
 from outergrad.methods.low_rank.merging import Merging
+from outergrad.methods.low_rank.routing import LowRankRouting
 from outergrad.methods.low_rank.settings import LowRankSettings
 from outergrad.methods.low_rank.sketches import GlobalSketches
 from outergrad.methods.low_rank.triplets import Gathered
 from outergrad.methods.low_rank.vectors import RowsAndBias, Vectors
 
-_GATHER_SITES = 2
-"""Up to so many sites "auto" gathers: it is no more bytes than to reduce, and one round less."""
 
-
-class LowRankCompressor(Compressor):
+class LowRankCompressor(LowRankRouting):
     """The compressor of `RankDAD` and of `PowerSGD`."""
 
     takes_plain = True
     exact = False
 
     def __init__(self, settings: LowRankSettings) -> None:
-        self._budget: Budget | None = None
-        self._owns = True
         self._build(settings)
 
     def _build(self, settings: LowRankSettings) -> None:
@@ -77,13 +65,6 @@ class LowRankCompressor(Compressor):
         if settings.reduce == "two_way":
             self.needs = frozenset({Capability.ALL_TO_ALL})
 
-    # -- which way low rank travels, for good -----------------------------------------------------
-
-    def settle(self, cost: CostModel, capabilities: Set[Capability]) -> None:
-        """Owners need messages of their own from every site."""
-        super().settle(cost, capabilities)
-        self._owns = Capability.ALL_TO_ALL in capabilities
-
     def settle_budget(self, units: Sequence[Unit], whole: Whole) -> None:
         """Goes by the largest rank that fits it in all layers alike, to say what travels how."""
         if self._settings.budget is None or self.cost is None or self.cost.sites == 1:
@@ -94,96 +75,6 @@ class LowRankCompressor(Compressor):
         nbytes = settings.budget_bytes(prices.dense())
         self._budget = Budget(settings, matrices, prices, nbytes, self.cost.sites)
         self._build(settings)
-
-    def wants_link(self, sites: int) -> bool:
-        """Between two sites gathering is never worse, and a budget is for that alone."""
-        free = self._settings.reduce == "auto" and self._settings.budget is None
-        return free and sites > _GATHER_SITES
-
-    def settle_reduce(self, units: Sequence[Unit], sites: int, link: Link) -> None:
-        """Takes the way that is fastest for the whole model."""
-        can = {Route.GATHER: True, Route.TWO_WAY: self._owns, Route.REDUCE: self._sums}
-        ways = [way for way in WAYS if can[way]]
-        model = cost_of(self, sites)
-        sent_bytes = {way: self._sent_bytes(units, sites, way) for way in ways}
-        seconds = {way: seconds_of(model, way, n, link) for way, n in sent_bytes.items()}
-        way = best_way(seconds)
-        others = tuple((other, s) for other, s in seconds.items() if other != way)
-        self.auto_way = AutoWay(way=way, seconds=seconds[way], others=others, link=link)
-
-    def _sent_bytes(self, units: Sequence[Unit], sites: int, way: Route) -> float:
-        """What the busiest site sends in a step, also for units that travel dense."""
-        cost = cost_of(self, sites)
-        nbytes, merged = 0.0, dict[Slot, float]()
-        for unit in units:
-            low_rank, dense = self._low_rank_bytes(unit, sites, way), dense_bytes(unit, cost)
-            pays = low_rank * self._settings.min_ratio < dense
-            nbytes += (sites - 1) * (low_rank if pays else dense)
-            merged.update({m: self._sizes.triplets(m) for m in unit.matrices if pays})
-        if way == Route.TWO_WAY:  # an owner sends (S - 2) times more of its share than the others
-            unevenness = heaviest_share(merged, sites) - sum(merged.values()) / sites
-            nbytes += (sites - 2) * unevenness
-        return nbytes
-
-    # -- how a unit travels ---------------------------------------------------------------------
-
-    def route(self, unit: Unit, rows_SK: Sequence[Sequence[int]], *, tapped: bool) -> Route:
-        """Exact factors if nothing is smaller, then low rank if that is small enough, or dense."""
-        sites = len(rows_SK)
-        if sites == 1:
-            return Route.DENSE
-        dense = dense_bytes(unit, cost_of(self, sites))
-        low_rank = self._low_rank_bytes(unit, sites)
-        if tapped and self._sizes.exact(unit, rows_SK) <= min(low_rank, dense):
-            return Route.GATHER
-        if low_rank * self._settings.min_ratio >= dense:
-            return Route.DENSE
-        return self._low_rank_route(sites)
-
-    def taps(self, unit: Unit, rows_SK: Sequence[Sequence[int]]) -> bool:
-        """Whether factors are all that is sent, or what triplets are found from in less time."""
-        if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
-            return False
-        if not self._vectors.fit(unit) or (self._budget is not None and not stands(unit)):
-            return False
-        if self._sizes.exact(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
-            return self.route(unit, rows_SK, tapped=True) == Route.GATHER
-        if self.route(unit, rows_SK, tapped=True) == Route.DENSE:
-            return False
-        if self._settings.keeps_all:
-            return False
-        if any(slot.lookup or self._settings.forms(slot) for slot in unit.slots):
-            return False
-        return all(
-            self._sizes.cheaper_from_factors(slot, max(rows_S))
-            for slot, rows_S in zip(unit.slots, zip(*rows_SK, strict=True), strict=True)
-        )
-
-    def break_even(self, unit: Unit, sites: int) -> float:
-        """Rows per slot from which on dense is fewer bytes: none, where low rank pays."""
-        dense = dense_bytes(unit, cost_of(self, sites))
-        if sites == 1:
-            return 0.0
-        if self._low_rank_bytes(unit, sites) * self._settings.min_ratio < dense:
-            return math.inf
-        if not self._settings.taps or not unit.slots:
-            return 0.0
-        return (dense - self._sizes.biases(unit.slots)) / sum(map(self._sizes.row, unit.slots))
-
-    def _low_rank_route(self, sites: int) -> Route:
-        if self._settings.way is not None:
-            return self._settings.way
-        if self._settings.budget is not None:
-            return Route.GATHER
-        if self.auto_way is not None:
-            return self.auto_way.way
-        if sites <= _GATHER_SITES:
-            return Route.GATHER
-        return Route.REDUCE if self._sums else Route.TWO_WAY
-
-    def _low_rank_bytes(self, unit: Unit, sites: int, way: Route | None = None) -> float:
-        way = way or self._low_rank_route(sites)
-        return self._sizes.low_rank(unit, cost_of(self, sites), way)
 
     # -- gathered -------------------------------------------------------------------------------
 
