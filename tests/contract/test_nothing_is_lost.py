@@ -39,6 +39,7 @@ METHODS: dict[str, Any] = {
         rank=2, error_feedback="dense", wire=wire.Int4(), vectors=wire.Int4()
     ),
     "budget": og.RankDAD(budget=7500),
+    "budget, two ways": og.RankDAD(budget=7500, reduce="two_way", error_feedback="dense"),
     "powersgd": og.PowerSGD(rank=1),
     "sparse": og.Sparse(density=0.1),
     "sparse, fewer than pay at many sites": og.Sparse(density=0.3),

@@ -62,6 +62,13 @@ LOW_RANK: dict[str, Any] = {
         rank=1, vectors=og.wire.Int2(), error_feedback="dense"
     ),
     "budget": og.RankDAD(budget=1 << 14, wire=og.wire.Int4(), vectors=og.wire.Int4()),
+    "budget, two_way, small buckets": og.RankDAD(
+        budget=1 << 15,
+        reduce="two_way",
+        wire=og.wire.Int4(),
+        vectors=og.wire.Int4(),
+        bucket_bytes=1,
+    ),
     "powersgd": og.PowerSGD(rank=1, min_ratio=1),
     "sparse": og.Sparse(density=0.2, always=True),
     "sparse, blocks, int8": og.Sparse(

@@ -36,6 +36,7 @@ METHODS: dict[str, Any] = {
         rank=3, reduce="two_way", wire=og.wire.Int3(), vectors=og.wire.Int4()
     ),
     "rank-dad, budget": og.RankDAD(budget="64kB"),
+    "rank-dad, budget, two ways": og.RankDAD(budget="64kB", reduce="two_way"),
     "powersgd": og.PowerSGD(rank=2),
     "sparse": og.Sparse(density=0.02),
     "sparse, blocks, int8": og.Sparse(density=0.1, select="blocks", wire=og.wire.Int8()),

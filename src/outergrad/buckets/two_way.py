@@ -40,7 +40,7 @@ class TwoWayBucket(RowBucket):
         loads: as of `RowBucket`.
         compressor: makes the triplets; its merger does the owners' work.
         extras: as of `RowBucket`.
-        owners: the site that merges each slot and sums each extra.
+        owners: the site that sums each extra, and merges each slot of which the merger knows none.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TwoWayBucket(RowBucket):
 
     def lengths(self, context: StepContext) -> object:
         """Also who merges what."""
-        return super().lengths(context), self._owners
+        return super().lengths(context), [self._owner(slot) for slot in self.slots], self._owners
 
     def expect(self, context: StepContext, turn: int) -> None:
         """What the other sites have for this one, and what they merge."""
@@ -85,7 +85,12 @@ class TwoWayBucket(RowBucket):
     def owned(self, pieces: Sequence[Piece], owner: int) -> BookedLayout:
         """The message with what one site owns."""
         extras = {name: p for name, p in self.extras.items() if self._owners[name] == owner}
-        return self.layout([p for p in pieces if self._owners[p.slot] == owner], extras)
+        return self.layout([p for p in pieces if self._owner(p.slot) == owner], extras)
+
+    def _owner(self, slot: Slot) -> int:
+        """Who merges it in this step."""
+        found = self.merger.owner(slot)
+        return self._owners[slot] if found is None else found
 
     def merged_pieces(self, pieces_SK: Sequence[Sequence[Piece]]) -> list[Piece]:
         """What comes back of each slot (K), from what every site (S) sends of it."""

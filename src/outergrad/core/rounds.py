@@ -56,6 +56,10 @@ class Sketches(Protocol):
 class Merger(Protocol):
     """Rows of several sites into as few as one site sends."""
 
+    def owner(self, slot: Slot) -> int | None:
+        """The site that merges it in this step; None if it is one for good, as the plan says."""
+        return None
+
     def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
         """R of the merged rows, from what every site sends; none from none."""
         ...

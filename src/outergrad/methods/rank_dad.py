@@ -25,8 +25,9 @@ class RankDAD(LowRankSettings):
         budget: instead of a rank, the bytes that a site may send per step, as "160kB" or 160_000;
             or, below one, a fraction of the dense gradients' bytes, as 1/64. Every step divides
             them among the layers anew: each gets one triplet, the rest goes where a triplet has
-            most energy per byte. All that a step sends counts, but for buffers. Triplets are
-            gathered.
+            most energy per byte. All that a step sends counts, but for buffers. With "auto"
+            triplets are gathered. Choose reduce="two_way" among more than two sites of a process
+            group: the same bytes buy about S / 2 times as many triplets there, in two rounds.
         tolerance: largest error that a site may make, relative to the Frobenius norm of its
             gradient, if `rank` triplets suffice for it: then it sends as few as do. What was too
             many or too few in one step is put right in the next, without a message for it.

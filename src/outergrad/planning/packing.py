@@ -113,16 +113,33 @@ class Packer:
     def _share_out(
         self, ordered: Sequence[tuple[Load, Route, int]], extras: Sequence[str]
     ) -> dict[Slot | str, int]:
-        """Who merges what, so that all sites send about the same in a step."""
+        """Who merges what, so that all sites send about the same in a step.
+
+        A method that shares out its slots by itself counts on equal shares of all that is along.
+        """
         loads = [load for load, route, _ in ordered if route == Route.TWO_WAY]
-        names = [*(name for load in loads for name in load.vectors), *extras]
-        sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
-        for unit, slot in ((load.unit, slot) for load in loads for slot in load.slots):
-            merger = self._compressors[unit].merger
-            assert merger is not None
-            rows = merger.merged_rows(slot, [slot.outputs])
-            sizes[slot] = 4 * rows * slot.groups * (slot.inputs + slot.outputs)
-        return owners(sizes, self._cost.sites)
+        decided = [load for load in loads if self._is_decided(load)]
+        others = [load for load in loads if load not in decided]
+        last = decided if loads and loads[-1] in decided else others
+        found: dict[Slot | str, int] = {}
+        for members in (decided, others):
+            names = [n for load in members for n in load.vectors]
+            names += extras if members is last else ()
+            sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
+            for load in others if members is others else ():
+                sizes |= {slot: self._merged_bytes(load.unit, slot) for slot in load.slots}
+            found |= owners(sizes, self._cost.sites)
+        return found
+
+    def _is_decided(self, load: Load) -> bool:
+        merger = self._compressors[load.unit].merger
+        return merger is not None and any(merger.owner(slot) is not None for slot in load.slots)
+
+    def _merged_bytes(self, unit: Unit, slot: Slot) -> int:
+        merger = self._compressors[unit].merger
+        assert merger is not None
+        rows = merger.merged_rows(slot, [slot.outputs])
+        return 4 * rows * slot.groups * (slot.inputs + slot.outputs)
 
     def sketched_in(self, load: Load) -> torch.dtype:
         """What the sketches of a unit are computed in."""

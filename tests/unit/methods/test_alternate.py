@@ -269,5 +269,5 @@ def test_coverage_and_refusals_name_it():
     }.items():
         with pytest.raises(ValueError, match=rf"RankDAD: {name}=.*reduce='alternate' adds up"):
             og.RankDAD(reduce="alternate", **settings)
-    with pytest.raises(ValueError, match=r"RankDAD: reduce='alternate'.*'gather' with budget="):
+    with pytest.raises(ValueError, match=r"RankDAD: reduce='alternate'.*'gather' or 'two_way'"):
         og.RankDAD(reduce="alternate", budget="64kB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -343,14 +344,17 @@ def test_a_budget_is_of_the_exchange_of_a_fragment(budget):
 
 
 @pytest.mark.parametrize("saved_after", range(6, 10))
-@pytest.mark.parametrize("name", ["dense", "budget", "error reset"])
+@pytest.mark.parametrize("name", ["dense", "budget", "owners", "error reset", "owners, reset"])
 def test_training_goes_on_to_the_bit(name, saved_after):
     """From every place in a round, also while an exchange is under way; saving changes nothing."""
     few = og.RankDAD(budget=3_000, wire=og.wire.Int4(), error_feedback="dense")
+    by_owners = replace(few, budget=5_000, reduce="two_way")
     method = {
         "dense": og.LocalSteps(6, stream=2, overlap=2),
         "budget": og.LocalSteps(6, method=few, stream=2, overlap=2),
+        "owners": og.LocalSteps(6, method=by_owners, stream=2, overlap=2),
         "error reset": og.LocalSteps(2, method=few, error_reset=True),
+        "owners, reset": og.LocalSteps(2, method=by_owners, error_reset=True),
     }[name]
 
     def body(rank, group):
@@ -374,7 +378,7 @@ def test_training_goes_on_to_the_bit(name, saved_after):
             for ours, theirs in zip(whole.weights(), other.weights(), strict=True):
                 assert ours.equal(theirs)
 
-    run_on_lasting_groups(2, body)
+    run_on_lasting_groups(3 if "owners" in name else 2, body)
 
 
 def test_another_number_of_sites_goes_on_from_a_flush():

@@ -23,7 +23,7 @@ from outergrad.core.types import (
 )
 from outergrad.linalg.outer import formed
 from outergrad.methods.low_rank.alternating import AlternatingSketches
-from outergrad.methods.low_rank.budget import Budget, Prices, rows_in_messages, settled
+from outergrad.methods.low_rank.budget import Budget
 from outergrad.methods.low_rank.cost import Sizes, exact_rows
 from outergrad.methods.low_rank.memory import (
     Memories,
@@ -33,6 +33,7 @@ from outergrad.methods.low_rank.memory import (
     residual_of,
 )
 from outergrad.methods.low_rank.merging import Merging
+from outergrad.methods.low_rank.prices import Prices, rows_in_messages, settled
 from outergrad.methods.low_rank.routing import LowRankRouting
 from outergrad.methods.low_rank.settings import LowRankSettings
 from outergrad.methods.low_rank.sketches import GlobalSketches
@@ -61,7 +62,7 @@ class LowRankCompressor(LowRankRouting):
             self.form = RowsAndBias(settings.vector_codecs)
         sketches = AlternatingSketches if settings.alternates else GlobalSketches
         self.sketches = self._sketches = sketches(settings, self._memories)
-        self.merger = Merging(settings, self._memories, self._vectors)
+        self.merger = Merging(settings, self._memories, self._vectors, self._budget)
         if settings.reduce == "two_way":
             self.needs = frozenset({Capability.ALL_TO_ALL})
 
@@ -69,7 +70,8 @@ class LowRankCompressor(LowRankRouting):
         """Goes by the largest rank that fits it in all layers alike, to say what travels how."""
         if self._settings.budget is None or self.cost is None or self.cost.sites == 1:
             return
-        prices = Prices(units, whole, self.cost, self.form)
+        way = self._low_rank_route(self.cost.sites)
+        prices = Prices(units, whole, self.cost, self.form, way)
         settings = settled(self._settings, prices, [m for unit in units for m in unit.matrices])
         matrices = [m for unit in prices.low_rank(settings) for m in unit.matrices]
         nbytes = settings.budget_bytes(prices.dense())

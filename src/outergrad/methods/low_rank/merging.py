@@ -11,6 +11,7 @@ from outergrad.core.types import Factors, Gradient, Slot
 from outergrad.linalg.low_rank import LowRank
 from outergrad.linalg.outer import added, formed, product_of, stack
 from outergrad.linalg.small_core import merge, small_core
+from outergrad.methods.low_rank.budget import Budget
 from outergrad.methods.low_rank.memory import (
     Memories,
     Memory,
@@ -30,12 +31,24 @@ class Merging:
     All sites miss it, but one of them remembers: it counts S times, as the mean divides by S.
     """
 
-    def __init__(self, settings: LowRankSettings, memories: Memories, vectors: Vectors) -> None:
+    def __init__(
+        self,
+        settings: LowRankSettings,
+        memories: Memories,
+        vectors: Vectors,
+        budget: Budget | None = None,
+    ) -> None:
         self._settings, self._memories, self._vectors = settings, memories, vectors
+        self._budget = budget
+
+    def owner(self, slot: Slot) -> int | None:
+        """As a budget has it; it counts on shares of the same size, whatever the rows are."""
+        return None if self._budget is None else self._budget.owner(slot)
 
     def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:
-        """The rank, or as many as there can be."""
-        return min(self._settings.rank, slot.outputs, slot.inputs, sum(rows_S))
+        """The rank, or as many as one site sends with a budget, or as many as there can be."""
+        rank = self._settings.rank if self._budget is None else self._budget.rows(slot, 0)
+        return min(rank, slot.outputs, slot.inputs, sum(rows_S))
 
     def merge(self, slot: Slot, parts: Sequence[Factors], rows: int, sites: int) -> Factors:
         """The leading triplets of the mean, and the mean of the bias gradients."""

@@ -91,7 +91,7 @@ class LowRankRouting(Compressor):
         """Whether factors are all that is sent, or what triplets are found from in less time."""
         if not self._settings.taps or len(rows_SK) == 1 or tied_in_use(unit, rows_SK):
             return False
-        if not self._vectors.fit(unit) or (self._budget is not None and not stands(unit)):
+        if not self._vectors.fit(unit) or not self._budget_allows(unit):
             return False
         if self._sizes.exact(unit, rows_SK) <= self._low_rank_bytes(unit, len(rows_SK)):
             return self.route(unit, rows_SK, tapped=True) == Route.GATHER
@@ -105,6 +105,12 @@ class LowRankRouting(Compressor):
             self._sizes.cheaper_from_factors(slot, max(rows_S))
             for slot, rows_S in zip(unit.slots, zip(*rows_SK, strict=True), strict=True)
         )
+
+    def _budget_allows(self, unit: Unit) -> bool:
+        """A budget is shared out over matrices, and an owner's without biases that go along."""
+        if self._budget is None:
+            return True
+        return stands(unit) and self._settings.way != Route.TWO_WAY
 
     def break_even(self, unit: Unit, sites: int) -> float:
         """Rows per slot from which on dense is fewer bytes: none, where low rank pays."""

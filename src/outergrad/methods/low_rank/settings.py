@@ -55,8 +55,8 @@ class LowRankSettings(Settings):
         require(self.budget is None or _amount(self.budget) > 0, self, "budget", told)
         alone = self.budget is None or (self.rank == _RANK and not self.tolerance)
         require(alone, self, "budget", "it instead of rank= and tolerance=, not beside them")
-        gathered = self.budget is None or self.reduce in ("auto", "gather")
-        require(gathered, self, "reduce", "'gather' with budget=")
+        in_triplets = self.budget is None or not self.sums
+        require(in_triplets, self, "reduce", "'gather' or 'two_way' with budget=")
         require(0 <= self.tolerance < 1, self, "tolerance", "a number in [0, 1)")
         require(self.solver in get_args(Solver), self, "solver", f"one of {get_args(Solver)}")
         require((self.iterations or 1) >= 1, self, "iterations", "1 or more, or None")
