@@ -126,9 +126,14 @@ def settled(settings: LowRankSettings, prices: Prices, matrices: Sequence[Slot])
     """
     nbytes = settings.budget_bytes(prices.dense())
     most = max((min(sides(matrix)) for matrix in matrices), default=1)
-    fits = bisect_right(range(1, most + 1), nbytes, key=lambda r: prices.at(_at(settings, r)))
+
+    def most_bytes(rank: int) -> int:
+        """Also of single triplets, of which owners may have less equal shares."""
+        return max(prices.at(_at(settings, rank), rows) for rows in (1, None))
+
+    fits = bisect_right(range(1, most + 1), nbytes, key=most_bytes)
     if not fits:
-        least = prices.at(_at(settings, 1))
+        least = most_bytes(1)
         raise ValueError(
             f"RankDAD: budget={settings.budget!r} is {nbytes} bytes per step; one triplet of each "
             f"layer, and what travels besides, is {least}: use that or more, or fewer bits"
