@@ -67,30 +67,32 @@ class TwoWayBucket(RowBucket):
 
     def lengths(self, context: StepContext) -> object:
         """Also who merges what."""
-        return super().lengths(context), [self._owner(slot) for slot in self.slots], self._owners
+        return super().lengths(context), self.mergers(), self._owners
 
     def expect(self, context: StepContext, turn: int) -> None:
         """What the other sites have for this one, and what they merge."""
         pieces_SK, sites = self.pieces(context), range(context.comm.world_size)
-        theirs = [self.owned(pieces_K, context.comm.rank) for pieces_K in pieces_SK]
+        owners_K = self.mergers()
+        theirs = [self.owned(pieces_K, owners_K, context.comm.rank) for pieces_K in pieces_SK]
         context.comm.expect([layout.nbytes for layout in theirs], turn)
         merged_K = self.merged_pieces(pieces_SK)
-        merged = [self.owned(merged_K, owner).nbytes for owner in sites]
+        merged = [self.owned(merged_K, owners_K, owner).nbytes for owner in sites]
         context.comm.expect(merged, turn, lane=_SECOND_LANE)
 
     def start(self, context: StepContext) -> Pending:
         """Computes and packs this site's triplets and starts to send them to their owners."""
         return _TwoWayPending(self, context)
 
-    def owned(self, pieces: Sequence[Piece], owner: int) -> BookedLayout:
+    def mergers(self) -> list[int]:
+        """Who merges each slot (K) in this step."""
+        found = [(slot, self.merger.owner(slot)) for slot in self.slots]
+        return [self._owners[slot] if owner is None else owner for slot, owner in found]
+
+    def owned(self, pieces_K: Sequence[Piece], owners_K: Sequence[int], owner: int) -> BookedLayout:
         """The message with what one site owns."""
         extras = {name: p for name, p in self.extras.items() if self._owners[name] == owner}
-        return self.layout([p for p in pieces if self._owner(p.slot) == owner], extras)
-
-    def _owner(self, slot: Slot) -> int:
-        """Who merges it in this step."""
-        found = self.merger.owner(slot)
-        return self._owners[slot] if found is None else found
+        pairs = zip(pieces_K, owners_K, strict=True)
+        return self.layout([piece for piece, own in pairs if own == owner], extras)
 
     def merged_pieces(self, pieces_SK: Sequence[Sequence[Piece]]) -> list[Piece]:
         """What comes back of each slot (K), from what every site (S) sends of it."""
@@ -110,10 +112,10 @@ class _TwoWayPending(Pending):
         self._bucket, self._context = bucket, context
         self._rank, sites = context.comm.rank, range(context.comm.world_size)
         pieces_SK = bucket.pieces(context)
-        merged_K = bucket.merged_pieces(pieces_SK)
-        self._ours = [bucket.owned(pieces_SK[self._rank], owner) for owner in sites]
-        self._theirs = [bucket.owned(pieces_K, self._rank) for pieces_K in pieces_SK]
-        self._merged = [bucket.owned(merged_K, owner) for owner in sites]
+        merged_K, owners_K = bucket.merged_pieces(pieces_SK), bucket.mergers()
+        self._ours = [bucket.owned(pieces_SK[self._rank], owners_K, owner) for owner in sites]
+        self._theirs = [bucket.owned(pieces_K, owners_K, self._rank) for pieces_K in pieces_SK]
+        self._merged = [bucket.owned(merged_K, owners_K, owner) for owner in sites]
         self._state, self._has_autograd_grad, self._digest = State.GOOD, list[str](), 0
         self._first = self._send()
 

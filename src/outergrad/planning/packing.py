@@ -120,16 +120,15 @@ class Packer:
         loads = [load for load, route, _ in ordered if route == Route.TWO_WAY]
         decided = [load for load in loads if self._is_decided(load)]
         others = [load for load in loads if load not in decided]
-        last = decided if loads and loads[-1] in decided else others
-        found: dict[Slot | str, int] = {}
-        for members in (decided, others):
-            names = [n for load in members for n in load.vectors]
-            names += extras if members is last else ()
-            sizes: dict[Slot | str, float] = {n: self._model.params[n].nbytes for n in names}
-            for load in others if members is others else ():
-                sizes |= {slot: self._merged_bytes(load.unit, slot) for slot in load.slots}
-            found |= owners(sizes, self._cost.sites)
-        return found
+        along, beside = self._vector_bytes(decided), self._vector_bytes(others)
+        last = along if loads and loads[-1] in decided else beside
+        last |= {name: self._model.params[name].nbytes for name in extras}
+        for load in others:
+            beside |= {slot: self._merged_bytes(load.unit, slot) for slot in load.slots}
+        return owners(along, self._cost.sites) | owners(beside, self._cost.sites)
+
+    def _vector_bytes(self, loads: Sequence[Load]) -> dict[Slot | str, float]:
+        return {name: self._model.params[name].nbytes for load in loads for name in load.vectors}
 
     def _is_decided(self, load: Load) -> bool:
         merger = self._compressors[load.unit].merger

@@ -42,7 +42,7 @@ class Merging:
         self._budget = budget
 
     def owner(self, slot: Slot) -> int | None:
-        """As a budget has it; it counts on shares of the same size, whatever the rows are."""
+        """As a budget has it, which gives layers other owners where ranks have changed."""
         return None if self._budget is None else self._budget.owner(slot)
 
     def merged_rows(self, slot: Slot, rows_S: Sequence[int]) -> int:

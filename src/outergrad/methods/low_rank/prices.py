@@ -56,9 +56,9 @@ class Prices:
         return own if self.way == Route.GATHER else 1 + (own - 1) / self._cost.sites
 
     def sent(self, sizes: Mapping[Any, int]) -> int:
-        """By the busiest site, of what has these sizes: of triplets, or of vectors.
+        """Bytes that the busiest site sends of triplets or vectors of these sizes.
 
-        An owner has no need to send what is for itself, but what it has merged goes to all others.
+        Through owners a site sends what others own once, and what it has merged to all others.
         """
         if self.way == Route.GATHER:
             return self._cost.copies * sum(sizes.values())
@@ -154,5 +154,5 @@ def rows_in_messages(settings: LowRankSettings, slot: Slot) -> int:
 
 
 def sides(slot: Slot) -> tuple[int, int]:
-    """The most triplets that there can be are as many as the shorter one."""
+    """O and I: a matrix has no more triplets than the smaller of both."""
     return slot.outputs, slot.inputs

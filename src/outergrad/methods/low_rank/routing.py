@@ -31,7 +31,7 @@ class LowRankRouting(Compressor):
     _vectors: Vectors
     _budget: Budget | None = None
     _sums: bool
-    """Whether sketches may be added up: nothing goes through a codec that sums cannot."""
+    """Whether sketches may be added up: not where codecs drop bits or vectors have some."""
     _owns: bool = True
     """Whether layers may have owners: the transport has messages of their own for every site."""
 
