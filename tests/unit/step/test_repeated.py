@@ -6,7 +6,6 @@ import copy
 import hashlib
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 
 import pytest
 import torch
@@ -37,11 +36,13 @@ class Net(nn.Module):
         return self.last(h if leave_out else h + self.side(h))
 
 
-@cache
 def made(norm):
-    """Once, before there are threads, which share one random stream."""
     torch.manual_seed(0)
     return Net(norm)
+
+
+MADE = {norm: made(norm) for norm in (False, True)}
+"""Before there are threads, which share one random stream."""
 
 
 def batch(rank, step, rows):
@@ -171,7 +172,7 @@ class Run:
 
     def __init__(self, rank, group, loop, norm=False, rows=5, **settings):
         self.rank, self.loop, self.rows = rank, loop, rows
-        self.model = copy.deepcopy(made(norm))
+        self.model = copy.deepcopy(MADE[norm])
         self.session = og.distribute(self.model, group=group, **settings)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.found = []
@@ -216,7 +217,6 @@ def repeated(monkeypatch):
 
 def trained(loop, sites=2, **settings):
     method = settings.pop("method", og.Dense)
-    made(settings.get("norm", False))
     more = {"max_bad_steps": 2} if loop == "not_finite" else {}
     return run_ranks(
         sites,
