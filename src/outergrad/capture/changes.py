@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from outergrad.capture.parameters import accumulators
 from outergrad.capture.untappable import in_functional_call
 
 _KIND = attrgetter("dtype", "device", "shape")
@@ -80,18 +81,32 @@ class ModelWatch:
         self._model, self._trained, self._is_local = ref(model), dict(trained), is_local
         self._known = {id(p): p for p in (*trained.values(), *local.values())}
         self._kinds = list(map(_KIND, trained.values()))
-        self._nodes: Sequence[Node] = ()
+        self._nodes: Sequence[Node | None] | None = None
+        self._follows = False
         self._addresses: list[int] = []
         self._note(model)
 
-    def follow(self, nodes: Sequence[Node]) -> None:
+    def follow(self, nodes: Sequence[Node | None]) -> None:
         """Compares the trained parameters' nodes of autograd, too: a conversion makes new ones.
 
         Args:
             nodes: which accumulate their gradients, in the order of the model.
         """
-        self._nodes = nodes
+        self._nodes, self._follows = nodes, True
         self._addresses = list(map(_ADDRESS, self._trained.values()))
+
+    def hold_again(self, nodes: Sequence[Node | None]) -> None:
+        """Goes on to compare nodes, which are of now."""
+        if self._follows:
+            self._nodes = nodes
+
+    def let_go(self) -> None:
+        """Holds no nodes, until it is given them again; kinds and addresses are compared."""
+        self._nodes = None
+
+    def unfollow(self) -> None:
+        """Compares nothing but what is registered in the modules."""
+        self._nodes, self._follows = None, False
 
     def change(self, look: Look = Look.NODES) -> Change | None:
         """The first difference that matters.
@@ -102,7 +117,7 @@ class ModelWatch:
         model = self._model()
         if model is None or torch._C._are_functorch_transforms_active():
             return None
-        name = self._converted(look) if self._nodes and look != Look.NONE else None
+        name = self._converted(look) if self._follows and look != Look.NONE else None
         if name is not None:
             return Change(name, "was replaced or converted after og.distribute()")
         return None if self._is_as_noted() or in_functional_call() else self._difference(model)
@@ -110,14 +125,14 @@ class ModelWatch:
     def _converted(self, look: Look) -> str | None:
         """The first parameter that has another dtype, device or shape, or had in between."""
         params = list(self._trained.values())
-        kinds = list(map(_KIND, params))
-        same = kinds == self._kinds and self._addresses == list(map(_ADDRESS, params))
-        if look == Look.KINDS and same:
+        kinds, addresses, held = list(map(_KIND, params)), list(map(_ADDRESS, params)), self._nodes
+        same = kinds == self._kinds and self._addresses == addresses
+        if same and (look == Look.KINDS or held is None):
             return None
-        found = _accumulators(params)
-        if found == self._nodes and kinds == self._kinds:
+        found = addresses if held is None else accumulators(params)
+        if found == held and kinds == self._kinds:
             return None
-        kept = map(_is_kept, found, self._nodes)
+        kept = map(_is_kept, found, self._addresses if held is None else held)
         pairs = zip(self._trained, kept, kinds, self._kinds, strict=True)
         return next((name for name, same, now, then in pairs if not same or now != then), None)
 
@@ -198,23 +213,8 @@ def _held(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-class _Edges(torch.autograd.Function):
-    """Of no use but that its node knows those of its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        return torch.empty(())
-
-
-def _accumulators(params: Sequence[nn.Parameter]) -> list[Node | None]:
-    """Which nodes accumulate the gradients of parameters, None of those that are not trained."""
-    with torch.enable_grad():
-        node = _Edges.apply(*params).grad_fn
-    return [None] * len(params) if node is None else list(map(itemgetter(0), node.next_functions))
-
-
-def _is_kept(found: Node | None, node: Node) -> bool:
-    return found is None or found is node
+def _is_kept(found: Node | int | None, then: Node | int | None) -> bool:
+    return found is None or then is None or found == then
 
 
 class ShardWatch(ModelWatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -15,7 +16,10 @@ _Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 class Claim:
-    """A hook of a parameter: marks it as a session's, which lives as long as the model so.
+    """A hook of a parameter: marks it as a session's, which lives as long as the parameter so.
+
+    Python's garbage collector looks through a hook of `register_hook` at its owner, so that both
+    go together when nobody else has either.
 
     Args:
         parameter: requires a gradient.
@@ -48,15 +52,28 @@ class _Held:
         hook: the hook, with what it is called with.
     """
 
-    def __init__(self, hook: Callable[..., Any], *args: Any) -> None:
-        self.hook, self._args = hook, args
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
 
     def __call__(self, *_: Any) -> None:
         """Nothing yet."""
 
-    def run(self) -> None:
-        """What autograd would have done."""
-        self.hook(*self._args)
+
+class _Ready:
+    """A post-accumulate hook of a claim, which it does not keep alive.
+
+    The collector does not look through post-accumulate hooks: what one holds stays for ever, if
+    that holds the parameter.
+    """
+
+    def __init__(self, claim: HookedClaim) -> None:
+        self._claim = ref(claim)
+
+    @untraced
+    def __call__(self, t: Tensor) -> None:
+        claim = self._claim()
+        if claim is not None:  # the other hook keeps it as long as the parameter lives
+            claim._after(t)
 
 
 class HookedClaim(Claim):
@@ -74,7 +91,7 @@ class HookedClaim(Claim):
     def __init__(self, parameter: nn.Parameter, owner: Any, ready: Callable[[], None]) -> None:
         super().__init__(parameter, owner)
         self._ready = ready
-        self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(_Ready(self)))
         self.hooks = HeldHooks(parameter)
 
     def remove(self) -> None:
@@ -106,7 +123,7 @@ class HeldHooks:
         hooks = self._parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         if hooks and len(hooks) > 1:
             for key in [key for key, hook in hooks.items() if _is_foreign(hook)]:
-                hooks[key] = _Held(hooks[key], self._parameter)
+                hooks[key] = _Held(hooks[key])
         if "_in_backward_optimizers" in self._parameter.__dict__:
             for hooks, key in _in_backward(self._parameter):
                 if not isinstance(hooks[key], _Held):
@@ -126,8 +143,10 @@ class HeldHooks:
         """
         p = self._parameter
         before = p._version, p.grad is None
-        for hook in [hooks[key] for hooks, key in self._places() if key in hooks]:
-            hook.run()
+        own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        held = [(hooks[key].hook, hooks is own) for hooks, key in self._places() if key in hooks]
+        for hook, takes_parameter in held:
+            hook(p) if takes_parameter else hook()
         return (p._version, p.grad is None) != before
 
     def release(self) -> None:
@@ -154,7 +173,7 @@ def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
 
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:
-    return not isinstance(hook, _Held) and not isinstance(getattr(hook, "__self__", None), Claim)
+    return not isinstance(hook, _Held | _Ready)
 
 
 def _in_backward(p: nn.Parameter) -> Iterator[tuple[_Hooks, int]]:

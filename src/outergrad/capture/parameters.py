@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -59,13 +60,18 @@ class WatchedParameter(HookedClaim):
     @property
     def node(self) -> Node | None:
         """Which accumulates its gradient: the one of then, or, after `remove`, that of now."""
-        if self._node is None and self.parameter.requires_grad:
+        held = self._node
+        if held is None and self.parameter.requires_grad:
             return get_gradient_edge(self.parameter).node
-        return self._node
+        return held
 
     def remove(self) -> None:
         """Takes the hooks away, and lets go of the node, which knows a shape that may change."""
         super().remove()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Of the node: until it is held again, it is looked up."""
         self._node = None
 
     def accumulates(self) -> bool:
@@ -81,7 +87,8 @@ class WatchedParameter(HookedClaim):
             RuntimeError: it is returned, but not to another backward.
         """
         try:
-            return will_run(self.node if self._node is None else self._node)
+            held = self._node
+            return will_run(self.node if held is None else held)
         except RuntimeError:
             if is_nested():
                 return None
@@ -111,7 +118,8 @@ class WatchedParameter(HookedClaim):
     def _is_accumulated(self) -> bool:
         """Whether the gradient that has come is accumulated, not returned to another backward."""
         try:
-            runs = self._node is not None and _will_run(self._node)
+            held = self._node
+            runs = held is not None and _will_run(held)
         except RuntimeError:
             runs = False
         if not runs:
@@ -141,11 +149,34 @@ def _double_backward(name: str) -> str:
     )
 
 
+def hold_again(watched: Collection[WatchedParameter]) -> list[Node | None]:
+    """Has parameters hold the nodes that accumulate their gradients now; returns these."""
+    nodes = accumulators([one.parameter for one in watched])
+    for one, node in zip(watched, nodes, strict=True):
+        one._node = node
+    return nodes
+
+
+class _Edges(torch.autograd.Function):
+    """Of no use but that its node knows those of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return torch.empty(())
+
+
+def accumulators(params: Sequence[nn.Parameter]) -> list[Node | None]:
+    """Which nodes accumulate the gradients of parameters, None of those that are not trained."""
+    with torch.enable_grad():
+        node = _Edges.apply(*params).grad_fn
+    return [None] * len(params) if node is None else list(map(itemgetter(0), node.next_functions))
+
+
 def accumulating(watched: Mapping[str, WatchedParameter]) -> set[str]:
     """Names of those in which the current backward leaves a gradient; raises as `reached`."""
     found = set(watched)
     try:
-        rest = [p for p in watched.values() if p._node is None or not _will_run(p._node)]
+        rest = [p for p in watched.values() if (n := p._node) is None or not _will_run(n)]
         found.difference_update([p.name for p in rest if not p.accumulates()] if rest else ())
     except RuntimeError:  # the gradient of one is returned; it is named here
         return {name for name, p in watched.items() if p.accumulates()}

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from outergrad.capture.batch import AnySamples
 from outergrad.capture.engine import current_task
-from outergrad.capture.parameters import WatchedParameter
+from outergrad.capture.held_nodes import holds_nodes
+from outergrad.capture.parameters import WatchedParameter, hold_again
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
@@ -34,6 +36,8 @@ class BackwardHooks(Stepping):
         params, parts = inspection.model.params, inspection.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in params.items()}
+        self._holds_nodes = True
+        holds_nodes(self)
         self._group.attached.add(self)
         self._note_end(counted=False)
 
@@ -51,6 +55,25 @@ class BackwardHooks(Stepping):
 
     def _watches(self, names: Sequence[str]) -> list[WatchedParameter]:
         return [self._watched[name] for name in names]
+
+    # -- nodes of autograd, of which it lets go while Python looks for garbage -------------------
+
+    def let_go_of_nodes(self) -> None:
+        """Python looks for garbage, of which the session may be a part."""
+        self._holds_nodes = False
+        for watched in self._watched.values():
+            watched.let_go()
+
+    def _hold_nodes(self) -> Sequence[Node | None]:
+        """A backward begins, whose graph has the nodes of now.
+
+        Returns:
+            Those of the parameters, unless they are held already.
+        """
+        if self._holds_nodes or not self._watched:
+            return ()
+        self._holds_nodes = True
+        return hold_again(self._watched.values())
 
     # -- what autograd calls, through the taps --------------------------------------------------
 

@@ -111,7 +111,8 @@ class Farewell:
         """Whether there was something to say."""
         if not self.is_own or self._group.lost is not None:
             return False
-        goes_on = ended == "session" and len(self._group.attached) > 0
+        # Not by len(): of a session that is being collected the set may not have heard yet.
+        goes_on = ended == "session" and any(True for _ in self._group.attached)
         pact, about = self._group.pact, {"goes_on": goes_on, "why": why, "ended": ended}
         known = {"ends": self._group.ends, "made": pact.made, "digests": pact.told}
         standing = Standing(0, self._session, **known, **about)

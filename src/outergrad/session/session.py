@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,8 @@ from outergrad.session.transform_checks import noted, units_shown
 from outergrad.session.usual_method import usual_noted
 from outergrad.step.groups import end_unfinished, lost_sites_told
 from outergrad.step.pact import is_in_trouble
+
+_LOG = logging.getLogger("outergrad")
 
 
 class Session(TakingIn):
@@ -217,6 +220,25 @@ class Session(TakingIn):
             raise told
         if told is not None:
             warnings.warn(told, stacklevel=2)
+
+    def __del__(self) -> None:
+        """Python has found that nobody has the session any more, nor its model.
+
+        No message is sent, as the other sites may do so at another time, or never. They hear by the
+        farewell how many steps this site has made, and of what it received in the last ones, and
+        compare by that.
+        """
+        if not getattr(self, "_attached", False):
+            return
+        self._attached = False
+        self._reporter.close()
+        if self._several and self._group.lost is None and not self._votes.is_settled:
+            _LOG.warning(
+                "site %d: a session and its model were given up without session.detach(): this "
+                "site has not compared what the sites received in %s",
+                self._comm.rank,
+                self._votes.about,
+            )
 
     def _end_watching(self) -> None:
         """Who gives up after this finds the word of the end; who did before is answered."""

@@ -114,6 +114,7 @@ class Stepping(Repeating):
     def _begin(self, task: int) -> Step:
         refuse_nested_backward()
         self._require_step()
+        self._hold_nodes()
         used = accumulating(self._watched)
         self._refuse_changed(used)
         step: Step | None = self._repeated(task, used)
@@ -291,6 +292,10 @@ class Stepping(Repeating):
             self._group.untold = None  # the loop knows that this step is void
             self._close(step)
             self._take_note(step)
+
+    def _hold_nodes(self) -> Any:
+        """Holds the nodes of the parameters again, if it has let go of them."""
+        raise NotImplementedError
 
     def _refuse_changed(self, used: Set[str]) -> None:
         """Checks that the model is what the sites agreed on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from outergrad.capture.changes import Change, Look, ModelWatch
@@ -17,6 +18,7 @@ from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
+from outergrad.capture.parameters import hold_again
 from outergrad.session.join import Joining
 from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
@@ -50,7 +52,21 @@ class Watching(Joining):
             self._batch.watch(model)
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
-        watch.follow([w.node for w in self._watched.values() if w.node is not None])
+        if self._watched:
+            watch.follow(hold_again(self._watched.values()))
+
+    def let_go_of_nodes(self) -> None:
+        """Python looks for garbage, of which the session may be a part."""
+        super().let_go_of_nodes()
+        watch = self._model_watch()
+        if watch is not None:
+            watch.let_go()
+
+    def _hold_nodes(self) -> Sequence[Node | None]:
+        nodes, watch = super()._hold_nodes(), self._model_watch()
+        if nodes and watch is not None:
+            watch.hold_again(nodes)
+        return nodes
 
     def _forget_model(self) -> None:
         """The session ends, and holds on to no node of autograd."""
@@ -59,7 +75,7 @@ class Watching(Joining):
             self._batch.remove()
         watch = self._model_watch()
         if watch is not None:
-            watch.follow(())
+            watch.unfollow()
         if self._swap is not None:
             self._swap.restore()
             self._swap = None

@@ -250,8 +250,8 @@ def test_optimizers_do_not_step_where_no_module_was_called(change):
 
 def test_an_optimizer_of_another_model_is_not_in_the_way(monkeypatch):
     """To look for conversions there and back takes long: that is for the model's own optimizers."""
-    looks, found = [], changes._accumulators
-    monkeypatch.setattr(changes, "_accumulators", lambda ps: looks.append(len(ps)) or found(ps))
+    looks, found = [], changes.accumulators
+    monkeypatch.setattr(changes, "accumulators", lambda ps: looks.append(len(ps)) or found(ps))
 
     def body(rank, group):
         model, elsewhere = net(), nn.Linear(2, 2)
