@@ -15,6 +15,12 @@ from outergrad.layers._common import input_of, join
 from outergrad.linalg.outer import coalesce
 from outergrad.linalg.site_gradient import sample_of_rows
 
+MAX_NORM_REFUSED = (
+    "max_norm changes the table in forward, by each site's own batch, so the sites "
+    "would drift apart; set max_norm=None and normalise after optimizer.step()"
+)
+SPARSE_REFUSED = "sparse=True is not supported; set sparse=False"
+
 
 class EmbeddingRule:
     """`nn.Embedding`; distinct ids travel with the sum of their deltas."""
@@ -30,14 +36,10 @@ class EmbeddingRule:
                 sparse gradients, which cannot be added to those of other sites in place.
         """
         if module.max_norm is not None:
-            raise ValueError(
-                "max_norm changes the table in forward, by each site's own batch, so the sites "
-                "would drift apart; set max_norm=None and normalise after optimizer.step()"
-            )
+            raise ValueError(MAX_NORM_REFUSED)
         if module.sparse:
             raise ValueError(
-                "sparse=True is not supported; set sparse=False "
-                "(og.DAD still sends only the rows that were looked up)"
+                f"{SPARSE_REFUSED} (og.DAD still sends only the rows that were looked up)"
             )
         return "scale_grad_by_freq" if module.scale_grad_by_freq else None
 

@@ -15,6 +15,7 @@ from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Rule, Rules
 from outergrad.core.types import Slot
 from outergrad.layers import rule_for
+from outergrad.layers.embedding import MAX_NORM_REFUSED, SPARSE_REFUSED
 from outergrad.messages.header import DTYPES
 from outergrad.methods.assignment import Assignment, is_local
 from outergrad.methods.per_layer import PerLayer
@@ -162,8 +163,10 @@ class _Look:
                 continue
             rule, why = self._rule(prefix, module)
             if rule is None:
-                own = module.parameters(recurse=False)
-                self._note([self._names[id(p)] for p in own], why)
+                own = [self._names[id(p)] for p in module.parameters(recurse=False)]
+                if self._rules and not self.trained.keys().isdisjoint(own):
+                    _refuse_as_embeddings(prefix, module)
+                self._note(own, why)
                 continue
             slots = self._named_slots(rule, module, prefix)
             self._owned |= {id(getattr(module, child)) for child in rule.owns}
@@ -230,6 +233,21 @@ class _Look:
     def _is_vector(self, name: str) -> bool:
         """Whether it is a vector, and its method takes such."""
         return self.trained[name].dim() == 1 and self.assignment.takes_vectors(name)
+
+
+def _refuse_as_embeddings(prefix: str, module: nn.Module) -> None:
+    """Refuses the settings of `nn.Embedding` that cannot be shared where others have them, too.
+
+    `nn.EmbeddingBag` is one, a subclass with a forward of its own may be.
+
+    Raises:
+        ValueError: its gradients are sparse, or its forward changes its table.
+    """
+    name = prefix or type(module).__name__
+    if getattr(module, "sparse", False) is True:
+        raise ValueError(f"{name}: {SPARSE_REFUSED}")
+    if isinstance(module, nn.EmbeddingBag) and module.max_norm is not None:
+        raise ValueError(f"{name}: {MAX_NORM_REFUSED}")
 
 
 def _check_model(model: nn.Module) -> None:

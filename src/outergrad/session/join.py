@@ -3,14 +3,21 @@
 It takes part by shadow steps, which have no backward: its header says that it uses nothing and
 weighs nothing, its rows are none and what it would send formed is zeros, so that the mean is over
 the sites that have a batch. What the mean is it learns as all do, so it stays a replica.
+
+Where loops of several sessions are one (a generator and a discriminator), nobody knows which of
+them the others step next, so a site that has run out listens to all of them at once, each in a
+thread; they are on process groups of their own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from threading import Lock, Thread
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,15 +32,34 @@ from outergrad.step.header_builder import Loop
 from outergrad.step.step import SharedStep
 
 
+class _JoinedHere(threading.local):
+    """The sessions whose `join` a thread is in, from the outermost on."""
+
+    def __init__(self) -> None:
+        self.sessions: list[Joining] = []
+
+
+_JOINED = _JoinedHere()
+
+
 class Joining(GoingOn):
     """The hooks of a site whose loop may be shorter or longer than the others'."""
 
     _watch: LoopWatch | None = None
     _has_left = False
     _last_active = 0
+    _weight_out = 0
+    """Of this site in the steps of the others when it has run out."""
+    _after: Callable[[], Any] | None = None
+    """What the loop does after each backward, if the user has said so."""
 
     @contextmanager
-    def join(self, *, step: Callable[[], Any] | None = None) -> Iterator[None]:
+    def join(
+        self,
+        *,
+        step: Callable[[], Any] | None = None,
+        divide_by_initial_world_size: bool = False,
+    ) -> Iterator[None]:
         """Around a loop of which the sites may have unequal numbers of batches.
 
         A site whose loop is over takes part in the others' steps with a weight of 0, until all
@@ -41,10 +67,17 @@ class Joining(GoingOn):
         and run nothing but the steps of this model inside. In the end all replicas are equal,
         with the states of their optimizers.
 
+        A loop that steps several models, each distributed over a process group of its own, stands
+        in the joins of all: `with s1.join(), s2.join():`.
+
         Args:
             step: what the loop does after each backward, called after each step of the others:
                 `optimizer.step`, or more, for a scaler or a schedule. By default the optimizers
                 that the loop was seen to step.
+            divide_by_initial_world_size: whether sums are divided by the number of all sites, also
+                of those that have run out, as DDP's `join` does by default: late batches then
+                count as much as all others, and gradients become smaller at the end. The same on
+                every site; only with `weighting="sites"`.
 
         Raises:
             RuntimeError: this session or its model cannot be joined; or the sites lost each other.
@@ -53,15 +86,16 @@ class Joining(GoingOn):
         if not self._several:
             yield
             return
-        self._refuse_join()
+        self._refuse_join(divides_by_all=divide_by_initial_world_size)
         watch = self._watch_loop()
         self._join, self._has_left, self._last_active = Join.INSIDE, False, 0
+        self._weight_out, self._after = int(divide_by_initial_world_size), step
         self._planner.forget_headers()
+        _JOINED.sessions.append(self)
         try:
             watch.begin()
             yield
-            watch.learn()
-            self._follow(step or watch.repeat)
+            _follow_all(_JOINED.sessions)
             self._join = Join.NONE
             remedy = "session.join(): pass join(step=optimizer.step)"
             replica = self._replica(self._buffers.tensors, watch.present, remedy)
@@ -69,10 +103,11 @@ class Joining(GoingOn):
         except ExchangeError as error:
             raise self._lost_by(error) from error
         except Exception:
-            self._leave()
+            self.leave()
             raise
         finally:
-            self._join = Join.NONE
+            _JOINED.sessions.remove(self)
+            self._join, self._after = Join.NONE, None
             watch.end()
 
     def _make_replicas_equal(self, replica: ReplicaState) -> None:
@@ -81,27 +116,39 @@ class Joining(GoingOn):
 
     # -- shadow steps ---------------------------------------------------------------------------
 
-    def _follow(self, after: Callable[[], Any]) -> None:
-        """Takes part in the steps of the others until all are out."""
+    def follow(self, turn: Lock) -> None:
+        """Takes part in the steps of the others until all are out.
+
+        Args:
+            turn: held while it does anything but wait for the others to begin a step. That one of
+                several sessions holds it is no cause to wait for ever: the others go through their
+                steps in one order, and a step that all have begun ends without any other.
+        """
+        assert self._watch is not None
+        self._watch.learn()
+        after = self._after or self._watch.repeat
         while True:
-            step = self._shadow(Join.OUT)
+            with turn:
+                step = self._shadow(Join.OUT)
             headers = step.agreed()
-            if all(header.join == Join.OUT for header in headers):
-                self._drop(step)
-                return
-            try:
-                self._finish(step)
-            except StepDiscardedError:
-                if self._has_left:
-                    raise
-                continue
-            after()
+            with turn:
+                if all(header.join == Join.OUT for header in headers):
+                    self._drop(step)
+                    return
+                try:
+                    self._finish(step)
+                except StepDiscardedError:
+                    if self._has_left:
+                        raise
+                    continue
+                after()
 
     def _shadow(self, join: Join) -> SharedStep:
         """Begins a step without a backward."""
         self._require_group()
         self._forget_gradients()
-        loop, due = Loop(0, join, self._buffers.none_written()), self._next_share()
+        weight = self._weight_out if join == Join.OUT else 0
+        loop, due = Loop(weight, join, self._buffers.none_written()), self._next_share()
         header = due.header_builder.absent(self._stats.step, loop)
         step = self._step = self._new_step(header, model=due.model, planner=due.planner)
         return step
@@ -143,10 +190,11 @@ class Joining(GoingOn):
 
     # -- when a loop raised ---------------------------------------------------------------------
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Tells the others that this site takes part in no more, unless they know or are lost."""
         if self._join == Join.NONE or self._has_left or self._group.lost:
             return
+        self._has_left = True
         with suppress(RuntimeError):  # what the loop raised says more
             step = self._shadow(Join.GONE)
             try:
@@ -156,12 +204,13 @@ class Joining(GoingOn):
 
     # -- what is checked ------------------------------------------------------------------------
 
-    def _refuse_join(self) -> None:
-        why = next((why for holds, why in self._objections() if holds), None)
+    def _refuse_join(self, *, divides_by_all: bool) -> None:
+        objections = self._objections(divides_by_all=divides_by_all)
+        why = next((why for holds, why in objections if holds), None)
         if why is not None:
             raise RuntimeError(f"session.join(): {why}")
 
-    def _objections(self) -> Iterator[tuple[bool, str]]:
+    def _objections(self, *, divides_by_all: bool) -> Iterator[tuple[bool, str]]:
         yield not self._attached, "the session is detached: call og.distribute() again"
         yield self._join != Join.NONE, "this loop is in it already; use one around the other"
         yield (
@@ -191,6 +240,12 @@ class Joining(GoingOn):
             "hear that a site has run out: use every=1",
         )
 
+        yield (
+            divides_by_all and not self._weighting.is_even,
+            "divide_by_initial_world_size=True counts sites, and weighting='samples' samples, of "
+            "which one that has run out has none: leave one of them out",
+        )
+
     def _watch_loop(self) -> LoopWatch:
         if self._watch is None:
             self._watch = LoopWatch(self._names(), lambda: self._stats.step)
@@ -205,3 +260,38 @@ class Joining(GoingOn):
     ) -> ReplicaState:
         parameters = [*self._model.params.values(), *self._frozen.values()]
         return ReplicaState(parameters, buffers, optimizers, self._names(), remedy)
+
+
+def _follow_all(sessions: Sequence[Joining]) -> None:
+    """Takes part in the steps of the others of all sessions until all sites are out of all.
+
+    Of outer ones the loop may go on then: it is as if it had just begun.
+
+    Raises:
+        RuntimeError: as the first of them did; its site takes part in none of them any more.
+    """
+    turn, errors = Lock(), list[BaseException]()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def follow(session: Joining) -> None:
+        try:
+            session.follow(turn)
+        except BaseException as error:
+            errors.append(error)
+            if not isinstance(error, ExchangeError):
+                session.leave()  # at once: the others would wait for it, and this site for them
+
+    def follow_there(session: Joining) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread begins with the first one
+        follow(session)
+
+    *outer, own = sessions
+    threads = [Thread(target=follow_there, args=(one,), daemon=True) for one in outer]
+    for thread in threads:
+        thread.start()
+    follow(own)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

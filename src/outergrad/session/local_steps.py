@@ -64,7 +64,12 @@ class LocalStepsSession(Exchanging):
         super().flush()
 
     @contextmanager
-    def join(self, *, step: Callable[[], Any] | None = None) -> Iterator[None]:
+    def join(
+        self,
+        *,
+        step: Callable[[], Any] | None = None,
+        divide_by_initial_world_size: bool = False,
+    ) -> Iterator[None]:
         """Refused: sites meet after k steps of their optimizers, which one that is out lacks.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -228,7 +229,7 @@ class Session(TakingIn):
         farewell how many steps this site has made, and of what it received in the last ones, and
         compare by that.
         """
-        if not getattr(self, "_attached", False):
+        if not getattr(self, "_attached", False) or sys.is_finalizing():  # it has settled then
             return
         self._attached = False
         self._reporter.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -16,7 +18,8 @@ import outergrad as og
 from cases import Boom
 from covering import covering
 from loops import METHODS, SOME, assert_close, batch, loss_of, net, pooled
-from ranks import run_on_lasting_groups, run_ranks, try_ranks
+from outergrad.launch.simulate import gloo_group
+from ranks import TIMEOUT, run_on_lasting_groups, run_ranks, try_ranks
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
 
@@ -26,7 +29,11 @@ COUNTS = (2, 4, 0)
 
 @pytest.fixture(params=SOME)
 def method(request):
-    return METHODS[request.param]
+    return (
+        METHODS.get(request.param, request.param)
+        if isinstance(request.param, str)
+        else request.param
+    )
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -290,6 +297,156 @@ def test_parts_of_each_site_stay_as_they_are():
     assert (made, other_made) == (1, 3)
     assert not torch.equal(w, other_w)
     assert_same([p, q])
+
+
+# -- several sessions in one loop -----------------------------------------------------------------
+
+
+def two_groups(rank: int, sites: int, stores: list[dist.Store]) -> list[dist.ProcessGroup]:
+    return [gloo_group(store, rank, sites, TIMEOUT) for store in stores]
+
+
+ORDERS = {
+    "in turns": (1, 1),
+    "two of the first": (2, 1),
+    "three of the last": (1, 3),
+}
+"""Steps of the discriminator and of the generator in each round of the loop."""
+
+
+@pytest.mark.parametrize(("method", "order"), covering(METHODS, ORDERS, quick=3))
+def test_two_sessions_in_one_loop(method, order):
+    """As of a GAN: who has run out does not know which of them is stepped next."""
+    counts, stores = (1, 3, 0), [dist.HashStore(), dist.HashStore()]
+
+    def body(rank, group):
+        models = [net(), net()]
+        optimizers = [adam(model.parameters()) for model in models]
+        groups = two_groups(rank, 3, stores)
+        pairs = zip(models, groups, strict=True)
+        sessions = [og.distribute(model, method, group=own) for model, own in pairs]
+        with ExitStack() as stack:
+            for session, optimizer in zip(sessions, optimizers, strict=True):
+                stack.enter_context(session.join(step=optimizer.step))
+            for k in range(counts[rank]):
+                for model, optimizer, n in zip(models, optimizers, order, strict=True):
+                    loop(None, model, optimizer, n, rank, first=n * k)
+        found = [state_of(*pair) for pair in zip(models, optimizers, strict=True)]
+        for session in sessions:
+            session.detach()
+        return found
+
+    found = run_ranks(3, body)
+    for k, n in enumerate(order):
+        assert_same([states[k] for states in found])
+        count = len(list(net().parameters()))
+        assert_close(found[0][k][:count], expected([n * c for c in counts]), 2e-4)
+
+
+def test_the_outer_loop_may_go_on_behind_the_inner_one():
+    counts, stores = (1, 3), [dist.HashStore(), dist.HashStore()]
+
+    def body(rank, group):
+        models = [net(), net()]
+        optimizers = [adam(model.parameters()) for model in models]
+        groups = two_groups(rank, 2, stores)
+        pairs = zip(models, groups, strict=True)
+        outer, inner = (og.distribute(model, og.DAD(), group=own) for model, own in pairs)
+        with outer.join():
+            with inner.join():
+                for k in range(counts[rank]):
+                    for model, optimizer in zip(models, optimizers, strict=True):
+                        loop(None, model, optimizer, 1, rank, first=k)
+            loop(None, models[0], optimizers[0], 2 - rank, rank, first=10)
+        assert (outer.stats().step, inner.stats().step) == (5, 3)
+        found = [state_of(*pair) for pair in zip(models, optimizers, strict=True)]
+        outer.detach()
+        inner.detach()
+        return found
+
+    first, second = run_ranks(2, body)
+    assert_same([first[0], second[0]])
+    assert_same([first[1], second[1]])
+
+
+@pytest.mark.parametrize("where", ["loop", "after"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_raise_ends_the_joins_of_all(where, which):
+    """Of a loop, or of what a site that has run out does after the steps of the others."""
+    stores = [dist.HashStore(), dist.HashStore()]
+
+    def body(rank, group):
+        models = [net(), net()]
+        optimizers = [adam(model.parameters()) for model in models]
+        groups = two_groups(rank, 2, stores)
+        pairs = zip(models, groups, strict=True)
+        sessions = [og.distribute(model, og.DAD(), group=own) for model, own in pairs]
+
+        def boom():
+            raise ArithmeticError("boom")
+
+        def steps():
+            with ExitStack() as stack:
+                for k, session in enumerate(sessions):
+                    raises = where == "after" and rank == 0 and k == which
+                    stack.enter_context(session.join(step=boom if raises else None))
+                for k in range(1 + 4 * rank):
+                    for number, (model, optimizer) in enumerate(
+                        zip(models, optimizers, strict=True)
+                    ):
+                        if where == "loop" and (rank, k, number) == (1, 2, which):
+                            boom()
+                        loop(None, model, optimizer, 1, rank, first=k)
+
+        raising = 1 if where == "loop" else 0
+        with pytest.raises(ArithmeticError if rank == raising else og.StepDiscardedError) as caught:
+            steps()
+        for session in sessions:
+            session.detach()
+        return str(caught.value)
+
+    told = run_ranks(2, body, timedelta(seconds=20))
+    raising = 1 if where == "loop" else 0
+    assert told[raising] == "boom"
+    assert f"the loop of site {raising} raised" in told[1 - raising]
+
+
+# -- by how many sums are divided ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divides_by_all", [False, True])
+def test_sums_are_divided_by_the_sites_that_have_a_batch_or_by_all(method, divides_by_all):
+    """As DDP does by default, with the option's name there."""
+
+    def body(rank, group):
+        model = net()
+        optimizer = adam(model.parameters())
+        session = og.distribute(model, method, group=group)
+        with session.join(step=optimizer.step, divide_by_initial_world_size=divides_by_all):
+            loop(session, model, optimizer, COUNTS[rank], rank)
+        return state_of(model, optimizer)
+
+    batches = [
+        [(1 / (3 if divides_by_all else len(active(k))), batch(site, k, 2)) for site in active(k)]
+        for k in range(max(COUNTS))
+    ]
+    found = run_on_lasting_groups(3, body)
+    assert_same(found)
+    count = len(list(net().parameters()))
+    assert_close(found[0][:count], pooled(step, batches, adam), 2e-4)
+
+
+def test_samples_and_sites_are_not_both_counted():
+    def body(rank, group):
+        session = og.distribute(net(), og.DAD(), group=group, weighting="samples")
+        with (
+            pytest.raises(RuntimeError, match="counts sites, and weighting='samples' samples"),
+            session.join(divide_by_initial_world_size=True),
+        ):
+            raise AssertionError("inside")
+        session.detach()
+
+    run_on_lasting_groups(2, body)
 
 
 # -- when something goes wrong --------------------------------------------------------------------

@@ -183,6 +183,29 @@ def test_distributed_twice():
     refused(twice, match=r"distributed already: call session\.detach\(\)", sites=2)
 
 
+BAGS = {
+    "sparse": ({"sparse": True}, r"0: sparse=True is not supported; set sparse=False"),
+    "max_norm": ({"max_norm": 1.0}, r"0: max_norm changes the table in forward"),
+}
+
+
+@pytest.mark.parametrize("bag", BAGS)
+def test_embedding_bags_that_cannot_be_shared(bag, method):
+    settings, match = BAGS[bag]
+    refused(lambda _: nn.Sequential(nn.EmbeddingBag(5, 3, **settings)), method, match)
+
+
+def test_embedding_bags_of_which_nothing_is_shared():
+    def body(rank, group):
+        model = nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True), nn.Linear(3, 2))
+        own = og.PerLayer({"0.*": og.Local(), "*": og.DAD()})
+        og.distribute(model, own, group=group)
+        model(torch.tensor([[0, 1]])).sum().backward()
+        assert model[0].weight.grad.is_sparse
+
+    run_ranks(2, body)
+
+
 def test_embedding_with_max_norm():
     refused(lambda _: nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)), match="0: max_norm")
 
