@@ -90,6 +90,11 @@ def new_site(authority: Identity, name: str, days: int = DAYS) -> Identity:
     return _issued(authority, site_name(name), ExtendedKeyUsageOID.CLIENT_AUTH, days)
 
 
+def now() -> datetime:
+    """Against which certificates are checked."""
+    return datetime.now(timezone.utc)
+
+
 def read_certificate(pem: str | bytes) -> x509.Certificate:
     """From PEM.
 
@@ -116,8 +121,7 @@ def check_site(certificate: x509.Certificate, authority: x509.Certificate, name:
         uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except Exception as error:  # what is wrong has many names
         raise ValueError(f"the certificate of {name!r} is not of this star") from error
-    now = datetime.now(timezone.utc)
-    holds = certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
+    holds = certificate.not_valid_before_utc <= now() <= certificate.not_valid_after_utc
     if not holds or name_in(certificate) != name or ExtendedKeyUsageOID.CLIENT_AUTH not in uses:
         raise ValueError(f"the certificate that came for {name!r} is another one, or expired")
 
@@ -144,14 +148,14 @@ def _issued(
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
-    now = datetime.now(timezone.utc)
+    today = now()
     return x509.CertificateBuilder(
         issuer_name=issuer,
         subject_name=subject,
         public_key=key.public_key(),
         serial_number=x509.random_serial_number(),
-        not_valid_before=now - _EARLIER + min(timedelta(days=days), timedelta()),
-        not_valid_after=now + timedelta(days=days),
+        not_valid_before=today - _EARLIER + min(timedelta(days=days), timedelta()),
+        not_valid_after=today + timedelta(days=days),
     )
 
 

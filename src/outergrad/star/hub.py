@@ -172,11 +172,11 @@ class Hub:
             frames = [member.ack(), *member.pipe.batch(_BATCH_BYTES)]
         return packed(frames)
 
-    def watch(self, is_admitted: Callable[[str], bool] = lambda name: True) -> None:
+    def watch(self, why_not: Callable[[Member], str] = lambda member: "") -> None:
         """Looks after the lines; to be called some times per second.
 
         Args:
-            is_admitted: whether a site may still take part.
+            why_not: why a site may take part no more; empty if it may.
         """
         now = time.monotonic()
         with self._lock:
@@ -189,8 +189,8 @@ class Hub:
                 for member in list(run.members.values()):
                     if member.away_since is not None and now - member.away_since > self._grace_s:
                         self._lose(run, member, f"its line was down for {self._grace_s:g} s")
-                    elif member.stream is not None and not is_admitted(member.name):
-                        self._lose(run, member, "it was revoked")
+                    elif not _has_ended(member) and (why := why_not(member)):
+                        self._lose(run, member, why)
             self._runs = [run for run in self._runs if not _is_over(run)]
 
     def _lose(self, run: Run, member: Member, why: str) -> None:
@@ -203,4 +203,8 @@ class Hub:
 
 
 def _is_over(run: Run) -> bool:
-    return all(one.is_gone and one.stream is None for one in run.members.values())
+    return all(map(_has_ended, run.members.values()))
+
+
+def _has_ended(member: Member) -> bool:
+    return member.is_gone and member.stream is None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+from cryptography.x509 import Certificate
 
-from outergrad.star.authority import name_in, read_certificate
+from outergrad.star.authority import name_in, now, read_certificate
 from outergrad.star.folder import HubFolder
 from outergrad.star.frames import MOST_MESSAGE_BYTES, MalformedError, unpacked
 from outergrad.star.greetings import Hello
@@ -73,6 +75,9 @@ class HubServer:
         self._journal = Journal(folder.log_file, identity)
         self._hub = Hub(self.names, self._journal.write, grace_s)
         self._open: dict[str, int] = dict.fromkeys(self.names, 0)
+        self._certificates: weakref.WeakKeyDictionary[Member, Certificate] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock, self._ended = threading.Lock(), threading.Event()
         workers = ThreadPoolExecutor(_STREAMS_PER_SITE * len(self.names) + 2, "hub")
         self._server = grpc.server(workers, options=[*KEEPALIVE, *_OF_SERVER])
@@ -107,23 +112,26 @@ class HubServer:
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
-            self._hub.watch(lambda name: self._folder.site(name) is not None)
+            self._hub.watch(self._why_not_any_more)
 
     def _line(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One stream of a site, from its greeting to its end."""
         peer = context.peer()
         try:
-            name = self._authorised(context)
+            certificate = _certificate_of(context)
+            name = self._admitted(certificate)
             with _counted(self._open, name, self._lock):
-                yield from self._served(name, requests, context)
+                yield from self._served(certificate, requests, context)
         except (RefusedError, MalformedError) as error:
             self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, peer, str(error))
 
     def _served(
-        self, name: str, requests: Iterator[bytes], context: grpc.ServicerContext
+        self, certificate: Certificate, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         first = next(requests, b"")
+        name = self._admitted(certificate)  # the greeting may have come long after the stream
         run, member, stream = self._hub.enter(name, Hello.of(unpacked(first)[0]))
+        self._certificates[member] = certificate
         if not context.add_callback(lambda: self._hub.leave(run, member, stream)):
             self._hub.leave(run, member, stream)
             return
@@ -142,23 +150,40 @@ class HubServer:
         except Exception:  # of gRPC, when the stream ends; its own callback tells the hub
             self._hub.leave(run, member, stream)
 
-    def _authorised(self, context: grpc.ServicerContext) -> str:
-        """Who it is, by its certificate: TLS has checked that it is of this star, and holds."""
-        (pem,) = context.auth_context()["x509_pem_cert"]
-        certificate = read_certificate(bytes(pem))
-        name = name_in(certificate)
-        site = self._folder.site(name)
+    def _admitted(self, certificate: Certificate) -> str:
+        """Who it is, by its certificate: TLS has checked that it is of this star."""
+        if why := self._why_not(certificate):
+            raise RefusedError(f"{name_in(certificate)!r} {why}")
+        return name_in(certificate)
+
+    def _why_not(self, certificate: Certificate) -> str:
+        """Why whoever has this certificate may not take part now; empty if it may."""
+        site = self._folder.site(name_in(certificate))
         if site is None:
-            raise RefusedError(f"{name!r} is not invited, or was revoked")
+            return "is not invited, or was revoked"
         if site.serial != certificate.serial_number:
-            raise RefusedError(f"{name!r} came with a kit that a later one has replaced")
-        return name
+            return "came with a kit that a later one has replaced"
+        # TLS checks this, too, but not of a line that stands, nor of a session that is resumed
+        if not certificate.not_valid_before_utc <= now() <= certificate.not_valid_after_utc:
+            return "came with a certificate that has expired"
+        return ""
+
+    def _why_not_any_more(self, member: Member) -> str:
+        """Why a site whose line stood may take part no more; empty if it may."""
+        certificate = self._certificates.get(member)
+        why = "" if certificate is None else self._why_not(certificate)
+        return why and f"it {why}"
 
     def _refuse(
         self, context: grpc.ServicerContext, code: grpc.StatusCode, peer: str, why: str
     ) -> None:
         self._journal.write("refused", peer=peer, why=why)
         context.abort(code, why)
+
+
+def _certificate_of(context: grpc.ServicerContext) -> Certificate:
+    (pem,) = context.auth_context()["x509_pem_cert"]
+    return read_certificate(bytes(pem))
 
 
 def _names(folder: HubFolder, sites: Sequence[str] | None) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import grpc
@@ -28,7 +29,7 @@ from outergrad.star.hub import Hub, RefusedError
 from outergrad.star.journal import verified
 from outergrad.star.kit import read_kit
 from outergrad.star.server import METHOD, SERVICE, HubServer
-from stars import CPU, NAMES, folder, hub, kit_of, star
+from stars import CPU, NAMES, Proxy, folder, hub, kit_of, star
 
 
 @pytest.fixture
@@ -170,12 +171,12 @@ def credentials_of(name):
     return grpc.ssl_channel_credentials(kit.authority.encode(), *pair)
 
 
-def answer(server, credentials, *messages):
-    """How a stream ends on which these messages are sent."""
+def answer(server, credentials, *messages, late=None):
+    """How a stream ends on which these messages are sent; `late` makes them one by one."""
     address, path = f"127.0.0.1:{server.port}", f"/{SERVICE}/{METHOD}"
     with grpc.secure_channel(address, credentials) as channel:
         try:
-            list(channel.stream_stream(path)(iter(messages), timeout=5))
+            list(channel.stream_stream(path)(late or iter(messages), timeout=5))
         except grpc.RpcError as error:
             return error.code()
     return None
@@ -316,3 +317,86 @@ def both_open(stars):
 def test_paths_may_be_text(alone, tmp_path):
     _, server = alone
     assert comes_in(server, str(Path(tmp_path / "a.kit"))).world_size == 1
+
+
+def replaced(made):
+    made.invite("a")
+
+
+def revoked(made):
+    made.revoke("a")
+
+
+KIT_ENDS = {"revoked": revoked, "replaced": replaced}
+
+
+@pytest.mark.parametrize("end", KIT_ENDS.values(), ids=KIT_ENDS)
+def test_a_kit_that_ends_ends_its_open_line(alone, tmp_path, end):
+    """What its site sends then reaches nobody."""
+    made, server = alone
+    one = og.Star(f"127.0.0.1:{server.port}", kit=tmp_path / "a.kit")
+    comm = one.open(CPU)
+    end(made)
+    assert comm._line.wait_for(lambda: comm._line.has_failed, 2.0)
+    one.close()
+    assert [line["what"] for line in log_of(made)][-1] == "lost"
+
+
+def test_a_kit_that_expires_ends_its_open_line(alone, tmp_path, monkeypatch):
+    made, server = alone
+    one = og.Star(f"127.0.0.1:{server.port}", kit=tmp_path / "a.kit")
+    comm = one.open(CPU)
+    later = datetime.now(timezone.utc) + timedelta(days=366)
+    monkeypatch.setattr("outergrad.star.server.now", lambda: later)
+    assert comm._line.wait_for(lambda: comm._line.has_failed, 2.0)
+    one.close()
+    assert "expired" in log_of(made)[-1]["why"]
+
+
+@pytest.mark.parametrize("end", KIT_ENDS.values(), ids=KIT_ENDS)
+def test_a_line_that_was_opened_before_its_kit_ended_is_not_greeted_after(alone, tmp_path, end):
+    made, server = alone
+    kit = read_kit(tmp_path / "a.kit")
+    credentials = grpc.ssl_channel_credentials(
+        kit.authority.encode(), kit.key.encode(), kit.certificate.encode()
+    )
+
+    def late():
+        server_has_the_stream(server)
+        end(made)
+        yield Hello("x").frame().packed()
+
+    assert answer(server, credentials, late=late()) == grpc.StatusCode.PERMISSION_DENIED
+    assert [line["what"] for line in log_of(made)] == ["refused"]
+
+
+def server_has_the_stream(server):
+    """Waits until the hub has taken the certificate of a stream for good."""
+    wait_until(lambda: any(server._open.values()))
+
+
+def wait_until(what, at_most_s=5.0):
+    end = time.monotonic() + at_most_s
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_member_that_is_away_and_revoked_is_lost_before_its_grace_is_over(alone, tmp_path):
+    made, _ = alone
+    patient = HubServer(made, "127.0.0.1:0", ["a", "b"], grace_s=60.0)
+    patient.start()
+    through = Proxy(patient.port)
+    a = og.Star(f"127.0.0.1:{through.port}", kit=tmp_path / "a.kit")
+    b = og.Star(f"127.0.0.1:{patient.port}", kit=tmp_path / "b.kit")
+    try:
+        _, comm = both_open([a, b])
+        through.close()
+        wait_until(lambda: "away" in [line["what"] for line in log_of(made)])
+        made.revoke("a")
+        wait_until(lambda: comm._line.gone)
+        assert "revoked" in comm._line.gone[0]
+    finally:
+        patient.stop()
+        a.close()
+        b.close()
