@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 from cryptography.x509 import Certificate
 
 from outergrad.star.authority import name_in, now, read_certificate
+from outergrad.star.connections import GREETING_S, Connections, Pace, host_in, most_connections
 from outergrad.star.folder import HubFolder
 from outergrad.star.frames import MOST_MESSAGE_BYTES, MalformedError, unpacked
 from outergrad.star.greetings import Hello
@@ -19,6 +22,7 @@ from outergrad.star.hub import GRACE_S, Hub, RefusedError
 from outergrad.star.journal import Journal
 from outergrad.star.listening import refuse_taken
 from outergrad.star.member import Member, Stream
+from outergrad.star.repeats import Repeats
 from outergrad.star.run import Run
 from outergrad.star.window import WINDOW_BYTES
 
@@ -38,9 +42,13 @@ _OF_SERVER = (
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),  # or sites that ping would be told to go away
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", int(GREETING_S * 1000)),
+    ("grpc.max_connection_idle_ms", int(GREETING_S * 1000)),  # without a stream
 )
 _WATCH_S = 0.1
 _STREAMS_PER_SITE = 4
+_WAITING = 16
+"""Connections of one address, besides those that its sites may need, that have not greeted yet."""
 
 
 class HubServer:
@@ -73,14 +81,23 @@ class HubServer:
         refuse_taken(listen)
         identity, authority = folder.identity("hub"), folder.identity("authority")
         self._journal = Journal(folder.log_file, identity)
-        self._hub = Hub(self.names, self._journal.write, grace_s)
+        self._repeats = Repeats(self._journal.write)
+        self._hub = Hub(self.names, self._repeats.write, grace_s)
         self._open: dict[str, int] = dict.fromkeys(self.names, 0)
         self._certificates: weakref.WeakKeyDictionary[Member, Certificate] = (
             weakref.WeakKeyDictionary()
         )
         self._lock, self._ended = threading.Lock(), threading.Event()
-        workers = ThreadPoolExecutor(_STREAMS_PER_SITE * len(self.names) + 2, "hub")
-        self._server = grpc.server(workers, options=[*KEEPALIVE, *_OF_SERVER])
+        streams, most = _STREAMS_PER_SITE * len(self.names), most_connections()
+        self._pace = Pace()
+        self._ungreeted: dict[grpc.ServicerContext, float] = {}
+        self._connections = Connections(self._shut, streams + _WAITING, max(most // 2, 1))
+        bounds = (
+            ("grpc.max_allowed_incoming_connections", most),
+            ("grpc.max_concurrent_streams", _STREAMS_PER_SITE + 1),  # of a connection
+        )
+        workers = ThreadPoolExecutor(streams + 2, "hub")
+        self._server = grpc.server(workers, options=[*KEEPALIVE, *_OF_SERVER, *bounds])
         handler = grpc.stream_stream_rpc_method_handler(self._line)
         services = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
         self._server.add_generic_rpc_handlers((services,))
@@ -108,11 +125,34 @@ class HubServer:
         self._ended.set()
         self._server.stop(0).wait()
         self._watcher.join()
+        self._repeats.flush(everything=True)
         self._journal.close()
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
             self._hub.watch(self._why_not_any_more)
+            self._end_ungreeted()
+            self._connections.look(self.port)
+            self._repeats.flush()
+
+    def _shut(self, host: str, why: str) -> None:
+        self._repeats.write("refused", host=host, why=why)
+
+    def _end_ungreeted(self) -> None:
+        """A stream that stays silent on a connection that others use."""
+        now_s = time.monotonic()
+        for context, since in list(self._ungreeted.items()):
+            if now_s - since > GREETING_S:
+                context.cancel()
+
+    @contextmanager
+    def _greeting(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """While the greeting of a stream is awaited."""
+        self._ungreeted[context] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._ungreeted[context]
 
     def _line(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One stream of a site, from its greeting to its end."""
@@ -128,7 +168,9 @@ class HubServer:
     def _served(
         self, certificate: Certificate, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        first = next(requests, b"")
+        with self._greeting(context):
+            first = next(requests, b"")
+        self._ended.wait(self._pace.wait_s(name_in(certificate)))
         name = self._admitted(certificate)  # the greeting may have come long after the stream
         run, member, stream = self._hub.enter(name, Hello.of(unpacked(first)[0]))
         self._certificates[member] = certificate
@@ -137,7 +179,8 @@ class HubServer:
             return
         reading = (requests, run, member, stream)
         threading.Thread(target=self._read, args=reading, name="hub reads", daemon=True).start()
-        yield from self._hub.messages(run, member, stream)
+        with self._connections.greeted(context.peer()):
+            yield from self._hub.messages(run, member, stream)
         if stream.refusal:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, stream.refusal)
 
@@ -177,7 +220,7 @@ class HubServer:
     def _refuse(
         self, context: grpc.ServicerContext, code: grpc.StatusCode, peer: str, why: str
     ) -> None:
-        self._journal.write("refused", peer=peer, why=why)
+        self._repeats.write("refused", host=host_in(peer), peer=peer, why=why)
         context.abort(code, why)
 
 

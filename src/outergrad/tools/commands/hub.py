@@ -114,8 +114,10 @@ def serve(
 ) -> None:
     """Relay between the sites until Ctrl-C. It holds no model and no data, and needs no GPU."""
     with _hub_errors(), exit_on_signals():
+        from outergrad.star.connections import raise_file_limit
         from outergrad.star.server import HubServer
 
+        raise_file_limit()
         names = None if sites is None else [name.strip() for name in sites.split(",")]
         server = HubServer(_folder(folder), listen, names, grace)
         server.start()

@@ -1,0 +1,238 @@
+"""The hub's connections that have not greeted: for how long, and how many, before they are shut.
+
+gRPC lets nobody see a connection before its TLS handshake is over, nor count those of an address.
+So a hub looks through its process's own sockets. A connection on which a site was greeted is let
+be; any other has a few seconds for all that comes before, whatever it does meanwhile.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+from urllib.parse import unquote
+
+GREETING_S = 10.0
+"""From the opening of a connection to a greeting that can be read; also of a stream."""
+_MOST_FILES = 1 << 16
+_OWN_FILES = 64
+"""For everything else: of gRPC, the log, the folder."""
+_UNKNOWN_FILES = 1 << 10
+
+
+class Peer(NamedTuple):
+    """The other side of a connection."""
+
+    host: str
+    port: int
+
+
+class Connections:
+    """Of a hub.
+
+    Args:
+        told: hears of each that was shut: its host, and why.
+        per_address: how many of one address may be without a greeting, once there are more.
+        in_all: of all addresses.
+        patience_s: how long one may be without a greeting.
+    """
+
+    def __init__(
+        self,
+        told: Callable[[str, str], None],
+        per_address: int,
+        in_all: int,
+        patience_s: float = GREETING_S,
+    ) -> None:
+        self._told, self._per_address, self._in_all = told, per_address, in_all
+        self._patience_s = patience_s
+        self._greeted, self._lock = Counter[Peer](), threading.Lock()
+        self._since: dict[Peer, float] = {}
+
+    @contextmanager
+    def greeted(self, peer: str) -> Iterator[None]:
+        """While a site is served on a connection.
+
+        Args:
+            peer: as gRPC names it.
+        """
+        known = _peer_in(peer)
+        with self._lock:
+            self._greeted[known] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._greeted[known] -= 1
+                self._greeted = +self._greeted
+
+    def look(self, port: int) -> None:
+        """Shuts what has been silent for too long, and the oldest of what is too much.
+
+        Args:
+            port: on which the hub listens.
+        """
+        found = _connections_to(port)
+        try:
+            for peer, why in self._to_shut(found, time.monotonic()):
+                with suppress(OSError):  # it has gone by itself
+                    found[peer].shutdown(socket.SHUT_RDWR)
+                self._told(peer.host, why)
+        finally:
+            for one in found.values():
+                one.close()
+
+    def _to_shut(self, found: Iterable[Peer], now: float) -> Iterator[tuple[Peer, str]]:
+        with self._lock:
+            waiting = [peer for peer in found if peer not in self._greeted]
+        self._since = {peer: self._since.get(peer, now) for peer in waiting}
+        by_address, left = defaultdict[str, int](int), len(waiting)
+        for peer in waiting:
+            by_address[_network_of(peer.host)] += 1
+        for peer in sorted(waiting, key=self._since.__getitem__):  # the oldest first
+            network = _network_of(peer.host)
+            if now - self._since[peer] > self._patience_s:
+                why = f"it sent no greeting within {self._patience_s:g} s"
+            elif by_address[network] > self._per_address:
+                why = f"more than {self._per_address} connections of its address have not greeted"
+            elif left > self._in_all:
+                why = f"more than {self._in_all} connections have not greeted"
+            else:
+                continue
+            by_address[network] -= 1
+            left -= 1
+            yield peer, why
+
+
+class Pace:
+    """Lets a site greet some times at once, and then only so often; the others do not wait for it.
+
+    Each greeting by a kit may begin a run, and end the one before: lines of the log, and work.
+
+    Args:
+        at_once: how many greetings need not wait.
+        per_s: how many do not in the long run.
+    """
+
+    def __init__(self, at_once: int = 20, per_s: float = 5.0) -> None:
+        self._at_once, self._per_s, self._lock = at_once, per_s, threading.Lock()
+        self._free_at: dict[str, float] = {}
+
+    def wait_s(self, name: str, now: float | None = None) -> float:
+        """How long the next greeting of a site has to wait; counts it.
+
+        Args:
+            name: of the site.
+            now: by the monotonic clock.
+        """
+        now = time.monotonic() if now is None else now
+        with self._lock:
+            free_at = max(self._free_at.get(name, 0.0), now - self._at_once / self._per_s)
+            free_at = self._free_at[name] = free_at + 1 / self._per_s
+        return max(0.0, free_at - now)
+
+
+def raise_file_limit() -> None:
+    """Lets this process have more files than the usual 1,024, where the system allows that."""
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def most_connections() -> int:
+    """How many the hub may have, so that files are left for everything else."""
+    files = _file_limit()
+    return max(files - _OWN_FILES, files // 2)
+
+
+def host_in(peer: str) -> str:
+    """The address in a peer as gRPC names it, without the port."""
+    return _peer_in(peer).host
+
+
+def _file_limit() -> int:
+    if sys.platform == "win32":
+        return _UNKNOWN_FILES
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_FILES)
+
+
+def _connections_to(port: int) -> dict[Peer, socket.socket]:
+    """By which others have connected to a port of this process."""
+    found = dict[Peer, socket.socket]()
+    for number in _open_files():
+        with suppress(OSError):  # it may be closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            # a copy, because gRPC may close the file meanwhile, and its number be used anew
+            one = _socket_of(os.dup(number))
+            peer = _other_side(one, port)
+            if peer is None or peer in found:
+                one.close()
+            else:
+                found[peer] = one
+    return found
+
+
+def _socket_of(number: int) -> socket.socket:
+    try:
+        return socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
+        raise
+
+
+def _other_side(one: socket.socket, port: int) -> Peer | None:
+    """Of a connection to that port; None of any other socket."""
+    try:
+        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+        is_here = is_tcp and one.getsockname()[1] == port
+        return _peer(*one.getpeername()[:2]) if is_here else None
+    except OSError:  # it listens, or has ended
+        return None
+
+
+def _open_files() -> list[int]:
+    """Numbers of this process's files; none where the system does not tell."""
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        with suppress(OSError):
+            return [int(name) for name in os.listdir(folder)]
+    return []
+
+
+def _peer_in(peer: str) -> Peer:
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return _peer(host.strip("[]"), int(port)) if port.isdigit() else Peer(peer, 0)
+
+
+def _peer(host: str, port: int) -> Peer:
+    """With an address in one form: IPv4 over a socket of IPv6 is IPv4."""
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host.partition("%")[0])
+        mapped = address.ipv4_mapped if address.version == 6 else None
+        return Peer(str(mapped or address), port)
+    return Peer(host, port)
+
+
+def _network_of(host: str) -> str:
+    """What one user has: an address of IPv4, a /64 of IPv6."""
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if address.version == 6:
+            return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+    return host
