@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,9 +14,12 @@ from typing import IO, Any
 
 import torch
 
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+"""Which class or function a file asks for, in torch's words."""
+
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
+def whole_file(path: Path, through_links: bool = True) -> Iterator[IO[bytes]]:
     """Opens a file that takes the place of `path` when the block ends without an error.
 
     Until then its content is in a hidden file beside it. An error removes that, and what was there
@@ -23,18 +28,20 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
     Args:
         path: in a folder that is there.
+        through_links: whether a link, a pipe or a device under that name is written through. Not
+            so in a folder that others can write to: whatever they have put there is replaced.
 
     Raises:
         OSError: it cannot be written; names it.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path)) if through_links else _in_real_folder(path)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        if _is_stream(path):
+        if through_links and _is_stream(path):
             with path.open("wb") as file:
                 yield file
             return
-        with unfinished.open("wb") as file:
+        with unfinished.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -49,23 +56,28 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             unfinished.unlink()
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, through_links: bool = True) -> None:
     """Writes text, as UTF-8, or bytes.
+
+    Args:
+        path: as of `whole_file`.
+        content: of the file.
+        through_links: as of `whole_file`.
 
     Raises:
         OSError: as `whole_file`.
     """
-    with whole_file(path) as file:
+    with whole_file(path, through_links) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def save_whole(path: Path, value: Any) -> None:
-    """Writes what `torch.save` makes of a value.
+    """Writes what `torch.save` makes of a value, through no link.
 
     Raises:
         OSError: as `whole_file`, also where torch tells of a full disk by a RuntimeError.
     """
-    with whole_file(path) as file:
+    with whole_file(path, through_links=False) as file:
         try:
             torch.save(value, file)
         except RuntimeError as error:
@@ -73,6 +85,22 @@ def save_whole(path: Path, value: Any) -> None:
             if cause is None:
                 raise
             raise cause from error
+
+
+def load_plain(file: Path | IO[bytes]) -> Any:
+    """What `torch.save` wrote: containers of tensors, numbers and text, on the CPU.
+
+    Raises:
+        OSError: the file cannot be opened, or is none (a pipe could keep one waiting for ever).
+        ValueError: it cannot be read, or holds something else; says it without torch's advice to
+            read it all the same, which would run whatever stands in it.
+    """
+    if isinstance(file, Path) and not file.is_file():
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(file))
+    try:
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise ValueError(told_of_pickle(str(error))) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -83,6 +111,22 @@ def sync_folder(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def _in_real_folder(path: Path) -> Path:
+    return Path(os.path.realpath(path.parent)) / path.name
+
+
+def told_of_pickle(told: str) -> str:
+    """What torch says of a file that it does not read, without its advice.
+
+    Args:
+        told: by torch's `UnpicklingError`.
+    """
+    usual, found = "tensors, numbers, text and containers of these", _GLOBAL.search(told)
+    if found is None:
+        return f"it is damaged, or holds something else than {usual}"
+    return f"it holds {found.group(1)}, which is none of {usual}"
 
 
 def _is_stream(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import zipfile
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outergrad._whole_files import save_whole, sync_folder
+from outergrad._whole_files import load_plain, save_whole, sync_folder, write_whole
 from outergrad.checkpoint.tree import whole
 from outergrad.core.types import StateDict
 
@@ -120,7 +121,9 @@ def begin(folder: Path, save: Save) -> None:
     """
     path = folder / str(save)
     path.mkdir(parents=True, exist_ok=True)
-    (path / _UNFINISHED).touch()
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, not a folder", str(path))
+    write_whole(path / _UNFINISHED, b"", through_links=False)
     for changed in (path, folder):
         sync_folder(changed)
 
@@ -176,7 +179,7 @@ def read(path: Path) -> Any:
         DamagedError: it is missing, cut short, changed, or no such file.
     """
     with _checked(path):
-        return torch.load(path, weights_only=True, map_location="cpu")
+        return load_plain(path)
 
 
 def check(folder: Path, save: Save) -> None:
@@ -194,6 +197,8 @@ def check(folder: Path, save: Save) -> None:
 def _checked(path: Path) -> Iterator[None]:
     """Compares check sums first; names the file in the error if these or the block fail."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")
         with zipfile.ZipFile(path) as file:
             bad = file.testzip() if torch.serialization.get_crc32_options() else None
         if bad is not None:

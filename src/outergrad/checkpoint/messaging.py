@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outergrad._whole_files import load_plain
 from outergrad.core.transport import Comm
 from outergrad.messages.raw import as_tensor
 
@@ -55,10 +56,10 @@ def unpacked(content: bytes) -> Any:
     """The same again.
 
     Raises:
-        ValueError: it would take more memory than it has bytes.
+        ValueError: it would take more memory than it has bytes, or is nothing of that.
     """
     refuse_compressed(content)
-    return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    return load_plain(io.BytesIO(content))
 
 
 def _value(rank: int, part: Tensor) -> Any:

@@ -34,7 +34,7 @@ def first_of_folder(
     mark = folder / f".here-{comm.rank}-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(mark, b"")
+        write_whole(mark, b"", through_links=False)
     except OSError as raised:
         error = error or raised
     try:

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from outergrad._whole_files import save_whole
+from outergrad._whole_files import load_plain, save_whole
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, resume, site_state
@@ -173,6 +172,6 @@ def site_reader(folder: Path, index: int = 0) -> SiteReader:
 
     def read(rank: int) -> StateDict | None:
         path = site_path(folder, rank, index)
-        return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+        return load_plain(path) if path.exists() else None
 
     return read

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from outergrad._whole_files import told_of_pickle
 from outergrad.core.protocols import Method, Policy, Rules
 from outergrad.core.types import StateDict
 from outergrad.integrations._sites import SiteReader, agree_on, resume, site_state
@@ -126,6 +128,9 @@ class OutergradStrategy(DDPStrategy):
             return self.checkpoint_io.load_checkpoint(_site_path(filepath, rank), weights_only=True)
         except FileNotFoundError:
             return None
+        except pickle.UnpicklingError as error:
+            path = _site_path(filepath, rank)
+            raise ValueError(f"{path} cannot be read: {told_of_pickle(str(error))}") from None
 
 
 def _site_path(filepath: Any, rank: int) -> str:
