@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -26,11 +28,11 @@ class Identity:
     """A private key and its certificate, as PEM.
 
     Attributes:
-        key: never leaves who it is of, but in its kit.
+        key: never leaves who it is of, but in a kit that the hub has made.
         certificate: for everyone.
     """
 
-    key: str
+    key: str = field(repr=False)
     certificate: str
 
     @property
@@ -61,10 +63,10 @@ def new_authority() -> Identity:
     """Whose certificates a star believes."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _named("outergrad authority")
-    built = _builder(name, name, key, _AUTHORITY_DAYS)
+    built = _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
     built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     usage = x509.KeyUsage(*(False,) * 5, key_cert_sign=True, crl_sign=True, **_NO_CIPHERS)
-    return _signed(built.add_extension(usage, critical=True), key, key)
+    return Identity(_private_pem(key), _signed(built.add_extension(usage, critical=True), key))
 
 
 def new_hub(authority: Identity, hosts: Sequence[str], days: int = DAYS) -> Identity:
@@ -90,6 +92,89 @@ def new_site(authority: Identity, name: str, days: int = DAYS) -> Identity:
     return _issued(authority, site_name(name), ExtendedKeyUsageOID.CLIENT_AUTH, days)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a site asks a hub to sign: its name, and its public key.
+
+    Attributes:
+        site: its name.
+        pem: as it travels; nothing in it is secret.
+    """
+
+    site: str
+    pem: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the public key: both sides see the same if nobody has changed it on its way."""
+        return fingerprint_of(_request_in(self.pem).public_key())
+
+
+def new_request(name: str) -> tuple[str, Request]:
+    """A private key, which stays at the site, and what the hub is sent.
+
+    Args:
+        name: of the site.
+
+    Raises:
+        ValueError: the name cannot be.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    built = x509.CertificateSigningRequestBuilder(_named(site_name(name)))
+    pem = built.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    return _private_pem(key), Request(name, pem.decode())
+
+
+def read_request(pem: str) -> Request:
+    """From what a site has sent.
+
+    Raises:
+        ValueError: it is no request, not signed by its own key, or of another kind of key.
+    """
+    asked = _request_in(pem)
+    return Request(site_name(_common_name(asked.subject)), pem)
+
+
+def signed_site(authority: Identity, request: Request, days: int = DAYS) -> str:
+    """The certificate of a site that has made its own key, as PEM.
+
+    Of the request it takes the name and the public key, and nothing else that it may ask for.
+
+    Args:
+        authority: who signs it.
+        request: of the site.
+        days: how long it holds.
+    """
+    public = _request_in(request.pem).public_key()
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    return _certified(
+        authority, site_name(request.site), ExtendedKeyUsageOID.CLIENT_AUTH, days, public
+    )
+
+
+def is_key_of(key: str, certificate: str) -> bool:
+    """Whether a private key, as PEM, is the one of a certificate.
+
+    Raises:
+        ValueError: it is no private key.
+    """
+    try:
+        own = serialization.load_pem_private_key(key.encode(), None)
+    except (ValueError, TypeError) as error:
+        raise ValueError("the key's file is no private key of `outergrad site request`") from error
+    return own.public_key() == read_certificate(certificate).public_key()
+
+
+def fingerprint_of(key: Any) -> str:
+    """Of a public key, to be read out: half of a SHA-256."""
+    digest = hashlib.sha256(
+        key.public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    ).hexdigest()
+    return "-".join(digest[at : at + 4] for at in range(0, 32, 4))
+
+
 def now() -> datetime:
     """Against which certificates are checked."""
     return datetime.now(timezone.utc)
@@ -106,8 +191,7 @@ def read_certificate(pem: str | bytes) -> x509.Certificate:
 
 def name_in(certificate: x509.Certificate) -> str:
     """Who it is of."""
-    (found,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found.value)
+    return _common_name(certificate.subject)
 
 
 def check_site(certificate: x509.Certificate, authority: x509.Certificate, name: str) -> None:
@@ -129,6 +213,27 @@ def check_site(certificate: x509.Certificate, authority: x509.Certificate, name:
 _NO_CIPHERS = {"encipher_only": False, "decipher_only": False}
 
 
+def _request_in(pem: str) -> x509.CertificateSigningRequest:
+    try:
+        asked = x509.load_pem_x509_csr(pem.encode())
+        public = asked.public_key()
+        is_signed = asked.is_signature_valid
+    except Exception as error:  # what is wrong has many names
+        raise ValueError("it is no request: `outergrad site request` writes one") from error
+    if not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
+        raise ValueError("a request for another kind of key: `outergrad site request` makes one")
+    if not is_signed:
+        raise ValueError("the request was not signed by its own key: it was changed on its way")
+    return asked
+
+
+def _common_name(subject: x509.Name) -> str:
+    found = subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    if len(found) != 1:
+        raise ValueError("it has no name, or several")
+    return str(found[0].value)
+
+
 def _issued(
     authority: Identity,
     name: str,
@@ -136,41 +241,52 @@ def _issued(
     days: int,
     names: x509.SubjectAlternativeName | None = None,
 ) -> Identity:
-    key, issuer = ec.generate_private_key(ec.SECP256R1()), read_certificate(authority.certificate)
-    built = _builder(_named(name), issuer.subject, key, days)
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _certified(authority, name, use, days, key.public_key(), names)
+    return Identity(_private_pem(key), certificate)
+
+
+def _certified(
+    authority: Identity,
+    name: str,
+    use: x509.ObjectIdentifier,
+    days: int,
+    public: ec.EllipticCurvePublicKey,
+    names: x509.SubjectAlternativeName | None = None,
+) -> str:
+    issuer = read_certificate(authority.certificate)
+    built = _builder(_named(name), issuer.subject, public, days)
     built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     built = built.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
     if names is not None:
         built = built.add_extension(names, critical=False)
-    return _signed(built, key, authority.private_key)
+    return _signed(built, authority.private_key)
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
     today = now()
     return x509.CertificateBuilder(
         issuer_name=issuer,
         subject_name=subject,
-        public_key=key.public_key(),
+        public_key=key,
         serial_number=x509.random_serial_number(),
         not_valid_before=today - _EARLIER + min(timedelta(days=days), timedelta()),
         not_valid_after=today + timedelta(days=days),
     )
 
 
-def _signed(
-    built: x509.CertificateBuilder,
-    key: ec.EllipticCurvePrivateKey,
-    signer: ec.EllipticCurvePrivateKey,
-) -> Identity:
-    certificate = built.sign(signer, hashes.SHA256())
-    private = key.private_bytes(
+def _signed(built: x509.CertificateBuilder, signer: ec.EllipticCurvePrivateKey) -> str:
+    return built.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
-    )
-    return Identity(private.decode(), certificate.public_bytes(serialization.Encoding.PEM).decode())
+    ).decode()
 
 
 def _named(name: str) -> x509.Name:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,17 +16,20 @@ from outergrad._whole_files import write_whole
 from outergrad.star.authority import (
     DAYS,
     Identity,
+    Request,
     new_authority,
     new_hub,
     new_site,
+    read_certificate,
+    signed_site,
     site_name,
     write_secret,
 )
-from outergrad.star.kit import Kit
+from outergrad.star.kit import Kit, refuse_open_to_others
 
 _KEYS = {"authority": "authority.key", "hub": "hub.key"}
 _CERTIFICATES = {"authority": "authority.pem", "hub": "hub.pem"}
-_SITES, _ADDRESS = "sites.json", "address"
+_SITES, _ADDRESS, _LOCK = "sites.json", "address", ".lock"
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class HubFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._lock, self._read = threading.Lock(), (0, 0, ())
+        self._lock, self._read = threading.Lock(), (0, 0, 0, ())
 
     def create(self, address: str, hosts: Sequence[str] = ()) -> None:
         """An authority and a hub.
@@ -63,7 +70,10 @@ class HubFolder:
             OSError: there is one already, or it cannot be written.
         """
         host = host_of(address)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(0o700, parents=True, exist_ok=True)
+        if any(self.path.iterdir()):
+            raise FileExistsError(errno.EEXIST, "there is something in it already", str(self.path))
+        self.path.chmod(0o700)  # whatever the umask was when it was made
         authority = new_authority()
         self._write("authority", authority)
         self._write("hub", new_hub(authority, list(dict.fromkeys([host, *hosts]))))
@@ -83,11 +93,45 @@ class HubFolder:
         """
         authority = self.identity("authority")
         identity = new_site(authority, site_name(name), days)
-        invited = Site(name, identity.serial)
-        sites = {site.name: site for site in self.sites()} | {name: invited}
-        self._write_sites(sites.values())
+        with self._changing():
+            self._add(Site(name, identity.serial))
+        return self._kit(name, identity.key, identity.certificate)
+
+    def sign(self, request: Request, days: int = DAYS, replaces: bool = False) -> Kit:
+        """A kit without its key for a site that has made that itself.
+
+        Args:
+            request: of the site.
+            days: how long it holds.
+            replaces: whether a kit that a site of this name has, or had, is meant to count no more.
+
+        Raises:
+            ValueError: there is such a site.
+            OSError: this is no folder of a hub.
+        """
+        certificate = signed_site(self.identity("authority"), request, days)
+        with self._changing():
+            known = next((site for site in self.sites() if site.name == request.site), None)
+            if known is not None and not replaces:
+                state = "was revoked" if known.revoked else "has a kit already"
+                raise ValueError(
+                    f"{request.site!r} {state}: if this request comes from it, and is meant to "
+                    "count from now on, pass --replace"
+                )
+            self._add(Site(request.site, read_certificate(certificate).serial_number))
+        return self._kit(request.site, "", certificate)
+
+    def _add(self, site: Site) -> None:
+        self._write_sites(({one.name: one for one in self.sites()} | {site.name: site}).values())
+
+    def _kit(self, name: str, key: str, certificate: str) -> Kit:
         address = (self.path / _ADDRESS).read_text().strip()
-        return Kit(name, address, identity.key, identity.certificate, authority.certificate)
+        return Kit(name, address, key, certificate, self.authority_certificate)
+
+    @property
+    def authority_certificate(self) -> str:
+        """By which sites know the hub, PEM."""
+        return (self.path / _CERTIFICATES["authority"]).read_text()
 
     def revoke(self, name: str) -> None:
         """A site may not take part any more; a hub that runs hears of it.
@@ -96,30 +140,53 @@ class HubFolder:
             ValueError: there is no such site.
             OSError: this is no folder of a hub.
         """
-        sites = {site.name: site for site in self.sites()}
-        if name not in sites:
-            raise ValueError(
-                f"no site {name!r} was invited: there are {', '.join(sites) or 'none'}"
-            )
-        self._write_sites((sites | {name: replace(sites[name], revoked=True)}).values())
+        with self._changing():
+            sites = {site.name: site for site in self.sites()}
+            if name not in sites:
+                raise ValueError(
+                    f"no site {name!r} was invited: there are {', '.join(sites) or 'none'}"
+                )
+            self._write_sites((sites | {name: replace(sites[name], revoked=True)}).values())
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """One command at a time changes the list, or an invitation could undo a revocation."""
+        path = self.path / _SITES
+        with path.open("rb"):  # an error names it, where this is no folder of a hub
+            pass
+        opened = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if sys.platform != "win32":
+                import fcntl
+
+                fcntl.flock(opened, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(opened)
 
     def sites(self) -> Sequence[Site]:
         """All that were invited, in that order."""
         path = self.path / _SITES
         with self._lock:
             now = path.stat()
-            key = now.st_mtime_ns, now.st_ino
-            if key != self._read[:2]:
+            key = now.st_mtime_ns, now.st_ino, now.st_size
+            if key != self._read[:3]:
                 self._read = (*key, tuple(Site(**one) for one in json.loads(path.read_text())))
-            return self._read[2]
+            return self._read[3]
 
     def site(self, name: str) -> Site | None:
         """One that may take part."""
         return next((s for s in self.sites() if s.name == name and not s.revoked), None)
 
     def identity(self, of: str) -> Identity:
-        """Of the "authority" or the "hub"."""
+        """Of the "authority" or the "hub".
+
+        Raises:
+            ValueError: others on this machine may read its key.
+            OSError: it is not there.
+        """
         key, certificate = self.path / _KEYS[of], self.path / _CERTIFICATES[of]
+        refuse_open_to_others(key, "the key")
         return Identity(key.read_text(), certificate.read_text())
 
     def forget_keys(self) -> None:

@@ -5,29 +5,36 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from outergrad.star.authority import Identity, write_secret
+from outergrad.star.authority import (
+    Identity,
+    check_site,
+    fingerprint_of,
+    is_key_of,
+    read_certificate,
+    write_secret,
+)
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True)
 class Kit:
-    """What `outergrad hub invite` writes.
+    """What `outergrad hub invite` writes; or `outergrad hub sign`, then without the key.
 
     Attributes:
         site: its name.
         hub: host and port.
-        key: private key of the site, PEM.
+        key: private key of the site, PEM; empty where the site has it in a file of its own.
         certificate: of the site, PEM.
         authority: certificate of whoever signs them all, PEM.
     """
 
     site: str
     hub: str
-    key: str
+    key: str = field(repr=False)
     certificate: str
     authority: str
 
@@ -35,6 +42,11 @@ class Kit:
     def identity(self) -> Identity:
         """Key and certificate."""
         return Identity(self.key, self.certificate)
+
+    @property
+    def authority_fingerprint(self) -> str:
+        """Of the key that signs all certificates of the star."""
+        return fingerprint_of(read_certificate(self.authority).public_key())
 
     def write(self, path: Path) -> None:
         """Into a file that its owner alone may read.
@@ -44,21 +56,62 @@ class Kit:
         """
         write_secret(path, json.dumps({"outergrad kit": 1, **vars(self)}, indent=1) + "\n")
 
+    def joined(self, key: str) -> Kit:
+        """With the key that the site made itself.
+
+        Raises:
+            ValueError: the certificate is not for this key, or not of this site and authority.
+        """
+        check_site(read_certificate(self.certificate), read_certificate(self.authority), self.site)
+        if not is_key_of(key, self.certificate):
+            raise ValueError(
+                f"the certificate of {self.site!r} is for another key: join it with the key that "
+                "`outergrad site request` wrote together with this request"
+            )
+        return replace(self, key=key)
+
 
 def read_kit(path: str | os.PathLike[str]) -> Kit:
     """From a file.
 
     Raises:
-        ValueError: there is none, it cannot be read, or others on this machine may read it, too.
+        ValueError: there is none, it cannot be read, it has no key, or others on this machine may
+            read it, too.
+    """
+    kit = read_signed(path)
+    refuse_open_to_others(path, "the kit")
+    if not kit.key:
+        raise ValueError(f"{path} has no key: `outergrad site join` puts it in")
+    return kit
+
+
+def read_signed(path: str | os.PathLike[str]) -> Kit:
+    """From a file that need not have the key.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
     """
     try:
-        if os.name == "posix" and os.stat(path).st_mode & _OTHERS:
-            raise ValueError(f"others on this machine may read the kit {path}: chmod 600 {path}")
         told = json.loads(Path(path).read_text())
-        if told.pop("outergrad kit") != 1:
-            raise ValueError
+        if told.pop("outergrad kit") != 1 or not all(isinstance(one, str) for one in told.values()):
+            raise TypeError
         return Kit(**told)
     except OSError as error:
         raise ValueError(f"the kit {path}: {error.strerror}") from error
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no kit: `outergrad hub invite SITE` writes one") from error
+
+
+def refuse_open_to_others(path: str | os.PathLike[str], what: str) -> None:
+    """Checks that a file is its owner's alone.
+
+    Args:
+        path: of the file.
+        what: it is.
+
+    Raises:
+        ValueError: others on this machine may read it.
+        OSError: it is not there.
+    """
+    if os.name == "posix" and os.stat(path).st_mode & _OTHERS:
+        raise ValueError(f"others on this machine may read {what} {path}: chmod 600 {path}")

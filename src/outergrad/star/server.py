@@ -79,7 +79,7 @@ class HubServer:
     ) -> None:
         self._folder, self.names = folder, _names(folder, sites)
         refuse_taken(listen)
-        identity, authority = folder.identity("hub"), folder.identity("authority")
+        identity = folder.identity("hub")
         self._journal = Journal(folder.log_file, identity)
         self._repeats = Repeats(self._journal.write)
         self._hub = Hub(self.names, self._repeats.write, grace_s)
@@ -103,7 +103,7 @@ class HubServer:
         self._server.add_generic_rpc_handlers((services,))
         pair = identity.key.encode(), identity.certificate.encode()
         credentials = grpc.ssl_server_credentials(
-            [pair], authority.certificate.encode(), require_client_auth=True
+            [pair], folder.authority_certificate.encode(), require_client_auth=True
         )
         try:
             self.port = self._server.add_secure_port(listen, credentials)

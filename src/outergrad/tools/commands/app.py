@@ -12,7 +12,7 @@ from outergrad.tools.commands.doctor import doctor
 from outergrad.tools.commands.hub import hub_app
 from outergrad.tools.commands.plan import plan
 from outergrad.tools.commands.report import report
-from outergrad.tools.commands.site import site
+from outergrad.tools.commands.site import site_app
 from outergrad.tools.commands.watch import watch
 
 app = typer.Typer(
@@ -53,4 +53,4 @@ app.command()(watch)
 app.command()(doctor)
 app.command()(plan)
 app.add_typer(hub_app, name="hub")
-app.command(context_settings={"allow_interspersed_args": False})(site)
+app.add_typer(site_app, name="site")

@@ -25,11 +25,13 @@ hub_app = typer.Typer(
 Folder = Annotated[Path, typer.Option(help="Folder that `outergrad hub init` has made.")]
 FOLDER = Path("hub")
 Site = Annotated[str, typer.Argument(help="Name of the site, as hospital-a.")]
+_MOST_REQUEST_BYTES = 1 << 14
 Days = Annotated[int, typer.Option(min=1, help="How long the certificate holds.")]
 
 
 @contextmanager
-def _hub_errors() -> Iterator[None]:
+def star_errors() -> Iterator[None]:
+    """What a user can do something about is told in one line."""
     with errors_in_one_line():
         missing = [name for name in ("grpc", "cryptography") if not find_spec(name)]
         if missing:
@@ -63,7 +65,7 @@ def init(
 
     Whoever can read the folder can invite sites: keep it as you would keep a password.
     """
-    with _hub_errors():
+    with star_errors():
         _folder(folder).create(address, host or ())
         print(f"{folder}: invite sites by `outergrad hub invite SITE --folder {folder}`")
 
@@ -81,7 +83,7 @@ def invite(
 
     Hand it over as you would a password. A kit that the site had before does not count any more.
     """
-    with _hub_errors():
+    with star_errors():
         path = out or Path(f"{site}.kit")
         if path.exists():
             raise RecipeError(f"{path} is there: move it away, or name another file by --out")
@@ -90,9 +92,42 @@ def invite(
 
 
 @hub_app.command()
+def sign(
+    request: Annotated[Path, typer.Argument(help="That `outergrad site request` has written.")],
+    folder: Folder = FOLDER,
+    days: Days = 365,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="A kit that the site has, or had, is to count no more."),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="To write.", show_default="SITE.signed")
+    ] = None,
+) -> None:
+    """Sign the key of a site that has made it itself. Nothing in what it writes is secret.
+
+    Compare the fingerprint with the one that the site was shown, by telephone: then nobody has
+    changed the request on its way.
+    """
+    with star_errors():
+        from outergrad.star.authority import read_request
+
+        if request.stat().st_size > _MOST_REQUEST_BYTES:
+            raise RecipeError(f"{request} is no request: it is too long")
+        asked = read_request(request.read_text(errors="replace"))
+        path = out or Path(f"{asked.site}.signed")
+        if path.exists():
+            raise RecipeError(f"{path} is there: move it away, or name another file by --out")
+        signed = _folder(folder).sign(asked, days, replace)
+        signed.write(path)
+        print(f"{path}: for {asked.site}, whose key has the fingerprint {asked.fingerprint}")
+        print(f"this hub's authority has {signed.authority_fingerprint}")
+
+
+@hub_app.command()
 def revoke(site: Site, folder: Folder = FOLDER) -> None:
     """Let a site take part no more; a hub that runs ends its line within a second."""
-    with _hub_errors():
+    with star_errors():
         _folder(folder).revoke(site)
         print(f"{site} is revoked")
 
@@ -113,7 +148,7 @@ def serve(
     ] = 0.8,
 ) -> None:
     """Relay between the sites until Ctrl-C. It holds no model and no data, and needs no GPU."""
-    with _hub_errors(), exit_on_signals():
+    with star_errors(), exit_on_signals():
         from outergrad.star.connections import raise_file_limit
         from outergrad.star.server import HubServer
 
@@ -136,7 +171,7 @@ def verify(
     ] = None,
 ) -> None:
     """Check the signatures of the log, and say which sites took part in how many steps."""
-    with _hub_errors():
+    with star_errors():
         from outergrad.star.journal import TamperedError, verified
 
         hub, parts, count = _folder(folder), defaultdict[str, _Parts](_Parts), 0

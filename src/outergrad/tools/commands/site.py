@@ -1,4 +1,4 @@
-"""``outergrad site``."""
+"""``outergrad site``: to make a site's key, and to train as a site of a star."""
 
 from __future__ import annotations
 
@@ -6,17 +6,91 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.session.farewell import leave_all
 from outergrad.star.transport import KIT_VARIABLE
+from outergrad.tools.commands.hub import star_errors
+
+_RUN = "run"
 
 
-def site(
+class _OrAScript(TyperGroup):
+    """What is no command is the script to run, or an option that comes before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Puts in the name of the command that is meant."""
+        is_known = not args or args[0] in self.commands or args[0] in ctx.help_option_names
+        return super().parse_args(ctx, args if is_known else [_RUN, *args])
+
+
+site_app = typer.Typer(
+    help="A site of a star. `outergrad site --kit a.kit train.py` is short for `outergrad site "
+    "run --kit a.kit train.py`.",
+    no_args_is_help=True,
+    cls=_OrAScript,
+)
+
+
+@site_app.command()
+def request(
+    name: Annotated[str, typer.Option(help="Of the site, as hospital-a.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="To send.", show_default="NAME.csr")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="To keep.", show_default="NAME.key")] = None,
+) -> None:
+    """Make a key for this site, and a request that whoever runs the hub signs.
+
+    The key stays on this machine. Nothing in the request is secret.
+    """
+    with star_errors():
+        from outergrad.star.authority import new_request, write_secret
+
+        secret, asked = new_request(name)
+        own, sent = key or Path(f"{name}.key"), out or Path(f"{name}.csr")
+        for path in (own, sent):
+            if path.exists():
+                raise RecipeError(f"{path} is there: move it away, or name another file")
+        write_secret(own, secret)
+        sent.write_text(asked.pem)
+        print(f"{sent}: for whoever runs the hub; {own} stays here")
+        print(f"this key has the fingerprint {asked.fingerprint}")
+
+
+@site_app.command()
+def join(
+    signed: Annotated[Path, typer.Argument(help="File that `outergrad hub sign` has written.")],
+    key: Annotated[
+        Path | None,
+        typer.Option(help="That `outergrad site request` has written.", show_default="SITE.key"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The kit.", show_default="SITE.kit")
+    ] = None,
+) -> None:
+    """Put this site's key and what the hub has signed together: that is its kit."""
+    with star_errors():
+        from outergrad.star.authority import site_name
+        from outergrad.star.kit import read_signed, refuse_open_to_others
+
+        found = read_signed(signed)
+        own, path = key or Path(f"{site_name(found.site)}.key"), out or Path(f"{found.site}.kit")
+        if path.exists():
+            raise RecipeError(f"{path} is there: move it away, or name another file by --out")
+        refuse_open_to_others(own, "the key")
+        found.joined(own.read_text()).write(path)
+        print(f"{path}: of {found.site}, for the hub at {found.hub}")
+        print(f"that hub's authority has the fingerprint {found.authority_fingerprint}")
+
+
+@site_app.command(_RUN, context_settings={"allow_interspersed_args": False})
+def run(
     script: Annotated[Path, typer.Argument(help="Of the training, as train.py.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given.")] = None,
     kit: Annotated[Path, typer.Option(help="File that `outergrad hub invite` has written.")] = Path(
