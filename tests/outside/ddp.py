@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet, finalize
 
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class DistributedDataParallel(nn.Module):
 
     method: Any = og.Auto()
     """Of all that are made from now on."""
-    _living: WeakSet[DistributedDataParallel] = WeakSet()
+    _living: ClassVar[WeakSet[DistributedDataParallel]] = WeakSet()
 
     def __init__(
         self,

@@ -7,7 +7,8 @@ test runs when it passes with PyTorch's own `DistributedDataParallel` in this fo
 
     python torch_tests_on_cpus.py RANK WORLD_SIZE FOLDER
 
-reads lines `{"test": ..., "method": ...}` and answers each with `{"error": ...}`, null if it passed.
+reads lines `{"test": ..., "method": ...}` and answers each with `{"error": ...}`, null
+if it passed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import ddp
 import sync_norms_on_cpus
+import torch
+import torch.distributed as dist
 
 SOURCE = "torch.testing._internal.distributed.distributed_test"
 _BASE = "_DistTestBase"
@@ -80,7 +79,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
 
 
 def of_ddp() -> list[str]:
-    """The names of PyTorch's tests that make a DistributedDataParallel, themselves or by helpers."""
+    """Names of the tests that make a DistributedDataParallel, themselves or by their helpers."""
     source = Path(find_spec(SOURCE).origin).read_text()  # type: ignore[union-attr, arg-type]
     base = next(n for n in ast.walk(ast.parse(source)) if getattr(n, "name", "") == _BASE)
     said = {f.name: _names_in(f) for f in base.body if isinstance(f, ast.FunctionDef)}  # type: ignore[attr-defined]
@@ -104,16 +103,16 @@ def adapted() -> types.ModuleType:
 class _OnCPUs(ast.NodeTransformer):
     """Moves nothing to GPUs, and leaves out statements about the inside of PyTorch's class."""
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:  # noqa: N802
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
         return ast.Pass() if _is_inside(node) else self.generic_visit(node)
 
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:  # noqa: N802
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
         return ast.Pass() if _is_inside(node) else self.generic_visit(node)
 
-    def visit_If(self, node: ast.If) -> ast.AST:  # noqa: N802
+    def visit_If(self, node: ast.If) -> ast.AST:
         return ast.Pass() if _is_inside(node.test) else self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         node.keywords = [k for k in node.keywords if k.arg not in ("device_ids", "output_device")]
         for keyword in node.keywords:
