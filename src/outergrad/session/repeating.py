@@ -56,7 +56,7 @@ class Repeating(FollowingUp):
         alone = len(self._group.attached) == 1
         plain = alone and not self._unshared and self._join == Join.NONE
         told = not self._reporter.is_silent and self._reporter.is_due(number)
-        quiet = not (told or any(self._buffers.written()))
+        quiet = not (told or self._buffers.is_written())
         if not (plain and quiet and self._planner.repeats(pattern.choice, pattern.known, number)):
             return None
         if not (pattern.rests and self._next_forward.rests) and not self._header_builder.uses_as(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad.messages.header import Header
+from outergrad.step.contents import Contents
 
 Kind = Literal["broadcast", "mean", "local"]
 KINDS: tuple[Kind, ...] = ("broadcast", "mean", "local")
@@ -27,7 +28,7 @@ _Seen = tuple[Tensor | None, int]
 """A buffer and its version."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RegisteredBuffer:
     """Where a buffer is registered, and what it was when the sites agreed on it."""
 
@@ -71,10 +72,16 @@ class SharedBuffers:
         self.kind: Kind = kind
         shares = model is not None and kind != "local"
         self._places = list(_places(model, local)) if shares and model is not None else []
+        self._number = {place: k for k, place in enumerate(self._places)}
         self._statistics = _statistics(self._places)
-        self._seen: list[_Seen] = []
+        counters = self._statistics.values()
+        apart = [k in self._statistics or k in counters for k in range(len(self._places))]
+        self._contents = Contents(apart)
+        self._late: set[int] = set()
+        """Those on a GPU that were found to be written past their version."""
+        self._seen: list[_Seen] = [(None, 0)] * len(self._places)
         self._pooled: dict[RegisteredBuffer, Tensor | None] | None = None
-        self.note()
+        self._note(self._places)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -91,21 +98,40 @@ class SharedBuffers:
         """All; None for one that is not as it was."""
         return {place.name: place.tensor for place in self._places}
 
-    def note(self) -> None:
-        """What is there now is the same on all sites."""
-        self._seen = [(place.tensor, _version(place.tensor)) for place in self._places]
+    def _note(self, places: Collection[RegisteredBuffer]) -> None:
+        """What is in these now is the same on all sites."""
+        tensors = {self._number[place]: place.tensor for place in places}
+        for k, t in tensors.items():
+            self._seen[k] = t, _version(t)
+        self._contents.note(tensors)
 
     def none_written(self) -> tuple[bool, ...]:
         """Of a site that ran no forward."""
         return (False,) * len(self._places)
 
     def written(self) -> tuple[bool, ...]:
-        """Which of them have been written to since `note`, as far as one can see."""
+        """Which of them have been written to since the sites agreed on them."""
+        changed = self._by_version()
+        for k in self._contents.changed(changed):
+            changed[k] = True
+            t = self._seen[k][0]
+            if t is not None and t.device.type == "cuda":
+                self._late.add(k)
+        return tuple(changed)
+
+    def is_written(self) -> bool:
+        """Whether any of them has been written to since the sites agreed on them."""
+        return any(self._by_version()) or any(self.written())
+
+    def _by_version(self) -> list[bool]:
+        """Which of them have been, going by their versions, and what PyTorch's norms count."""
         changed = list(map(_changed, self._places, self._seen))
         for k, counter in self._statistics.items():
             trained = changed[counter] if counter is not None else self._places[k].module.training
             changed[k] = changed[k] or (trained and self._places[k].tensor is not None)
-        return tuple(changed)
+        for k in self._late:
+            changed[k] = changed[k] or self._places[k].module.training
+        return changed
 
     def pooled(self, values: Values) -> SharedBuffers:
         """The same as a site of several ranks has them, of what its ranks agreed on.
@@ -136,7 +162,7 @@ class SharedBuffers:
             return
         for place, value in values.items():
             _put(place, value)
-        self.note()
+        self._note(values)
 
     def named(self, values: Mapping[str, Tensor]) -> dict[RegisteredBuffer, Tensor | None]:
         """Values by name, of those that there are and fit."""
@@ -165,8 +191,10 @@ def _statistics(places: Sequence[RegisteredBuffer]) -> dict[int, int | None]:
 
 
 def _changed(place: RegisteredBuffer, seen: _Seen) -> bool:
-    t = place.tensor
-    return t is not None and (t is not seen[0] or _version(t) != seen[1])
+    before, version = seen
+    if before is not None and place.module._buffers.get(place.key) is before:
+        return _version(before) != version
+    return place.tensor is not None
 
 
 def _version(t: Tensor | None) -> int:
