@@ -16,7 +16,17 @@ from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.node_ref import LiveUses
 from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared
 from outergrad.capture.tap import Tap, returned
-from outergrad.capture.untappable import may_be_tapped
+from outergrad.capture.untappable import (
+    Annotating,
+    annotated_as,
+    as_plain,
+    copied,
+    is_annotated,
+    may_be_tapped,
+    plain,
+    same_numbers,
+    why_untappable,
+)
 from outergrad.core.protocols import Rule
 from outergrad.core.types import Call, Factors, Slot
 
@@ -47,7 +57,12 @@ class TappedLayer:
 
     Attributes:
         announced_rows: of each slot, in this site's last header: all, not rounded; None before.
+        untappable: why the layer was not tapped in what the last header announced, if it could
+            not be; the rows are then more than factors would pay for, and not those of its input.
     """
+
+    untappable: str | None = None
+    _why: str | None = None
 
     def __init__(
         self,
@@ -73,16 +88,34 @@ class TappedLayer:
         self._key, self._taps_in_graphs = key_of(self), sink.taps(self)
         traceable = getattr(rule, "traceable", False) and not isinstance(batch, Batch)
         self._swap = ClassSwap(module, self._forward, self._in_graph if traceable else None)
+        self._annotating = Annotating(self._computes_the_same if self._is_pure else None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            if not may_be_tapped(args, kwargs):
-                self._note_untappable()
+            ordinary = may_be_tapped(args, kwargs)
+            if not ordinary and not self._annotating.may_be_tapped(args, kwargs):
+                self._note_untappable(args, kwargs)
             elif self._active():
                 return self.rule.forward(self.module, self.tap, *args, **kwargs)
             else:
                 self.note_untapped(args, kwargs)
         return self._swap.plain_forward(*args, **kwargs)
+
+    @property
+    def _is_pure(self) -> bool:
+        """Whether a forward may be made twice: the rule's layer draws no random numbers."""
+        return getattr(self.rule, "traceable", False)
+
+    @torch.no_grad()
+    def _computes_the_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the rule computes with a subclass what the module does with plain tensors."""
+        plain_args, plain_kwargs = as_plain(args, kwargs)
+        expected = self._swap.plain_forward(*plain_args, **plain_kwargs)
+        try:
+            found = self.rule.forward(self.module, _no_tap, *args, **kwargs)
+        except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError):
+            return False  # then it is left to the class
+        return same_numbers(found, expected)
 
     def restore(self) -> None:
         """Gives the module its own class back."""
@@ -119,7 +152,14 @@ class TappedLayer:
     ) -> Tensor:
         """Implements `TapFn` for this layer."""
         slot %= len(self.slots)
-        here = self.slots[slot]
+        if is_annotated(y):
+            return annotated_as(
+                self.tap(
+                    copied(y), a, slot, rows, samples=samples, positions_first=positions_first
+                ),
+                y,
+            )
+        here, a = self.slots[slot], plain(a)
         if rows is None:
             rows = y.numel() // max(here.groups * here.outputs, 1)
         params = [p.parameter for p in self._watched[slot]]
@@ -213,13 +253,16 @@ class TappedLayer:
     def _trains(self) -> bool:
         return any(p.parameter.requires_grad for params in self._watched for p in params)
 
-    def _note_untappable(self) -> None:
+    def _note_untappable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts a forward that cannot be tapped as more rows than factors would pay for."""
+        if self._why is None:
+            self._why = why_untappable(args, kwargs)
         for slot, here in enumerate(self.slots):
             self._untapped[slot] += here.outputs + here.inputs
 
     def forget_untapped(self) -> None:
         """Starts counting anew."""
+        self._why = None
         self._untapped = [0] * len(self.slots)
 
     def is_known(self, slot: int) -> bool:
@@ -235,7 +278,7 @@ class TappedLayer:
             slot: its number.
             trained: parameters that the backward leaves a gradient in.
         """
-        uses = self._live[slot].reached()
+        uses, self.untappable = self._live[slot].reached(), self._why
         if trained.isdisjoint(self._names[slot]):
             uses = []
         self._awaited[slot] = len(uses)
@@ -273,7 +316,7 @@ class TappedLayer:
         Raises:
             RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
         """
-        watched = self._watched[slot]
+        watched, delta = self._watched[slot], plain(delta)
         if is_shared(ctx.born_in, watched):
             self._hand_on(slot, Call(ctx.saved_tensors[0], delta), ctx)
             return [None] * (1 + len(watched))
@@ -287,3 +330,8 @@ class TappedLayer:
             factors = SampledUse(factors, self.rule, self.module, slot, call, samples)
         self._sink.on_factors(self.slots[slot], factors)
         self._count(slot, node)
+
+
+def _no_tap(y: Tensor, *_: Any, **__: Any) -> Tensor:
+    """As `TapFn`, and nobody is told."""
+    return y

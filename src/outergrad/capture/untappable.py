@@ -3,12 +3,15 @@
 A tap is an `autograd.Function` around ordinary tensors. Tracers would write it into their graph,
 transforms of `torch.func` and forward-mode AD refuse it, and rows cannot be cut from nested or
 sparse tensors. The gradients that autograd then has for parameters are shared as such.
+
+A tensor of a subclass may be tapped if the subclass only adds to a tensor what is said about it,
+as MONAI's `MetaTensor` does (`Annotating`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils import stateless
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from outergrad.capture.engine import untraced
 
@@ -25,6 +28,7 @@ _MODES = torch._C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 _ORDINARY = {Tensor, nn.Parameter}
+_USUAL_DISPATCH = getattr(Tensor, "__torch_dispatch__")  # noqa: B009  # pyright would bind it
 
 
 @untraced
@@ -70,6 +74,122 @@ def is_ordinary(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(is_ordinary, value.values()))
     return not isinstance(value, Tensor)
+
+
+def why_untappable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """In words, what stands in the way of `may_be_tapped`."""
+    if is_transformed():
+        return "it runs inside a transform of torch.func or in forward-mode AD"
+    others = [t for t in _tensors(args, kwargs) if not is_ordinary(t)]
+    t = others[0] if others else None
+    if t is None:
+        return "of what it is called with"
+    if _is_nested(t):
+        return "what it is called with is nested"
+    if t.layout is not torch.strided:
+        return "what it is called with is sparse"
+    return (
+        f"what it is called with is a {type(t).__name__}, a subclass that computes in its own way"
+    )
+
+
+def is_annotated(t: Tensor) -> bool:
+    """Whether it is of a subclass that only says something about it."""
+    return type(t) not in _ORDINARY and _annotates(type(t))
+
+
+def plain(t: Tensor) -> Tensor:
+    """The same tensor without the subclass that annotates it."""
+    if not is_annotated(t):
+        return t
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.as_subclass(t, Tensor)
+
+
+def copied(t: Tensor) -> Tensor:
+    """A plain copy of an annotated tensor, which itself is a view: a tap cannot stand on one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.clone(t)
+
+
+def annotated_as(t: Tensor, like: Tensor) -> Tensor:
+    """A plain tensor as one of another's subclass, about which the same is said."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = Tensor.as_subclass(t, type(like))
+    made.__dict__.update(like.__dict__)
+    return made
+
+
+class Annotating:
+    """Whether a layer computes with tensors of subclasses as with plain ones.
+
+    A class with a `__torch_dispatch__` of its own (DTensor, masked and quantized tensors) never
+    does. One with Tensor's `__torch_function__` always does. One with its own (MetaTensor, which
+    carries a picture's position along) may do anything: the layer computes once both ways, and is
+    tapped if the numbers are the same.
+
+    Args:
+        same: whether the layer computes the same with a forward's arguments and with plain ones;
+            None where that would draw random numbers.
+    """
+
+    def __init__(self, same: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None) -> None:
+        self._same = same
+        self._found: dict[type, bool] = {}
+
+    def may_be_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a forward with these arguments may go through taps."""
+        tensors = _tensors(args, kwargs)
+        kinds = {type(t) for t in tensors} - _ORDINARY
+        fits = all(t.layout is torch.strided and not _is_nested(t) for t in tensors)
+        if is_transformed() or not (fits and all(map(_annotates, kinds))):
+            return False
+        unknown = {kind for kind in kinds if _has_own_function(kind)} - self._found.keys()
+        if unknown:
+            same = self._same is not None and self._same(args, kwargs)
+            self._found.update(dict.fromkeys(unknown, same))
+        return all(self._found.get(kind, True) for kind in kinds)
+
+
+def same_numbers(found: Any, expected: Any) -> bool:
+    """Whether two outputs are the same but for rounding; NaN is the same as NaN."""
+    if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
+        return False
+    a, b = plain(found), plain(expected)
+    within = 1e-4 if b.dtype in (torch.float32, torch.float64) else 1e-2
+    return a.shape == b.shape and torch.allclose(
+        a, b.to(a.dtype), rtol=within, atol=within * _largest(b), equal_nan=True
+    )
+
+
+def as_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments without subclasses that annotate."""
+    return tree_map_only(Tensor, plain, (args, kwargs))
+
+
+def _largest(t: Tensor) -> float:
+    finite = t[t.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _is_nested(t: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.is_nested
+
+
+def _annotates(kind: type) -> bool:
+    """Whether PyTorch computes with its tensors, and not the class."""
+    return getattr(kind, "__torch_dispatch__", None) is _USUAL_DISPATCH
+
+
+def _has_own_function(kind: type) -> bool:
+    own = vars(next(c for c in kind.__mro__ if "__torch_function__" in vars(c)))
+    usual = (vars(Tensor)["__torch_function__"], torch._C._disabled_torch_function_impl)
+    return own["__torch_function__"] not in usual
 
 
 def in_functional_call() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -97,6 +98,7 @@ def coverage(
     sites: int,
     chosen: Sequence[Reason | None],
     rows: Mapping[Slot, int],
+    untappable: Mapping[Slot, str],
 ) -> Coverage:
     """The table of a model.
 
@@ -109,12 +111,16 @@ def coverage(
         sites: number of sites.
         chosen: per unit, why it travelled as it did in the last step; None before the first.
         rows: per slot, how many there were at this site in the last step.
+        untappable: per slot that could not be tapped at this site then, why; its rows are none.
     """
     dense = {name: ("dense", why, _dense_reveals(sites)) for name, why in reasons.items()}
     travels = dense | dict.fromkeys(local, _LOCAL)
     for u, unit in enumerate(units):
         describe = _unit_entry if unit.block is None else _block_entry
-        here = sum(rows.get(slot, 0) for slot in unit.slots)
+        here = _Here(
+            sum(rows.get(slot, 0) for slot in unit.slots),
+            next((untappable[slot] for slot in unit.slots if slot in untappable), None),
+        )
         entry = describe(unit, compressors[u], sites, chosen[u], here)
         travels.update(dict.fromkeys(unit.params, entry))
         if entry[0] in [why.value for why in COMPRESSED]:
@@ -125,6 +131,18 @@ def coverage(
     return Coverage(tuple(lines))
 
 
+class _Here(NamedTuple):
+    """What a unit was at this site in the last step.
+
+    Attributes:
+        rows: of all its products.
+        untappable: why it could not be tapped, if so.
+    """
+
+    rows: int
+    untappable: str | None
+
+
 def _coded_vectors(unit: Unit, compressor: Compressor) -> dict[str, _Entry]:
     """Those that go through codecs."""
     found = [matrix for matrix in unit.matrices if matrix.vector]
@@ -133,18 +151,20 @@ def _coded_vectors(unit: Unit, compressor: Compressor) -> dict[str, _Entry]:
 
 
 def _unit_entry(
-    unit: Unit, compressor: Compressor, sites: int, chosen: Reason | None, rows: int
+    unit: Unit, compressor: Compressor, sites: int, chosen: Reason | None, here: _Here
 ) -> _Entry:
     if sites == 1:
         return "dense", "a single site: nothing travels", "nothing"
     known = chosen or Reason(why=compressor.why)
     if known.why in (Why.OWING, Why.DENSE):
-        return _dense_entry(known, "", sites, rows)
+        return _dense_entry(known, "", sites, here)
     limit, sparse = compressor.break_even(unit, sites), compressor.why == Why.SPARSE
     most = "any number of" if math.isinf(limit) else f"fewer than {math.ceil(limit)}"
     pays = (
         "always=True" if compressor.forced else f"factors are fewer bytes for {most} rows per site"
     )
+    if chosen is not None and chosen.why == Why.ROWS and here.rows < limit:
+        pays += "; another site has more, or cannot tap it"
     if limit <= 0 or (sparse and chosen is not None and chosen.why != Why.SPARSE):
         return "dense", "all of it is fewer bytes", _dense_reveals(sites)
     if sparse:
@@ -164,11 +184,11 @@ def _unit_entry(
         return "low rank", f"{_WAYS[chosen.route]} of {source}{_auto(chosen.auto)}", learnt
     if chosen.why == Why.CODED:
         return chosen.why.value, compressor.amount(unit), compressor.reveals(unit)
-    return _dense_entry(chosen, pays, sites, rows)
+    return _dense_entry(chosen, pays, sites, here)
 
 
 def _block_entry(
-    unit: Unit, compressor: Compressor, sites: int, chosen: Reason | None, rows: int
+    unit: Unit, compressor: Compressor, sites: int, chosen: Reason | None, here: _Here
 ) -> _Entry:
     most = int(cost_of(compressor, sites).share(4 * unit.dense_numel, Route.DENSE))
     pays = "always=True" if compressor.forced else f"pays below {most} bytes per step and site"
@@ -177,11 +197,13 @@ def _block_entry(
         return "replayed or dense", cost, compressor.reveals(unit)
     if chosen.why == Why.REPLAYED:
         return "replayed", cost, compressor.reveals(unit)
-    return _dense_entry(chosen, pays, sites, rows)
+    return _dense_entry(chosen, pays, sites, here)
 
 
-def _dense_entry(chosen: Reason, pays: str, sites: int, rows: int) -> _Entry:
-    why = _DENSE[chosen.why].format(pays=pays, rows=f"{rows:,}", nbytes=chosen.nbytes)
+def _dense_entry(chosen: Reason, pays: str, sites: int, here: _Here) -> _Entry:
+    if here.untappable is not None and chosen.why in (Why.ROWS, Why.NOT_TAPPED):
+        return "dense", f"not tapped here: {here.untappable}", _dense_reveals(sites)
+    why = _DENSE[chosen.why].format(pays=pays, rows=f"{here.rows:,}", nbytes=chosen.nbytes)
     return "dense", why, _dense_reveals(sites)
 
 

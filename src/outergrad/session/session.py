@@ -91,8 +91,9 @@ class Session(TakingIn):
         units, reasons = units_shown(model, self._compressors)
         compressors = [self._compressors[unit] for unit in units]
         sites, chosen = self._comm.world_size, [self._chosen.get(u) for u in units]
-        told = (units, reasons, compressors, sites, chosen, self._header_builder.rows)
-        lines = self._cadence.noted(coverage(params, self._local, *told))
+        told = (units, reasons, compressors, sites, chosen)
+        seen = (self._header_builder.rows, self._header_builder.untappable)
+        lines = self._cadence.noted(coverage(params, self._local, *told, *seen))
         if self._choosing is not None:
             lines = trials_noted(lines, model.units, self._choosing.chooser)
         return usual_noted(noted(lines, self._transform), self._not_auto)

@@ -109,6 +109,12 @@ class HeaderBuilder:
         said = {slot: layer.announced_rows[k] for slot, (layer, k) in self._place.items()}
         return {slot: rows for slot, rows in said.items() if rows is not None}
 
+    @property
+    def untappable(self) -> dict[Slot, str]:
+        """Per slot, why it could not be tapped at this site in what the last header announced."""
+        found = {slot: layer.untappable for slot, (layer, _) in self._place.items()}
+        return {slot: why for slot, why in found.items() if why is not None}
+
     def _of_slots(self) -> list[_Entry]:
         """In the order of the model."""
         if not self._entries:  # layers are added after it is made
