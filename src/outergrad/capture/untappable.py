@@ -116,7 +116,7 @@ def annotated_as(t: Tensor, like: Tensor) -> Tensor:
     """A plain tensor as one of another's subclass, about which the same is said."""
     with torch._C.DisableTorchFunctionSubclass():
         made = Tensor.as_subclass(t, type(like))
-    made.__dict__.update(like.__dict__)
+    vars(made).update(vars(like))
     return made
 
 

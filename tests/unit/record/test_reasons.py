@@ -69,7 +69,7 @@ def told(unit: Unit, reason: Reason) -> tuple[str, str]:
     params = {"weight": nn.Linear(1000, 500, bias=False).weight}
     rows = dict.fromkeys(unit.slots, 12_345)
     method = og.Sparse(density=0.05) if reason.why == Why.SPARSE else og.DAD()
-    (line,) = coverage(params, (), [unit], {}, [method.compressor()], 2, [reason], rows)
+    (line,) = coverage(params, (), [unit], {}, [method.compressor()], 2, [reason], rows, {})
     return line.travels, line.why
 
 
@@ -92,7 +92,7 @@ def test_what_compressed_would_be_more_bytes_travels_dense(method, sites, learnt
     unit = Unit((slot,), ("weight",), 500_000, (slot,))
     params, compressor = {"weight": nn.Linear(1000, 500, bias=False).weight}, method.compressor()
     for chosen in (None, Reason(why=Why.ROWS), Reason(why=Why.OVERLAPPING)):
-        (line,) = coverage(params, (), [unit], {}, [compressor], sites, [chosen], {slot: 7})
+        (line,) = coverage(params, (), [unit], {}, [compressor], sites, [chosen], {slot: 7}, {})
         why = "all of it is fewer bytes" if sites > 1 else "a single site: nothing travels"
         assert (line.travels, line.why, line.reveals) == ("dense", why, learnt)
 
