@@ -45,6 +45,14 @@ def is_claimed(p: nn.Parameter) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), Claim) for hook in hooks)
 
 
+def unclaim(p: nn.Parameter) -> None:
+    """Takes a session's hooks off a parameter."""
+    for hook in list((p._backward_hooks or {}).values()):
+        claim = getattr(hook, "__self__", None)
+        if isinstance(claim, Claim):
+            claim.remove()
+
+
 class _Held:
     """Stands in the place of a hook, which autograd calls too early.
 

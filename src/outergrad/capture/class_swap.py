@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copyreg
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic
 from weakref import ref
 
 import torch
@@ -146,4 +147,38 @@ def _subclass(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module
         "__reduce_ex__": __reduce_ex__,
         "__prepare_scriptable__": __prepare_scriptable__,
     }
-    return type(plain.__name__, (plain,), {**same, **body})
+    return _made(plain, {**same, **body})
+
+
+def is_swappable(module: nn.Module) -> bool:
+    """Whether a module can be given a subclass of its class."""
+    plain = type(module)
+    try:
+        module.__class__ = _made(plain, {})
+    except Exception:  # whatever the class does about it
+        return False
+    module.__class__ = plain
+    return True
+
+
+def _made(plain: type[nn.Module], body: Mapping[str, Any]) -> type[nn.Module]:
+    """A subclass, of which neither `__init_subclass__` nor a metaclass is told.
+
+    These may want arguments, keep a register of classes, or allow no subclass.
+
+    Raises:
+        TypeError: there can be none.
+    """
+    if issubclass(plain, torch.jit.ScriptModule):
+        raise TypeError(f"{plain.__name__} runs in TorchScript, by no forward in Python")
+    meta: Any = type(plain)
+    new: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
+    teller = next(c for c in plain.__mro__ if "__init_subclass__" in vars(c))
+    if teller in (object, Generic):
+        return new(meta, plain.__name__, (plain,), dict(body))
+    try:
+        own = new(meta, plain.__name__, (nn.Module,), dict(body))
+        type.__setattr__(own, "__bases__", (plain,))
+    except TypeError:  # a class with slots is laid out in another way
+        own = new(meta, plain.__name__, (plain,), dict(body))
+    return own

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from outergrad.capture import weighting as _weighting
+from outergrad.capture.claims import unclaim
+from outergrad.capture.optimizer_steps import look_away
 from outergrad.capture.weighting import Weighting
 from outergrad.comm.agree import agree, all_came, fingerprint
 from outergrad.comm.link import measured_link
@@ -186,16 +189,37 @@ def distribute(
         on_drift=on_drift,
         transform=transform,
     )
-    session = topology.session(inspection, agreed, settings, method)
-    session.tap(inspection)
-    counted.watch(model)
-    session.watch(model, inspection.watch)
+    with _all_or_nothing(model, comm):
+        session = topology.session(inspection, agreed, settings, method)
+        session.tap(inspection)
+        counted.watch(model)
+        session.watch(model, inspection.watch)
     say_farewell(comm, agreed)
     if comm.board is not None:
         on_transport(comm.key).watch(comm)
     if handed_over is not None:
         session.take(handed_over)
     return session
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module, comm: Comm) -> Iterator[None]:
+    """Leaves the model plain if it cannot become a session's as a whole."""
+    classes = [(module, type(module)) for module in model.modules()]
+    attached = on_transport(comm.key).attached
+    before = set(attached)
+    try:
+        yield
+    except BaseException:
+        for module, plain in classes:
+            if type(module) is not plain:
+                module.__class__ = plain
+        for p in model.parameters():
+            unclaim(p)
+        for session in set(attached) - before:
+            attached.discard(session)
+            look_away(session)
+        raise
 
 
 def _told_by_others(
@@ -294,6 +318,7 @@ def attach(
     shared = SharedBuffers(model, buffers, inspection.local_buffers)
     settings = Settings(method=repr(method), buffers=shared)
     agreed = fingerprint(describe(model, method, inspection))
-    session = Session(inspection, comm, agreed, settings)
-    session.tap(inspection)
+    with _all_or_nothing(model, comm):
+        session = Session(inspection, comm, agreed, settings)
+        session.tap(inspection)
     return session

@@ -10,6 +10,7 @@ from torch import nn
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
+from outergrad.capture.class_swap import is_swappable
 from outergrad.core.compressor import Compressor
 from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Rule, Rules
@@ -173,7 +174,7 @@ class _Look:
             names = [name for slot in slots for name in slot.params]
             if self._open.isdisjoint(names):
                 continue
-            why = self._unfit(names)
+            why = self._unfit(module, names)
             if why:
                 self._note(names, why)
             else:
@@ -197,12 +198,14 @@ class _Look:
         slots = rule.slots(module, prefix)
         return tuple(replace(s, weight=first[s.weight], bias=first[s.bias]) for s in slots)
 
-    def _unfit(self, names: Sequence[str]) -> str:
+    def _unfit(self, module: nn.Module, names: Sequence[str]) -> str:
         """Why a layer with these parameters travels dense, if it has to."""
         if not self.trained.keys() >= set(names):
             return "part of the layer is frozen or local"
         if any(self.trained[name].dtype not in DTYPES for name in names):
             return "no rule for its dtype"
+        if not is_swappable(module):
+            return f"its class, {type(module).__name__}, allows no subclass"
         return ""
 
     def shared_model(self, slots: Sequence[Slot], blocks: Sequence[FoundBlock]) -> Model:
