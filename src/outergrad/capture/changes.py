@@ -169,7 +169,10 @@ class ModelWatch:
     def _note(self, model: nn.Module) -> None:
         modules, places = list(model.modules()), dict(_places(model))
         self._dicts: list[dict[str, Any]] = [
-            d for module in modules for d in (module._parameters, module._modules)
+            d
+            for module in modules
+            for d in (module._parameters, module._modules)
+            if isinstance(d, dict)  # TorchScript keeps them elsewhere, and lets none be replaced
         ]
         self._frozen = [p for name, p in places.items() if self._is_frozen(name, p)]
         self._held = modules, places  # so that no identity is given to another object

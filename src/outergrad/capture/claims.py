@@ -97,10 +97,10 @@ class HookedClaim(Claim):
     """
 
     def __init__(self, parameter: nn.Parameter, owner: Any, ready: Callable[[], None]) -> None:
+        self.hooks = HeldHooks(parameter)
         super().__init__(parameter, owner)
         self._ready = ready
         self._handles.append(parameter.register_post_accumulate_grad_hook(_Ready(self)))
-        self.hooks = HeldHooks(parameter)
 
     def remove(self) -> None:
         """Takes the hooks away; those of others are called by autograd again."""

@@ -39,9 +39,17 @@ class RegisteredBuffer:
     dtype: torch.dtype
 
     @property
+    def registered(self) -> Tensor | None:
+        """What is there now."""
+        registered = self.module._buffers
+        if isinstance(registered, dict):
+            return registered.get(self.key)
+        return getattr(self.module, self.key, None)  # a module of TorchScript
+
+    @property
     def tensor(self) -> Tensor | None:
         """What is there now, if it is as it was."""
-        t = self.module._buffers.get(self.key)
+        t = self.registered
         fits = t is not None and (t.shape, t.dtype) == (self.shape, self.dtype)
         return t if fits else None
 
@@ -192,7 +200,7 @@ def _statistics(places: Sequence[RegisteredBuffer]) -> dict[int, int | None]:
 
 def _changed(place: RegisteredBuffer, seen: _Seen) -> bool:
     before, version = seen
-    if before is not None and place.module._buffers.get(place.key) is before:
+    if before is not None and place.registered is before:
         return _version(before) != version
     return place.tensor is not None
 

@@ -443,6 +443,8 @@ def test_converted_between_forward_and_backward(method):
 
 
 class Sealed(nn.Linear):
+    __slots__ = ("extra",)
+
     def __init_subclass__(cls):
         raise TypeError("no subclasses")
 
