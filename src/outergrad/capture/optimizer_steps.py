@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -190,6 +191,10 @@ class SeenOptimizers(_Holders):
             self._found[holder] = ref(optimizer)
 
 
+SAID = "session.stepped()"
+"""Stands for an optimizer among those that are counted: the user says that a step was made."""
+
+
 class StepCounter(_Holders):
     """Counts the steps of the optimizers that hold parameters of a model.
 
@@ -198,15 +203,33 @@ class StepCounter(_Holders):
     all between two exchanges is forgotten: so none can keep the sites apart for good.
 
     Args:
-        names: of the parameters, by identity.
+        params: of the model, by name.
         k: steps between two exchanges.
     """
 
-    def __init__(self, names: Mapping[int, str], k: int) -> None:
-        super().__init__(names)
-        self._k = k
+    def __init__(self, params: Mapping[str, Tensor], k: int) -> None:
+        super().__init__({id(p): name for name, p in params.items()})
+        self._k, self._params = k, params
+        self._held = set[int]()
         self.made: dict[str, int] = {}
         """Steps since the last exchange, by the first parameter that an optimizer holds."""
+
+    def holder(self, optimizer: Optimizer) -> str | None:
+        """Also one that holds a flat tensor of which parameters are parts, as `p.data`."""
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._held.update(self._names.keys() & map(id, own))
+        found = super().holder(optimizer)
+        if found is not None:
+            return found
+        flat = {_storage(p) for p in own} - {0}
+        parts = [name for name, p in self._params.items() if _storage(p) in flat]
+        self._held.update(id(self._params[name]) for name in parts)
+        return parts[0] if parts else None
+
+    @property
+    def unheld(self) -> list[str]:
+        """Names of the parameters that no optimizer holds which was seen to step."""
+        return [name for name, p in self._params.items() if id(p) not in self._held]
 
     def count(self, holder: str) -> None:
         """One more step."""
@@ -230,3 +253,11 @@ class StepCounter(_Holders):
     def restart(self) -> None:
         """An exchange has taken place."""
         self.made = {holder: 0 for holder, steps in self.made.items() if steps}
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where its memory begins; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, or of a subclass without storage
+        return 0

@@ -42,8 +42,7 @@ class Exchanging(Session):
         self._outer = method.optimizer(list(self._start.values()))
         shared = replace(inspection, model=replace(inspection.model, params=self._start))
         super().__init__(shared, comm, fingerprint, settings)
-        names = {id(p): name for name, p in self._trained.items()}
-        self._counter = StepCounter(names, method.period)
+        self._counter = StepCounter(self._trained, method.period)
         self._fragments = Fragments(inspection.compressors.parts or [frozenset(self._start)])
         self._under_way: Fragment | None = None
         """What was sent, and is not applied yet."""
@@ -102,18 +101,21 @@ class Exchanging(Session):
     # -- what comes of it -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def _apply(self, *, ends: bool = False) -> None:
+    def _apply(self, *, ends: bool = False) -> bool:
         """Waits for what is under way, if anything is, and goes on from there.
 
         Args:
             ends: whether this site keeps nothing of its own.
+
+        Returns:
+            Whether it has moved this site's weights.
 
         Raises:
             DriftError: sites have applied different things before; the exchange counts.
             RuntimeError: it does not count.
         """
         if self._under_way is None:
-            return
+            return False
         self._receive()
         failed, fragment = self._failed, self._under_way
         self._failed = self._under_way = None
@@ -124,6 +126,7 @@ class Exchanging(Session):
         self._when_sent = {}
         if failed is not None:
             raise failed
+        return True
 
     def _receive(self) -> None:
         """Waits for what is under way: its mean is then in the gradients of the weights of then."""

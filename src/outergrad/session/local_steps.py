@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import Claim
-from outergrad.capture.optimizer_steps import ignore, listen
+from outergrad.capture.optimizer_steps import SAID, ignore, listen
+from outergrad.capture.uncounted import UncountedUpdates, told
 from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
 from outergrad.core.types import StateDict
@@ -41,6 +42,8 @@ class LocalStepsSession(Exchanging):
         super().__init__(inspection, comm, fingerprint, settings, method)
         self._begun = False
         self._claims = [Claim(p, self) for p in self._trained.values()]
+        told_of = (self._first_pass, self._refuse_uncounted)
+        self._uncounted = UncountedUpdates(self._trained, method.k, *told_of)
         listen(self)
 
     # -- what users call ------------------------------------------------------------------------
@@ -51,9 +54,12 @@ class LocalStepsSession(Exchanging):
         Call it on every site, after the same number of steps. Then all have the same weights.
 
         Raises:
-            RuntimeError: this site lost the others.
+            RuntimeError: this site lost the others, or the weights have changed and no step was
+                counted.
         """
         if self._attached:
+            if not self._begun and (name := self._uncounted.since(self._start)) is not None:
+                self._refuse_uncounted(name, told(self._uncounted.passes))
             self._apply()
             if self._counter.any_made:
                 self._count_samples()
@@ -61,7 +67,27 @@ class LocalStepsSession(Exchanging):
                 self._send(overlaps=False)
                 self._apply(ends=True)
             self._counter.restart()
+            self._uncounted.restart()
         super().flush()
+
+    def stepped(self) -> bool:
+        """Says that this site has made a step that no `torch.optim` optimizer of the model made.
+
+        For updates written by hand, optimizers that are no `torch.optim.Optimizer`, and weights
+        that are copied from others: float32 masters, one flat tensor. Call it on every site after
+        each such update, or in place of one that this site skips.
+
+        Returns:
+            Whether an exchange has just changed the weights. Where they are copies, copy them back
+            to what they are copied from then, and after `flush()`; else the next update undoes
+            the exchange.
+        """
+        if not self._attached:
+            return False
+        if not self._begun:
+            self._refuse_converted()
+            self._begun = True
+        return self._count(SAID)
 
     @contextmanager
     def join(
@@ -127,6 +153,7 @@ class LocalStepsSession(Exchanging):
                 p.copy_(found["start"][name])
         self._outer.load_state_dict(copy.deepcopy(found["outer"]))
         self._counter.made, self._begun = dict(found["made"]), True
+        self._uncounted.restart()
         self._load_turns(found.get("turns"))
 
     def detach(self) -> None:
@@ -135,6 +162,7 @@ class LocalStepsSession(Exchanging):
         What is under way is waited for, and not applied.
         """
         ignore(self)
+        self._uncounted.remove()
         for claim in self._claims:
             claim.remove()
         super().detach()
@@ -150,24 +178,50 @@ class LocalStepsSession(Exchanging):
             return
         self._begun = True
         self._refuse_converted()
-        with torch.no_grad():
-            for name, p in self._start.items():
-                p.copy_(self._trained[name])
+        self._start_here()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """A local step is made; behind some an exchange begins, or is applied."""
         holder = self._counter.holder(optimizer)
-        if holder is None:
-            return
+        if holder is not None:
+            self._count(holder)
+
+    def _count(self, holder: str) -> bool:
+        """Whether an exchange was applied behind this step."""
         self._counter.count(holder)
+        self._uncounted.restart()
         self._fragments.stepped()
+        applied = False
         if self._counter.reached(self._method.overlap):
-            self._apply()
+            applied = self._apply()
         if self._counter.due:
             self._count_samples()
             self._send(overlaps=self._method.overlap > 0)
             if not self._method.overlap:
-                self._apply()
+                applied = self._apply()
+        if applied and SAID not in self._counter.made:
+            self._uncounted.exchanged(self._counter.unheld)
+        return applied
+
+    # -- steps that nobody counted --------------------------------------------------------------
+
+    def _first_pass(self) -> None:
+        """A step that is said to be made behind it begins at these weights."""
+        if not self._begun:
+            self._start_here()
+
+    @torch.no_grad()
+    def _start_here(self) -> None:
+        for name, p in self._start.items():
+            p.copy_(self._trained[name])
+
+    def _refuse_uncounted(self, name: str, why: str) -> None:
+        raise RuntimeError(
+            f"LocalSteps: site {self._comm.rank} {why}, and {name!r} has changed: sites would stay "
+            f"apart. Call session.stepped() on every site after each update of the weights; if "
+            f"they are copies (of float32 masters, of a flat tensor), copy them back from the "
+            f"model where it returns True"
+        )
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
         """Backward passes are the user's own; what is of another dtype is refused when shared."""

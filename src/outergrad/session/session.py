@@ -71,6 +71,13 @@ class Session(TakingIn):
             self._require_group()
             self._settle()
 
+    def stepped(self) -> bool:
+        """Says to `og.LocalSteps` that this site has made a step that it could not see.
+
+        Nothing to do for methods that share gradients: False.
+        """
+        return False
+
     def samples(self, n: int) -> None:
         """Says how many samples the next backward is about, with `weighting="samples"`.
 

@@ -293,8 +293,8 @@ STEPS = {
 def test_steps_are_counted(name):
     k, steps, expected = STEPS[name]
     holders = {letter: SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for letter in "abx"}
-    names = {id(holders[letter].param_groups[0]["params"][0]): letter for letter in "ab"}
-    counter = StepCounter(names, k)
+    params = {letter: holders[letter].param_groups[0]["params"][0] for letter in "ab"}
+    counter = StepCounter(params, k)
     assert counter.holder(holders["x"]) is None
     found = ""
     for letter in steps:

@@ -1,0 +1,121 @@
+"""Whether the weights of a model change without a step of an optimizer that is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from outergrad.capture.engine import current_task, untraced
+
+_FEWEST = 8
+"""Backward passes before anything is concluded, however few steps lie between two exchanges."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UncountedUpdates:
+    """Counts backward passes since the last counted step, and looks whether weights change there.
+
+    Several passes to a step are accumulation, in which the weights stay as they are. So sums of
+    the weights' bits are compared at the 2nd, 4th, 8th, 16th ... pass without a counted step: a
+    loop with a step per pass never pays for one. Version counters would be cheaper, and do not
+    tell: `p.data.sub_(...)` and a step on a flat tensor of which `p` is a part leave them alone.
+
+    Args:
+        params: that are trained, by name.
+        k: steps between two exchanges.
+        on_first: called at the first pass behind a counted step, or behind the start.
+        refuse: raises, given a parameter's name and what has been seen, in words.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        k: int,
+        on_first: Callable[[], None],
+        refuse: Callable[[str, str], None],
+    ) -> None:
+        self._params, self._on_first, self._refuse = params, on_first, refuse
+        self._task = -1
+        self._most = max(k, _FEWEST)
+        self._longest = 0
+        self.passes = 0
+        """Backward passes since the last counted step."""
+        self._seen: dict[str, int] | None = None
+        self._changed: list[str] = []
+        self._left: dict[str, int] = {}
+        self._undone = 0
+        self._handles = [p.register_hook(self._on_gradient) for p in params.values()]
+
+    def restart(self) -> None:
+        """A step was counted."""
+        self._longest = max(self._longest, self.passes)
+        self.passes, self._seen, self._changed = 0, None, []
+
+    def exchanged(self, names: Iterable[str]) -> None:
+        """An exchange has just left these, which no counted optimizer holds, as they are now."""
+        self._left = {name: _sum_of_bits(self._params[name]) for name in names}
+
+    def remove(self) -> None:
+        """Watches no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def since(self, start: Mapping[str, Tensor]) -> str | None:
+        """The first parameter that is not as it was then, if there were passes since."""
+        if not self.passes:
+            return None
+        differs = (name for name, p in self._params.items() if not p.detach().equal(start[name]))
+        return next(differs, None)
+
+    @untraced
+    def _on_gradient(self, _: Tensor) -> None:
+        task = current_task()
+        if task != self._task:
+            self._task = task
+            self._begin()
+
+    def _begin(self) -> None:
+        self.passes += 1
+        n = self.passes
+        if n == 1:
+            self._look_back()
+            self._on_first()
+        elif n & (n - 1) == 0:
+            self._look()
+        # One change may be a perturbation between two passes of one step (SAM): that is shorter
+        # than twice the longest step so far.
+        if len(self._changed) > 1 and n >= max(self._most, 2 * self._longest):
+            self._refuse(self._changed[-1], told(n))
+
+    def _look_back(self) -> None:
+        """Something may write to weights behind each exchange, and undo it: twice is no chance."""
+        left, self._left = self._left, {}
+        if not left:
+            return
+        differs = (name for name, bits in left.items() if _sum_of_bits(self._params[name]) != bits)
+        name = next(differs, None)
+        self._undone = 0 if name is None else self._undone + 1
+        if name is not None and self._undone > 1:
+            self._refuse(name, "has counted steps of an optimizer that does not hold it")
+
+    def _look(self) -> None:
+        now = {name: _sum_of_bits(p) for name, p in self._params.items()}
+        if self._seen is not None:
+            differs = (name for name, bits in now.items() if bits != self._seen[name])
+            self._changed += [name] if (name := next(differs, None)) else []
+        self._seen = now
+
+
+def told(passes: int) -> str:
+    """What has been seen, in words."""
+    return (
+        f"has made {passes} backward passes without a step of a torch.optim optimizer that holds "
+        f"the model's parameters"
+    )
+
+
+def _sum_of_bits(p: Tensor) -> int:
+    own = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+    return int(own.view(_BITS[own.element_size()]).sum())
