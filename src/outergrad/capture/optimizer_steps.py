@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
-from threading import Lock
+from functools import cache, wraps
+from threading import Lock, local
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -31,6 +32,10 @@ class StepListener(Protocol):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
+        ...
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """A `GradScaler` has found an overflow and did not let it step."""
         ...
 
 
@@ -76,8 +81,14 @@ class _Listeners(_Refs):
             _outside_graphs(self._tell_before, optimizer)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        _ATTEMPT.stepped = True
         if self._refs:
             _outside_graphs(self._tell_after, optimizer)
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        for r in self._refs:
+            if (listener := r()) is not None:
+                listener.skipped_step(optimizer)
 
     def _tell_before(self, optimizer: Optimizer) -> None:
         for r in self._present():
@@ -99,6 +110,8 @@ class _Listeners(_Refs):
 
 
 _LISTENERS, _LOOKERS = _Listeners(), _Lookers()
+_ATTEMPT = local()
+"""Of a thread: whether an optimizer has stepped since a `GradScaler` was asked to."""
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 """The code of every optimizer's `step`, which calls the hooks."""
 
@@ -107,6 +120,21 @@ _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 def _install() -> None:
     register_optimizer_step_pre_hook(_LISTENERS.before_step)
     register_optimizer_step_post_hook(_LISTENERS.after_step)
+    GradScaler.step = _telling_of_skips(GradScaler.step)
+
+
+def _telling_of_skips(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`GradScaler.step`, which calls no hook where it does not let an optimizer step."""
+
+    @wraps(step)
+    def told(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _ATTEMPT.stepped = False
+        result = step(scaler, optimizer, *args, **kwargs)
+        if not _ATTEMPT.stepped:
+            _LISTENERS.skipped(optimizer)
+        return result
+
+    return told
 
 
 @cache
@@ -184,6 +212,9 @@ class SeenOptimizers(_Holders):
     def before_step(self, optimizer: Optimizer) -> None:
         """Nothing: it may yet be skipped."""
 
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """Nothing: it has no state of it."""
+
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         holder = self.holder(optimizer)
@@ -232,8 +263,10 @@ class StepCounter(_Holders):
         return [name for name, p in self._params.items() if id(p) not in self._held]
 
     def count(self, holder: str) -> None:
-        """One more step."""
-        self.made[holder] = self.made.get(holder, 0) + 1
+        """One more step; one that is only said to be made is of all that were seen to step."""
+        seen = [one for one in self.made if one != SAID] if holder == SAID else []
+        for one in seen or [holder]:
+            self.made[one] = self.made.get(one, 0) + 1
 
     @property
     def any_made(self) -> bool:

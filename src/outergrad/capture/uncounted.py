@@ -98,7 +98,7 @@ class UncountedUpdates:
         name = next(differs, None)
         self._undone = 0 if name is None else self._undone + 1
         if name is not None and self._undone > 1:
-            self._refuse(name, "has counted steps of an optimizer that does not hold it")
+            self._refuse(name, _UNDONE)
 
     def _look(self) -> None:
         now = {name: _sum_of_bits(p) for name, p in self._params.items()}
@@ -109,11 +109,21 @@ class UncountedUpdates:
 
 
 def told(passes: int) -> str:
-    """What has been seen, in words."""
+    """What has been seen and what to do, in words, with the parameter's name left open."""
     return (
         f"has made {passes} backward passes without a step of a torch.optim optimizer that holds "
-        f"the model's parameters"
+        f"the model's parameters, and {{name}} has changed: no exchange would ever come. Call "
+        f"session.stepped() on every site after each update of the weights; if they are copies (of "
+        f"float32 masters, of a flat tensor), copy them back from the model where it returns True"
     )
+
+
+_UNDONE = (
+    "has changed {name} behind two exchanges, and no optimizer that steps holds it: if it is "
+    "copied from a master, that undoes each exchange. Let an optimizer hold it, or no parameter of "
+    "the model but copies of all, call session.stepped() on every site after each update, and copy "
+    "the weights back from the model where it returns True"
+)
 
 
 def _sum_of_bits(p: Tensor) -> int:

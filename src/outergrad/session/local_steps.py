@@ -75,7 +75,8 @@ class LocalStepsSession(Exchanging):
 
         For updates written by hand, optimizers that are no `torch.optim.Optimizer`, and weights
         that are copied from others: float32 masters, one flat tensor. Call it on every site after
-        each such update, or in place of one that this site skips.
+        each such update, or in place of a step that this site skips; not beside a step of a
+        `torch.optim` optimizer, which is counted.
 
         Returns:
             Whether an exchange has just changed the weights. Where they are copies, copy them back
@@ -186,6 +187,11 @@ class LocalStepsSession(Exchanging):
         if holder is not None:
             self._count(holder)
 
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """Counted: an overflow is one site's, and the others' exchanges must not wait for it."""
+        self.before_step(optimizer)
+        self.after_step(optimizer)
+
     def _count(self, holder: str) -> bool:
         """Whether an exchange was applied behind this step."""
         self._counter.count(holder)
@@ -216,12 +222,7 @@ class LocalStepsSession(Exchanging):
             p.copy_(self._trained[name])
 
     def _refuse_uncounted(self, name: str, why: str) -> None:
-        raise RuntimeError(
-            f"LocalSteps: site {self._comm.rank} {why}, and {name!r} has changed: sites would stay "
-            f"apart. Call session.stepped() on every site after each update of the weights; if "
-            f"they are copies (of float32 masters, of a flat tensor), copy them back from the "
-            f"model where it returns True"
-        )
+        raise RuntimeError(f"LocalSteps: site {self._comm.rank} {why.format(name=repr(name))}")
 
     def _follow_nodes(self, watch: ModelWatch) -> None:
         """Backward passes are the user's own; what is of another dtype is refused when shared."""

@@ -107,6 +107,9 @@ class OptimizerPeer:
             self._steps += 1
             self.share_weights()
 
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """Nothing is shared: the lab trains without a `GradScaler`."""
+
     def _holds(self, optimizer: Optimizer) -> bool:
         """Whether it trains the model.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 from torch.optim.sgd import sgd
 
@@ -179,7 +180,7 @@ def test_one_optimizer_of_weights_and_of_masters_is_refused():
     def body(rank, group):
         net, session, update = start(rank, group, Partly, og.LocalSteps(2))
         try:
-            with pytest.raises(RuntimeError, match="an optimizer that does not hold it"):
+            with pytest.raises(RuntimeError, match=r"changed '0\.weight' behind two exchanges"):
                 loop(net, update, rank, range(12))
         finally:
             session.detach()
@@ -315,3 +316,79 @@ def test_methods_that_share_gradients_have_nothing_to_be_told():
         assert session.stepped() is False
 
     assert try_ranks(2, body) == [None, None]
+
+
+# -- steps that one site skips -------------------------------------------------------------------
+
+
+SKIPPED_AT = {"the first": [0], "the third": [2], "the last of k": [3], "the last": [8]}
+
+
+def overflowing(net, rank, number, at):
+    """Site 1 has an infinity in some steps."""
+    scale = float("inf") if rank == 1 and number in at else 1.0
+    return loss(net(batch(rank, number))) * scale
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("at", SKIPPED_AT)
+def test_an_overflow_of_one_site_counts_as_a_step(at, fused):
+    """As in the reference, in which the sites exchange after every fourth batch."""
+    settings = {"lr": RATE, "fused": fused}
+
+    def body(rank, group):
+        net = model()
+        session = og.distribute(net, og.LocalSteps(4, outer=plain), group=group)
+        optimizer, scaler = SGD(net.parameters(), **settings), GradScaler("cpu", init_scale=4.0)
+        for number in range(9):
+            optimizer.zero_grad()
+            scaler.scale(overflowing(net, rank, number, SKIPPED_AT[at])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        session.flush()
+        steps = session.stats().step
+        return steps, detached(net, session)
+
+    replicas = [model() for _ in range(2)]
+    for number in range(9):
+        for rank, net in enumerate(replicas):
+            if rank == 1 and number in SKIPPED_AT[at]:
+                continue
+            optimizer = SGD(net.parameters(), lr=RATE)
+            optimizer.zero_grad()
+            loss(net(batch(rank, number))).backward()
+            optimizer.step()
+        if number in (3, 7, 8):
+            means = [
+                sum(x) / 2 for x in zip(*(list(r.parameters()) for r in replicas), strict=True)
+            ]
+            for net in replicas:
+                for p, mean in zip(net.parameters(), means, strict=True):
+                    p.data.copy_(mean)
+    for steps, weights in run_on_lasting_groups(2, body):
+        assert steps == 3
+        torch.testing.assert_close(weights, [p.detach() for p in replicas[0].parameters()])
+
+
+def test_a_skip_that_is_told_counts_as_a_step():
+    """As by a loop that looks at its own loss."""
+
+    def body(rank, group):
+        net = model()
+        session = og.distribute(net, og.LocalSteps(4), group=group)
+        optimizer = SGD(net.parameters(), lr=RATE)
+        for number in range(9):
+            optimizer.zero_grad()
+            value = overflowing(net, rank, number, [2, 5])
+            if value.isfinite():
+                value.backward()
+                optimizer.step()
+            else:
+                session.stepped()
+        session.flush()
+        steps = session.stats().step
+        return steps, detached(net, session)
+
+    (steps, ours), (_, theirs) = run_on_lasting_groups(2, body)
+    assert steps == 3
+    assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
