@@ -49,6 +49,7 @@ class Assignment:
     Args:
         method: of the model, or a policy as `PerLayer`.
         names: full names of the parameters.
+        buffers: of the buffers, which may be `og.Local()`, too.
 
     Attributes:
         changes: whether methods may change while the model trains.
@@ -58,12 +59,12 @@ class Assignment:
         TypeError: it is no method.
     """
 
-    def __init__(self, method: Any, names: Sequence[str]) -> None:
+    def __init__(self, method: Any, names: Sequence[str], buffers: Sequence[str] = ()) -> None:
         if not is_policy(method) and not is_method(method):
             raise TypeError(_no_method(method))
         self._policy: Policy = method if is_policy(method) else _Everywhere(method)
         if isinstance(method, PerLayer):
-            _check_patterns(method, names)
+            _check_patterns(method, names, buffers)
         self._candidates = {name: _distinct(self._policy, name) for name in names}
         self.changes = any(len(methods) > 1 for methods in self._candidates.values())
         self._methods = {name: self._method(name, 0) for name in names}
@@ -195,8 +196,16 @@ def _distinct(policy: Policy, name: str) -> list[Method]:
     return found
 
 
-def _check_patterns(method: PerLayer, names: Sequence[str]) -> None:
+def _check_patterns(method: PerLayer, names: Sequence[str], buffers: Sequence[str]) -> None:
+    meant = set(method.unmatched([*names, *buffers]))
     for pattern in method.unmatched(list(names)):
-        raise ValueError(
-            f"PerLayer: the pattern {pattern!r} matches no parameter; they are {', '.join(names)}"
-        )
+        if pattern in meant:
+            raise ValueError(
+                f"PerLayer: the pattern {pattern!r} matches no parameter; they are "
+                f"{', '.join(names)}"
+            )
+        if not isinstance(method.methods[pattern], Local):
+            raise ValueError(
+                f"PerLayer: the pattern {pattern!r} matches buffers alone, which og.Local() keeps "
+                f"to each site; how the others travel, og.distribute(..., buffers=) says"
+            )

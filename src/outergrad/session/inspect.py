@@ -130,7 +130,8 @@ class _Look:
     def __init__(self, model: nn.Module, method: Any, rules: Rules) -> None:
         self._model, self._rules = model, rules
         params = dict(model.named_parameters())
-        self.assignment = Assignment(method, list(params))
+        buffers = [name for name, _ in model.named_buffers()]
+        self.assignment = Assignment(method, list(params), buffers)
         self.local = {n: p for n, p in params.items() if self.assignment.is_local(n)}
         shared = {n: p for n, p in params.items() if n not in self.local}
         self.frozen = {n: p for n, p in shared.items() if not p.requires_grad}
@@ -206,6 +207,8 @@ class _Look:
             return "no rule for its dtype"
         if not is_swappable(module):
             return f"its class, {type(module).__name__}, allows no subclass"
+        if any(self.trained[name].numel() == 0 for name in names):
+            return "a part of the layer has no elements"
         return ""
 
     def shared_model(self, slots: Sequence[Slot], blocks: Sequence[FoundBlock]) -> Model:
