@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from outergrad.capture.engine import current_task, untraced
+from outergrad.messages.checksum import sum_of_bits
 
 _FEWEST = 8
 """Backward passes before anything is concluded, however few steps lie between two exchanges."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UncountedUpdates:
@@ -55,7 +54,7 @@ class UncountedUpdates:
 
     def exchanged(self, names: Iterable[str]) -> None:
         """An exchange has just left these, which no counted optimizer holds, as they are now."""
-        self._left = {name: _sum_of_bits(self._params[name]) for name in names}
+        self._left = {name: sum_of_bits(self._params[name]) for name in names}
 
     def remove(self) -> None:
         """Watches no more."""
@@ -94,14 +93,14 @@ class UncountedUpdates:
         left, self._left = self._left, {}
         if not left:
             return
-        differs = (name for name, bits in left.items() if _sum_of_bits(self._params[name]) != bits)
+        differs = (name for name, bits in left.items() if sum_of_bits(self._params[name]) != bits)
         name = next(differs, None)
         self._undone = 0 if name is None else self._undone + 1
         if name is not None and self._undone > 1:
             self._refuse(name, _UNDONE)
 
     def _look(self) -> None:
-        now = {name: _sum_of_bits(p) for name, p in self._params.items()}
+        now = {name: sum_of_bits(p) for name, p in self._params.items()}
         if self._seen is not None:
             differs = (name for name, bits in now.items() if bits != self._seen[name])
             self._changed += [name] if (name := next(differs, None)) else []
@@ -124,8 +123,3 @@ _UNDONE = (
     "the model but copies of all, call session.stepped() on every site after each update, and copy "
     "the weights back from the model where it returns True"
 )
-
-
-def _sum_of_bits(p: Tensor) -> int:
-    own = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-    return int(own.view(_BITS[own.element_size()]).sum())

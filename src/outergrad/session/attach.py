@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -184,7 +184,7 @@ def distribute(
         recorders=recorders,
         max_bad_steps=max_bad_steps,
         weighting=counted,
-        buffers=SharedBuffers(model, kind, inspection.local_buffers),
+        buffers=SharedBuffers(model, kind, inspection.local_buffers, _averaged(method, inspection)),
         verify_every=verify_every,
         on_drift=on_drift,
         transform=transform,
@@ -289,6 +289,11 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _averaged(method: object, inspection: Inspection) -> Collection[str]:
+    """Frozen parameters that a loop may make averages of weights that sites have of their own."""
+    return inspection.frozen if isinstance(method, LocalSteps) else ()
 
 
 def attach(

@@ -227,6 +227,12 @@ class LocalStepsSession(Exchanging):
     def _follow_nodes(self, watch: ModelWatch) -> None:
         """Backward passes are the user's own; what is of another dtype is refused when shared."""
 
+    @property
+    def _remedy(self) -> str:
+        """`make_equal()` is refused here."""
+        mends = self._on_drift == "mend"
+        return super()._remedy if mends else "pass on_drift='mend' to og.distribute"
+
     def _refuse_make_equal(self) -> None:
         raise RuntimeError(
             "session.make_equal(): with LocalSteps every site has weights of its own between two "

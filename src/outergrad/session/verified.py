@@ -130,12 +130,16 @@ class Verified(Watching):
     def _tell_of_drift(self, drift: Drift) -> None:
         step, first = self._stats.step, drift.names[0]
         self._mishaps.drifted(step, drift.sites, first)
-        told = drift.told(step, _REMEDY[self._on_drift])
+        told = drift.told(step, self._remedy)
         if self._on_drift == "raise":
             raise DriftError(told, drift.sites, step, first)
         if self._on_drift == "mend":
             self._whole_replica(self._seen.present).make_equal(self._comm, 0)
         warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+    @property
+    def _remedy(self) -> str:
+        return _REMEDY[self._on_drift]
 
     def detach(self) -> None:
         """Ends the comparing."""

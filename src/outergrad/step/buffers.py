@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from outergrad.messages.checksum import sum_of_bits
 from outergrad.messages.header import Header
 from outergrad.step.contents import Contents
 
@@ -25,7 +26,7 @@ _COUNTER = "num_batches_tracked"
 
 
 _Seen = tuple[Tensor | None, int]
-"""A buffer and its version."""
+"""A buffer and its mark."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +55,29 @@ class RegisteredBuffer:
         return t if fits else None
 
     @property
+    def mark(self) -> int:
+        """What changes when it is written to: the version."""
+        return _version(self.tensor)
+
+    @property
     def nbytes(self) -> int:
         """On the wire."""
         return self.shape.numel() * self.dtype.itemsize
+
+
+class FrozenParameter(RegisteredBuffer):
+    """A parameter that is not trained, and that the loop writes to, as an average of others."""
+
+    @property
+    def registered(self) -> Tensor | None:
+        """What is there now."""
+        return self.module._parameters.get(self.key)
+
+    @property
+    def mark(self) -> int:
+        """The sum of its bits: averages are often written past the version, by `p.data.mul_()`."""
+        t = self.tensor
+        return 0 if t is None else sum_of_bits(t)
 
 
 Values = Mapping[RegisteredBuffer, Tensor | None]
@@ -72,14 +93,20 @@ class SharedBuffers:
         model: the whole model, or None if nothing is shared.
         kind: what becomes of them.
         local: names of those that each site keeps to itself.
+        frozen: names of parameters that are not trained, and go along.
     """
 
     def __init__(
-        self, model: nn.Module | None = None, kind: Kind = "local", local: Collection[str] = ()
+        self,
+        model: nn.Module | None = None,
+        kind: Kind = "local",
+        local: Collection[str] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         self.kind: Kind = kind
         shares = model is not None and kind != "local"
         self._places = list(_places(model, local)) if shares and model is not None else []
+        self._places += _frozen(model, frozen) if shares and model is not None else []
         self._number = {place: k for k, place in enumerate(self._places)}
         self._statistics = _statistics(self._places)
         counters = self._statistics.values()
@@ -93,8 +120,8 @@ class SharedBuffers:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that are as they were, in the order of the model."""
-        return [t for place in self._places if (t := place.tensor) is not None]
+        """All buffers that are as they were, in the order of the model."""
+        return [t for t in self.by_name.values() if t is not None]
 
     @property
     def names(self) -> list[str]:
@@ -103,14 +130,15 @@ class SharedBuffers:
 
     @property
     def by_name(self) -> dict[str, Tensor | None]:
-        """All; None for one that is not as it was."""
-        return {place.name: place.tensor for place in self._places}
+        """All buffers; None for one that is not as it was."""
+        buffers = [place for place in self._places if not isinstance(place, FrozenParameter)]
+        return {place.name: place.tensor for place in buffers}
 
     def _note(self, places: Collection[RegisteredBuffer]) -> None:
         """What is in these now is the same on all sites."""
         tensors = {self._number[place]: place.tensor for place in places}
         for k, t in tensors.items():
-            self._seen[k] = t, _version(t)
+            self._seen[k] = t, self._places[k].mark
         self._contents.note(tensors)
 
     def none_written(self) -> tuple[bool, ...]:
@@ -191,6 +219,14 @@ def _places(model: nn.Module, local: Collection[str]) -> Iterator[RegisteredBuff
             yield RegisteredBuffer(name, modules[prefix], key, t.shape, t.dtype)
 
 
+def _frozen(model: nn.Module, names: Collection[str]) -> Iterator[RegisteredBuffer]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, p in model.named_parameters():
+        prefix, _, key = name.rpartition(".")
+        if name in names and p.numel():
+            yield FrozenParameter(name, modules[prefix], key, p.shape, p.dtype)
+
+
 def _statistics(places: Sequence[RegisteredBuffer]) -> dict[int, int | None]:
     """Of running statistics, which PyTorch writes past their version, what counts the batches."""
     counters = {p.module: k for k, p in enumerate(places) if p.key == _COUNTER}
@@ -199,9 +235,9 @@ def _statistics(places: Sequence[RegisteredBuffer]) -> dict[int, int | None]:
 
 
 def _changed(place: RegisteredBuffer, seen: _Seen) -> bool:
-    before, version = seen
+    before, mark = seen
     if before is not None and place.registered is before:
-        return _version(before) != version
+        return place.mark != mark
     return place.tensor is not None
 
 
