@@ -17,6 +17,7 @@ from outergrad.session.fragments import Fragment, Fragments
 from outergrad.session.inspect import Inspection
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
+from outergrad.step import param_grad
 from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Announced, Loop
 
@@ -72,7 +73,7 @@ class Exchanging(Session):
         self._drop_gradients()
         due, share = self._fragments.due, self._next_share()
         for name, p in share.model.params.items():
-            p.grad = self._origin.get(name, p) - self._trained[name]
+            param_grad.put(p, self._origin.get(name, p) - self._trained[name])
         weight = 1 if self._weighting.is_even else due.samples
         loop = Loop(weight, self._join, self._buffers.written())
         about = Announced(self._stats.step, share.model.params.keys(), loop=loop)
@@ -209,7 +210,7 @@ class Exchanging(Session):
         if state["waiting"]:
             self._under_way = self._fragments.due
         for name, mean in self._like_start(state["mean"]).items():
-            self._start[name].grad = mean
+            param_grad.put(self._start[name], mean)
         self._origin = self._like_start(state["origin"])
         self._when_sent = self._like_start(state["when_sent"])
 

@@ -1,4 +1,4 @@
-"""The one place that writes `param.grad`."""
+"""The one place that writes `param.grad`: always in the memory layout that autograd gives it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,44 @@ from torch import Tensor
 
 
 @torch.no_grad()
+def put(p: Tensor, gradient: Tensor) -> None:
+    """`param.grad = gradient`, in the parameter's memory layout.
+
+    The rule is that of PyTorch's `AccumulateGrad`: the strides of the parameter, if its elements
+    fill its memory without gaps and overlaps; else contiguous. PyTorch's fused optimizers go
+    through the memory of both, and would mix up the elements of gradients with other strides.
+    """
+    p.grad = _laid_out(gradient, p)
+
+
+def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
+    """The gradient itself, or a copy where its layout is not the one that autograd gives."""
+    if gradient.is_contiguous() and p.is_contiguous():
+        return gradient
+    if not _is_dense(p):
+        return gradient.contiguous()
+    if gradient.stride() == p.stride():
+        return gradient
+    return torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether its elements fill its memory without gaps and overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@torch.no_grad()
 def add(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """`param.grad += gradient`."""
     for name, gradient in gradients.items():
         p = params[name]
         if p.grad is None:
-            p.grad = gradient
+            put(p, gradient)
         else:
             p.grad.add_(gradient)
 
@@ -29,13 +61,13 @@ def overwrite(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> 
         torch._foreach_copy_(old, new)  # type: ignore[attr-defined]
     for p, gradient in pairs:
         if p.grad is None:
-            p.grad = gradient.clone()
+            put(p, gradient.clone())
 
 
 def replace(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """`param.grad = gradient`, which becomes the loop's."""
     for name, gradient in gradients.items():
-        params[name].grad = gradient
+        put(params[name], gradient)
 
 
 @torch.no_grad()

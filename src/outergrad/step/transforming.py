@@ -12,6 +12,7 @@ from outergrad.capture.batch import SampledUse
 from outergrad.core.transform import GradientTransform, SampleRows, SiteGradient
 from outergrad.core.types import Factors, Slot, Unit
 from outergrad.linalg.outer import coalesce
+from outergrad.step import param_grad
 from outergrad.step.captured import Captured
 
 
@@ -132,7 +133,7 @@ class Transforming:
         for name, gradient in found.formed.items():
             p = self._params[name]
             self._made |= {name} if p.grad is None else set()
-            p.grad = gradient.to(p.dtype)
+            param_grad.put(p, gradient.to(p.dtype))
 
 
 def leftover(
