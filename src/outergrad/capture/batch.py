@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import NO_TASK, current_task
@@ -88,7 +88,7 @@ class SampledUse:
         rule: of the layer.
         module: the layer.
         slot: which of its products.
-        call: what the use left behind.
+        kept: gives what the use left behind: activations and delta.
         samples: where its samples stand.
     """
 
@@ -98,11 +98,11 @@ class SampledUse:
         rule: Any,
         module: nn.Module,
         slot: int,
-        call: Call,
+        kept: Callable[[], Sequence[Tensor]],
         samples: Samples,
     ) -> None:
         self._factors, self._rule, self.samples = factors, rule, samples
-        self._of = module, slot, call
+        self._of, self._kept = (module, slot), kept
 
     @property
     def is_told(self) -> bool:
@@ -115,4 +115,4 @@ class SampledUse:
 
     def by_sample(self) -> SampleRows:
         """Each row with its sample."""
-        return self._rule.by_sample(*self._of, self.samples)
+        return self._rule.by_sample(*self._of, Call(*self._kept()), self.samples)

@@ -13,6 +13,7 @@ from outergrad.capture.batch import AnySamples, Batch, SampledUse
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.compiled import key_of
 from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.capture.kept import Alarm, Keeper
 from outergrad.capture.node_ref import LiveUses
 from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared
 from outergrad.capture.tap import Tap, returned
@@ -54,6 +55,7 @@ class TappedLayer:
         sink: is told of deltas.
         batch: knows the samples of the model's forward, where they are to be told apart; or, where
             somebody only looks at them, of the layer's.
+        alarm: of the model; None for one of its own.
 
     Attributes:
         announced_rows: of each slot, in this site's last header: all, not rounded; None before.
@@ -72,6 +74,7 @@ class TappedLayer:
         watched: Sequence[Sequence[WatchedParameter]],
         sink: LayerSink,
         batch: Batch | AnySamples | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
         self.module, self.rule, self.slots = module, rule, tuple(slots)
         self._batch = batch
@@ -80,6 +83,7 @@ class TappedLayer:
         self._trained = [p for params in self._watched for p in params]
         self._sink = sink
         self._live = [LiveUses() for _ in slots]
+        self._keepers = [Keeper(slot.weight, slot.numel, alarm or Alarm()) for slot in slots]
         self.announced_rows: list[int | None] = [None] * len(self.slots)
         self._untapped = [0] * len(self.slots)
         self._awaited: list[int | None] = [None] * len(self.slots)
@@ -239,7 +243,8 @@ class TappedLayer:
                     f"module uncompiled there, or pass og.Dense() for it"
                 )
         if is_shared(NO_TASK, self._watched[slot]):
-            self._hand_on(slot, Call(a.clone(), delta.clone()), None)
+            copies = Call(a.clone(), delta.clone())
+            self._hand_on(slot, lambda: copies, None)
 
     # -------------------------------------------------------------------------------------------
 
@@ -318,16 +323,16 @@ class TappedLayer:
         """
         watched, delta = self._watched[slot], plain(delta)
         if is_shared(ctx.born_in, watched):
-            self._hand_on(slot, Call(ctx.saved_tensors[0], delta), ctx)
+            self._hand_on(slot, self._keepers[slot].keep((ctx.saved_tensors[0], delta)), ctx)
             return [None] * (1 + len(watched))
         factors_of = partial(self.rule.factors, self.module, slot)
         return returned(ctx, self.slots[slot], watched, factors_of, delta)
 
-    def _hand_on(self, slot: int, call: Call, node: Any) -> None:
-        factors = partial(self.rule.factors, self.module, slot, call)
+    def _hand_on(self, slot: int, kept: Callable[[], Sequence[Tensor]], node: Any) -> None:
+        factors = partial(_factors, self.rule, self.module, slot, kept)
         samples = getattr(node, "samples", None)  # graphs of torch.compile keep none
         if samples is not None:
-            factors = SampledUse(factors, self.rule, self.module, slot, call, samples)
+            factors = SampledUse(factors, self.rule, self.module, slot, kept, samples)
         self._sink.on_factors(self.slots[slot], factors)
         self._count(slot, node)
 
@@ -335,3 +340,10 @@ class TappedLayer:
 def _no_tap(y: Tensor, *_: Any, **__: Any) -> Tensor:
     """As `TapFn`, and nobody is told."""
     return y
+
+
+def _factors(
+    rule: Rule, module: nn.Module, slot: int, kept: Callable[[], Sequence[Tensor]]
+) -> Factors:
+    """The rows of one use, of what was kept of it: activations and delta."""
+    return rule.factors(module, slot, Call(*kept()))

@@ -150,6 +150,23 @@ class RefusedError(RuntimeError):
         self.site, self.param = site, param
 
 
+class OverwrittenError(RuntimeError):
+    """What a layer's own backward had was written to or freed before its message started.
+
+    Attributes:
+        param: full name of a parameter of the layer.
+    """
+
+    def __init__(self, param: str) -> None:
+        told = "were written to or freed after the layer's own backward"
+        super().__init__(
+            f"{param!r}: the activations or deltas that make its gradient {told}, before they were "
+            f"read; from now on copies are kept where somebody does so: call optimizer.zero_grad() "
+            f"and go on, or pass og.Dense() for it"
+        )
+        self.param = param
+
+
 class ReplayError(Exception):
     """A replay failed, or gave something else than the forward.
 

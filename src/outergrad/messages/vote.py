@@ -33,6 +33,8 @@ class Verdict(IntEnum):
     """Its model is not what the sites agreed on."""
     DIFFERED = 7
     """The step before, which sites had applied, was not the same for all of them."""
+    OVERWRITTEN = 8
+    """What makes its gradient was written to or freed before its message started."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class BlockMessage:
     @property
     def tensors(self) -> list[Tensor]:
         """What is sent."""
+        for use in {id(use): use for use, _, _ in self._sources}.values():
+            use.read()
         return [getattr(use, kind)[k] for use, kind, k in self._sources]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.capture.kept import Alarm, Keeper
 from outergrad.capture.node_ref import NodeRef
 from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared, is_wanted
 from outergrad.capture.tap import BlockTap
@@ -42,15 +43,23 @@ class TappedBlock:
         found: the block.
         watched: its parameters; per module that can be called.
         sink: is told.
+        alarm: of the model; None for one of its own.
     """
 
     def __init__(
-        self, found: FoundBlock, watched: Sequence[Sequence[WatchedParameter]], sink: BlockSink
+        self,
+        found: FoundBlock,
+        watched: Sequence[Sequence[WatchedParameter]],
+        sink: BlockSink,
+        alarm: Alarm | None = None,
     ) -> None:
         self.block, self.replayer, self.codecs = found.block, found.replayer, found.codecs
         self._names, self._watched, self._sink = found.names, watched, sink
         self._raw_inputs, self._explicit = found.raw_inputs, found.explicit
         self._own = [OwnParameters(*pair) for pair in zip(found.modules_of, watched, strict=True)]
+        numels = [sum(w.parameter.numel() for w in params) for params in watched]
+        pairs = zip(watched, numels, strict=True)
+        self._keepers = [Keeper(p[0].name, n, alarm or Alarm()) for p, n in pairs]
         self._live: list[NodeRef] = []
         self._following = Following(found.names)
         self._decided = False
@@ -187,6 +196,7 @@ class TappedBlock:
             return self._returned(use, read, deltas, [is_wanted(ctx.born_in, p) for p in watched])
         use.kept, use.deltas = use.tensors([t.detach() for t in read]), deltas
         self._following.check(use)
+        use.memory = self._keepers[use.member].keep([*use.kept, *deltas])
         self._sink.on_use(self.block, use)
         return [*deltas, *[None] * (len(read) + len(watched))]
 

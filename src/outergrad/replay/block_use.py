@@ -10,6 +10,7 @@ from weakref import ref
 from torch import Tensor
 
 from outergrad.capture.engine import NO_TASK, current_task, will_run
+from outergrad.capture.kept import Kept
 from outergrad.capture.node_ref import NodeRef
 from outergrad.core.blocks import SentUse
 from outergrad.replay.run import Shape
@@ -34,6 +35,7 @@ class Use:
         kept: its tensors, from when the deltas have arrived.
         deltas: of its floating outputs.
         entry_delta: what its own replay would give for the entry.
+        memory: of these tensors and deltas, until they are read.
     """
 
     member: int
@@ -50,6 +52,7 @@ class Use:
     kept: list[Tensor] = field(default_factory=list)
     deltas: Sequence[Tensor] = ()
     entry_delta: Tensor | None = None
+    memory: Kept | None = None
 
     def runs(self) -> bool:
         """Whether the current backward reaches it."""
@@ -63,7 +66,17 @@ class Use:
 
     def release(self) -> None:
         """Lets go of what its step is done with: the graph may be kept, as with a loss."""
-        self.kept, self.deltas, self.entry_delta = [], (), None
+        self.kept, self.deltas, self.entry_delta, self.memory = [], (), None, None
+
+    def read(self) -> None:
+        """Has its tensors and deltas be what they were when its deltas arrived.
+
+        Raises:
+            OverwrittenError: they have been written to or freed.
+        """
+        if self.memory is not None:
+            tensors, count = self.memory(), len(self.kept)
+            self.kept, self.deltas = list(tensors[:count]), tensors[count:]
 
     @property
     def as_sent(self) -> SentUse:

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from outergrad.capture.batch import AnySamples
 from outergrad.capture.engine import current_task
 from outergrad.capture.held_nodes import holds_nodes
+from outergrad.capture.kept import Alarm
 from outergrad.capture.parameters import WatchedParameter, hold_again
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
@@ -43,15 +44,16 @@ class BackwardHooks(Stepping):
 
     def tap(self, inspection: Inspection) -> None:
         """Swaps the classes of layers and blocks, so that they tell of their products."""
+        alarm = Alarm()
         for layer in inspection.layers:
             watched = [self._watches(slot.params) for slot in layer.slots]
             batch = self._batch or (AnySamples() if self._reporter.by_sample else None)
-            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, batch)
+            tapped = TappedLayer(layer.module, layer.rule, layer.slots, watched, self, batch, alarm)
             self._next_forward.add(tapped)
             self._header_builder.add(tapped)
         for found in inspection.blocks:  # in the order of the model
             watched = [self._watches(params) for params in found.params_of]
-            self._blocks.add(TappedBlock(found, watched, sink=self))
+            self._blocks.add(TappedBlock(found, watched, self, alarm))
 
     def _watches(self, names: Sequence[str]) -> list[WatchedParameter]:
         return [self._watched[name] for name in names]

@@ -130,6 +130,7 @@ class Captured:
         return replace(header, uses=tuple(uses))
 
     def _compute_again(self, block: Block, use: Use) -> None:
+        use.read()
         gradients = self._blocks[block].gradients([SentRun([use.as_sent], use.deltas)])
         use.release()
         params = self.model.params

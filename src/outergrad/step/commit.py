@@ -111,6 +111,11 @@ class Ballot:
         self._vote = replace(self._vote, verdict=verdict, param=index, site=error.site)
         self.cause = error.__cause__
 
+    def note_overwritten(self, param: str) -> None:
+        """What makes this site's gradient of a parameter is lost."""
+        index = self._index(param)
+        self._vote = replace(self._vote, verdict=Verdict.OVERWRITTEN, param=index)
+
     def note_change(self, param: str) -> None:
         """The model is not what the sites agreed on: this parameter, or one that is new."""
         index = self._index(param) if param in self._subjects.params else NOTHING

@@ -58,6 +58,8 @@ class Decision:
         if self.verdict == Verdict.CHANGED:
             about = "" if self.vote.param == NOTHING else repr(subjects.names[self.vote.param])
             return _changed(self.vote.rank, self.vote.step, about)
+        if self.verdict == Verdict.OVERWRITTEN:
+            return _overwritten(self.vote.rank, self.vote.step, subjects.names[self.vote.param])
         return StepDiscardedError(
             f"{self._why(subjects)}: it was not applied on any site; call optimizer.zero_grad() "
             f"and go on with the next"
@@ -111,6 +113,15 @@ class Decision:
             f"site {vote.rank} refused a message of site {vote.site}{subjects.words(vote.param)} "
             f"in step {vote.step}: it is not what should have been sent"
         )
+
+
+def _overwritten(site: int, step: int, param: str) -> StepDiscardedError:
+    return StepDiscardedError(
+        f"{param!r}: the activations or deltas that make its gradient on site {site} were written "
+        f"to or freed after the layer's own backward, before its message started: step {step} was "
+        f"not applied on any site. From now on site {site} keeps copies where somebody does so: "
+        f"call optimizer.zero_grad() and go on, or pass og.Dense() for this parameter"
+    )
 
 
 def _changed(site: int, step: int, param: str) -> StepDiscardedError:

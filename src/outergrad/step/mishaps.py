@@ -14,7 +14,13 @@ from outergrad.messages.vote import NOTHING, Verdict, Vote
 from outergrad.step import param_grad
 from outergrad.step.decision import Decision
 
-_DISCARDED = (Verdict.REFUSED, Verdict.FAILED, Verdict.UNREPEATED, Verdict.CHANGED)
+_DISCARDED = (
+    Verdict.REFUSED,
+    Verdict.FAILED,
+    Verdict.UNREPEATED,
+    Verdict.CHANGED,
+    Verdict.OVERWRITTEN,
+)
 _WHAT = {Verdict.BAD: "skipped", **dict.fromkeys(_DISCARDED, "discarded")}
 
 

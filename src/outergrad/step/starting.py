@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outergrad.core.errors import ExchangeError
+from outergrad.buckets.bucket import Bucket
+from outergrad.core.errors import ExchangeError, OverwrittenError
 from outergrad.core.model import Choice
 from outergrad.core.transport import Work
 from outergrad.messages.header import Header, digest
@@ -114,6 +115,14 @@ class StartingStep(LateStep):
         bucket = self._buckets[len(self._sent)]
         if len(self._sent) == len(self._buckets) - 1:
             self._sends_last()
+        try:
+            self._send(bucket)
+        except OverwrittenError as error:  # it goes without a gradient, and the vote says why
+            self._ballot.note_overwritten(error.param)
+            self.context.state = State.FAILED
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
         if self.context.state == State.GOOD:
             if self._transforming is not None:
                 self._transforming.apply(bucket.params)
