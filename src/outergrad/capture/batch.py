@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.capture.kept import Kept
 from outergrad.capture.weighting import samples_in
 from outergrad.core.transform import SampleRows, Samples
 from outergrad.core.types import Call, Factors
@@ -98,7 +99,7 @@ class SampledUse:
         rule: Any,
         module: nn.Module,
         slot: int,
-        kept: Callable[[], Sequence[Tensor]],
+        kept: Kept,
         samples: Samples,
     ) -> None:
         self._factors, self._rule, self.samples = factors, rule, samples

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.core.errors import OverwrittenError
+from outergrad.core.protocols import Rule
+from outergrad.core.types import Call, Factors
 
 _WATCHED = 2
 """Backwards of a layer in which copies are compared with what they are of."""
@@ -88,7 +90,7 @@ class Kept:
         self, keeper: Keeper, tensors: Sequence[Tensor], copies: Sequence[Tensor] | None
     ) -> None:
         self._keeper, self._tensors, self._copies = keeper, tensors, copies
-        self._marks = [(t._version, t.data_ptr()) for t in tensors]
+        self._marks = _marks(tensors)
 
     def __call__(self) -> Sequence[Tensor]:
         """The tensors, with the values that they had.
@@ -96,7 +98,7 @@ class Kept:
         Raises:
             OverwrittenError: they have been written to or freed, and there are no copies.
         """
-        intact = self._marks == [(t._version, t.data_ptr()) for t in self._tensors]
+        intact = self._marks == _marks(self._tensors)
         if self._copies is None:
             if intact:
                 return self._tensors
@@ -105,6 +107,22 @@ class Kept:
             return self._tensors
         self._keeper.copies = True
         return self._copies
+
+    def factors(self, rule: Rule, module: nn.Module, slot: int) -> Factors:
+        """The rows of one use of a layer, whose activations and delta these are.
+
+        Raises:
+            OverwrittenError: as above.
+        """
+        return rule.factors(module, slot, Call(*self()))
+
+
+def _marks(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Versions and addresses; of the two tensors of a product without a loop, for every layer."""
+    if len(tensors) == 2:
+        a, d = tensors
+        return a._version, d._version, a.data_ptr(), d.data_ptr()
+    return *(t._version for t in tensors), *(t.data_ptr() for t in tensors)
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:

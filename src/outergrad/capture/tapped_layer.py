@@ -13,7 +13,7 @@ from outergrad.capture.batch import AnySamples, Batch, SampledUse
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.compiled import key_of
 from outergrad.capture.engine import NO_TASK, current_task
-from outergrad.capture.kept import Alarm, Keeper
+from outergrad.capture.kept import Alarm, Keeper, Kept
 from outergrad.capture.node_ref import LiveUses
 from outergrad.capture.parameters import OwnParameters, WatchedParameter, is_shared
 from outergrad.capture.tap import Tap, returned
@@ -29,7 +29,7 @@ from outergrad.capture.untappable import (
     why_untappable,
 )
 from outergrad.core.protocols import Rule
-from outergrad.core.types import Call, Factors, Slot
+from outergrad.core.types import Factors, Slot
 
 
 class LayerSink(Protocol):
@@ -243,8 +243,7 @@ class TappedLayer:
                     f"module uncompiled there, or pass og.Dense() for it"
                 )
         if is_shared(NO_TASK, self._watched[slot]):
-            copies = Call(a.clone(), delta.clone())
-            self._hand_on(slot, lambda: copies, None)
+            self._hand_on(slot, self._keepers[slot].keep((a.clone(), delta.clone())), None)
 
     # -------------------------------------------------------------------------------------------
 
@@ -328,8 +327,8 @@ class TappedLayer:
         factors_of = partial(self.rule.factors, self.module, slot)
         return returned(ctx, self.slots[slot], watched, factors_of, delta)
 
-    def _hand_on(self, slot: int, kept: Callable[[], Sequence[Tensor]], node: Any) -> None:
-        factors = partial(_factors, self.rule, self.module, slot, kept)
+    def _hand_on(self, slot: int, kept: Kept, node: Any) -> None:
+        factors = partial(kept.factors, self.rule, self.module, slot)
         samples = getattr(node, "samples", None)  # graphs of torch.compile keep none
         if samples is not None:
             factors = SampledUse(factors, self.rule, self.module, slot, kept, samples)
@@ -340,10 +339,3 @@ class TappedLayer:
 def _no_tap(y: Tensor, *_: Any, **__: Any) -> Tensor:
     """As `TapFn`, and nobody is told."""
     return y
-
-
-def _factors(
-    rule: Rule, module: nn.Module, slot: int, kept: Callable[[], Sequence[Tensor]]
-) -> Factors:
-    """The rows of one use, of what was kept of it: activations and delta."""
-    return rule.factors(module, slot, Call(*kept()))
