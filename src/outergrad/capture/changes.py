@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from outergrad.capture.parameters import accumulators
 from outergrad.capture.untappable import in_functional_call
+from outergrad.capture.wrappers import calling_wrapper, exchanged_by, wrapper_inside
 
 _KIND = attrgetter("dtype", "device", "shape")
 _ADDRESS = attrgetter("_cdata")
@@ -36,25 +37,57 @@ class Look(Enum):
     """Also what was so in between: it has another node of autograd. To find these takes longer."""
 
 
+_AGAIN = (
+    "call session.detach(), change the model, and call og.distribute(model, ...) again on every "
+    "site"
+)
+
+
 @dataclass(frozen=True)
 class Change:
-    """What has become of a parameter since `distribute`.
+    """What has become of a parameter, or of its gradient, since `distribute`.
 
     Attributes:
         name: of the parameter.
         what: that it is not shared as it is now, in words.
+        follows: from that, with the site before it.
+        remedy: what the user can do.
     """
 
     name: str
     what: str
+    follows: str = "and would not be shared"
+    remedy: str = _AGAIN
 
     def error(self, site: int) -> RuntimeError:
         """What the user of the site is told."""
         return RuntimeError(
-            f"{self.name!r} {self.what} on site {site} and would not be shared: call "
-            f"session.detach(), change the model, and call og.distribute(model, ...) again on "
-            f"every site"
+            f"{self.name!r} {self.what} on site {site} {self.follows}: {self.remedy}"
         )
+
+
+def wrapped(name: str, wrapper: nn.Module) -> Change:
+    """That a parameter is also shared by a wrapper of another library."""
+    kind = type(wrapper).__name__
+    return Change(
+        name,
+        f"is in a {kind}",
+        "as well as in a distributed model, and both exchange its gradient",
+        f"leave out {kind} (accelerator.prepare(model) and fabric.setup(model) add one, too: "
+        f"docs/integrations.md), or og.distribute, and pass the plain model to the other",
+    )
+
+
+def overwritten(name: str) -> Change:
+    """That a gradient was changed behind a session, and before `backward` returned."""
+    return Change(
+        name,
+        "has another gradient at the end of backward",
+        "than the mean over the sites that og.distribute left there",
+        "something else exchanges or rewrites gradients at the end of backward, as "
+        "DistributedDataParallel does: leave it out, or do it when backward() has returned, or in "
+        "a hook of p.register_post_accumulate_grad_hook",
+    )
 
 
 class ModelWatch:
@@ -80,6 +113,7 @@ class ModelWatch:
     ) -> None:
         self._model, self._trained, self._is_local = ref(model), dict(trained), is_local
         self._known = {id(p): p for p in (*trained.values(), *local.values())}
+        self._shared = frozenset(map(id, trained.values()))
         self._kinds = list(map(_KIND, trained.values()))
         self._nodes: Sequence[Node | None] | None = None
         self._follows = False
@@ -121,6 +155,16 @@ class ModelWatch:
         if name is not None:
             return Change(name, "was replaced or converted after og.distribute()")
         return None if self._is_as_noted() or in_functional_call() else self._difference(model)
+
+    def wrapped(self) -> Change | None:
+        """Whether a wrapper that exchanges gradients itself is calling the model; on the stack."""
+        wrapper = calling_wrapper(self._shared)
+        return None if wrapper is None else self._is_in(wrapper)
+
+    def _is_in(self, wrapper: nn.Module) -> Change | None:
+        there = exchanged_by(wrapper)
+        name = next((name for name, p in self._trained.items() if id(p) in there), None)
+        return None if name is None else wrapped(name, wrapper)
 
     def _converted(self, look: Look) -> str | None:
         """The first parameter that has another dtype, device or shape, or had in between."""
@@ -188,6 +232,9 @@ class ModelWatch:
             return None  # somebody computes with other tensors for a while
         found = {name: self._as_agreed(name, p) for name, p in found.items()}
         change = next(self._changes(found), None)
+        if change is None:
+            wrapper = wrapper_inside(model, self._shared)
+            change = None if wrapper is None else self._is_in(wrapper)
         if change is None:
             self._note(model)
         return change

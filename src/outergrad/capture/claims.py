@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from outergrad.capture.engine import untraced
@@ -56,8 +56,10 @@ def unclaim(p: nn.Parameter) -> None:
 class _Held:
     """Stands in the place of a hook, which autograd calls too early.
 
+    It does not hold the parameter, as the collector does not look through hooks of this kind.
+
     Attributes:
-        hook: the hook, with what it is called with.
+        hook: the hook.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
@@ -65,6 +67,18 @@ class _Held:
 
     def __call__(self, *_: Any) -> None:
         """Nothing yet."""
+
+    def run(self, parameter: nn.Parameter) -> None:
+        """What autograd would have done."""
+        self.hook(parameter)
+
+
+class _HeldOfNode(_Held):
+    """The same of a hook of the node that accumulates the gradient: it is called as a node's."""
+
+    def run(self, parameter: nn.Parameter) -> None:
+        """What autograd would have done."""
+        self.hook((), (parameter.grad,))
 
 
 class _Ready:
@@ -113,18 +127,30 @@ class HookedClaim(Claim):
 
 
 class HeldHooks:
-    """The post-accumulate hooks of one parameter that are not the session's.
+    """The hooks behind the accumulation of one parameter's gradient that are not the session's.
 
-    They are an optimizer's step in backward, or change the gradient, so they have to see what
-    `backward()` leaves in `param.grad`. Handles that were returned for them stay valid.
+    They are an optimizer's step in backward, take the gradient to somewhere else (`main_grad`), or
+    change it, so they have to see what `backward()` leaves in `param.grad`. Handles that were
+    returned for them stay valid.
 
     Args:
         parameter: whose.
+
+    Attributes:
+        of_node: hooks of the node that accumulates the gradient, by which older libraries, and
+            `torch.distributed.optim._apply_optimizer_in_backward`, hear of it.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
+        self.of_node: _Hooks = {}
+        self.follow_node()
         self.hold()
+
+    def follow_node(self) -> None:
+        """The parameter may have another node than before, which has hooks of its own."""
+        p = self._parameter
+        self.of_node = _hooks_of_node(p) if p.requires_grad else {}
 
     def hold(self) -> None:
         """Holds those that came since; before a backward comes to calling them."""
@@ -132,10 +158,9 @@ class HeldHooks:
         if hooks and len(hooks) > 1:
             for key in [key for key, hook in hooks.items() if _is_foreign(hook)]:
                 hooks[key] = _Held(hooks[key])
-        if "_in_backward_optimizers" in self._parameter.__dict__:
-            for hooks, key in _in_backward(self._parameter):
-                if not isinstance(hooks[key], _Held):
-                    hooks[key] = _Held(hooks[key])
+        for key, hook in list(self.of_node.items()):
+            if not isinstance(hook, _Held):
+                self.of_node[key] = _HeldOfNode(hook)
 
     @property
     def any(self) -> bool:
@@ -151,10 +176,8 @@ class HeldHooks:
         """
         p = self._parameter
         before = p._version, p.grad is None
-        own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        held = [(hooks[key].hook, hooks is own) for hooks, key in self._places() if key in hooks]
-        for hook, takes_parameter in held:
-            hook(p) if takes_parameter else hook()
+        for hook in [hooks[key] for hooks, key in self._places() if key in hooks]:
+            hook.run(p)
         return (p._version, p.grad is None) != before
 
     def release(self) -> None:
@@ -165,7 +188,7 @@ class HeldHooks:
     def _places(self) -> list[tuple[Any, int]]:
         own = self._parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
         found: list[tuple[Any, int]] = [(own, key) for key in own]
-        found.extend(_in_backward(self._parameter))
+        found.extend((self.of_node, key) for key in self.of_node)
         return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _Held)]
 
 
@@ -175,7 +198,7 @@ def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
     for name, held in hooks.items():  # without a call for each: mostly there are none
         p = held._parameter
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if (len(own or ()) > 1 or "_in_backward_optimizers" in p.__dict__) and held.any:
+        if (len(own or ()) > 1 or held.of_node) and held.any:
             found.append(name)
     return found
 
@@ -184,11 +207,13 @@ def _is_foreign(hook: Callable[..., Any]) -> bool:
     return not isinstance(hook, _Held | _Ready)
 
 
-def _in_backward(p: nn.Parameter) -> Iterator[tuple[_Hooks, int]]:
-    """Hooks of `torch.distributed.optim._apply_optimizer_in_backward`, on a node of autograd."""
-    made = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    handles = () if made is None else made.param_to_optim_hook_handle_map.get(p, ())
-    for handle in handles:
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None and handle.id in hooks:
-            yield hooks, handle.id
+def _hooks_of_node(p: nn.Parameter) -> _Hooks:
+    """The dict in which the hooks of the node that accumulates a gradient are, and will be.
+
+    Only a handle knows it, so a hook is registered, and removed at once.
+    """
+    handle = get_gradient_edge(p).node.register_hook(lambda *_: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    assert hooks is not None
+    return hooks

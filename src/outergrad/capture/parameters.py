@@ -109,7 +109,7 @@ class WatchedParameter(HookedClaim):
         if not counted and not self._is_accumulated():
             return
         own = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if len(own) > 1 or "_in_backward_optimizers" in p.__dict__:  # as in `with_any`
+        if len(own) > 1 or self.hooks.of_node:  # as in `with_any`
             self._sink.meets_hooks = True
             self.hooks.hold()
         if gradient is not None and not counted:
@@ -153,7 +153,9 @@ def hold_again(watched: Collection[WatchedParameter]) -> list[Node | None]:
     """Has parameters hold the nodes that accumulate their gradients now; returns these."""
     nodes = accumulators([one.parameter for one in watched])
     for one, node in zip(watched, nodes, strict=True):
-        one._node = node
+        if node is not one._node:
+            one._node = node
+            one.hooks.follow_node()
     return nodes
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
 from outergrad.capture.class_swap import is_swappable
+from outergrad.capture.wrappers import WRAPPERS
 from outergrad.core.compressor import Compressor
 from outergrad.core.model import Compressors, Model
 from outergrad.core.protocols import Rule, Rules
@@ -26,8 +27,6 @@ from outergrad.replay.blocks_found import BlockFinder
 from outergrad.replay.found_block import FoundBlock
 from outergrad.replay.host import Host
 from outergrad.step.joint import joint_parts
-
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def _check_model(model: nn.Module) -> None:
                 f"no whole gradient to share: pass mesh= with the dimensions 'site' and 'local' "
                 f"(docs/two-levels.md)"
             )
-        if bases & set(_WRAPPERS):
+        if bases & set(WRAPPERS):
             raise ValueError(
                 f"{name or 'the model'!r} is wrapped in {type(module).__name__}, which shares its "
                 f"gradients itself: pass the plain module to og.distribute()"

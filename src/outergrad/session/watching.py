@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from outergrad.capture.changes import Change, Look, ModelWatch
+from outergrad.capture.changes import Change, Look, ModelWatch, overwritten
 from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.capture.class_swap import CallSwap
-from outergrad.capture.engine import NO_TASK, current_task
+from outergrad.capture.engine import NO_TASK, at_end_of_backward, current_task, untraced
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.capture.parameters import hold_again
 from outergrad.session.join import Joining
+from outergrad.step import param_grad
 from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
 from outergrad.step.unsynced import UnsyncedStep
@@ -84,6 +86,7 @@ class Watching(Joining):
 
     def _on_call(self, watch: ModelWatch) -> None:
         if torch.is_grad_enabled() and current_task() == NO_TASK and self._attached:
+            self._refuse(watch.wrapped())
             self._refuse(watch.change(Look.KINDS))
             self._called = True
 
@@ -110,6 +113,26 @@ class Watching(Joining):
         if watch is not None:
             self._refuse(watch.change())
         self._refuse(Change(name, "was replaced or converted after og.distribute()"))
+
+    # -- what becomes of gradients in the same backward ------------------------------------------
+
+    def _look_at_end(self) -> None:
+        """Makes sure that what else waits for the end of backward leaves gradients alone."""
+        at_end_of_backward(partial(self._refuse_overwritten, self._left()))
+
+    def _left(self) -> dict[str, tuple[Tensor, int]]:
+        """Gradients as they are now, with their counts of changes."""
+        found = ((name, watched.parameter.grad) for name, watched in self._watched.items())
+        return {name: (grad, grad._version) for name, grad in found if grad is not None}
+
+    @untraced
+    def _refuse_overwritten(self, left: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Whatever else waited for the end of this backward has been called by now."""
+        for name, (grad, version) in left.items():
+            now = self._watched[name].parameter.grad
+            if now is None or now is not grad or now._version != version:
+                param_grad.drop(watched.parameter for watched in self._watched.values())
+                self._refuse(overwritten(name))
 
     # -- what the sites hear of it --------------------------------------------------------------
 

@@ -1,0 +1,65 @@
+"""Wrappers that exchange gradients themselves, around or inside a model that is distributed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+"""Classes that are refused inside a model, by name: importing some of them takes long."""
+
+_MODULES_OF_OTHERS = (
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+    ("apex.parallel.distributed", "DistributedDataParallel"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+)
+_FORWARD = DistributedDataParallel.forward.__code__
+
+
+def calling_wrapper(shared: Collection[int]) -> nn.Module | None:
+    """The wrapper through which a model is being called, if it exchanges some of its gradients.
+
+    It is looked for on the stack, because torch.nn.parallel says which one is active only per
+    process, and sites may be threads.
+
+    Args:
+        shared: identities of the parameters of the model that are shared between the sites.
+    """
+    codes = {_FORWARD, *_codes_of_others()}
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes:
+            wrapper = frame.f_locals["self"]
+            if not exchanged_by(wrapper).isdisjoint(shared):
+                return wrapper
+        frame = frame.f_back
+    return None
+
+
+def wrapper_inside(model: nn.Module, shared: Collection[int]) -> nn.Module | None:
+    """The first wrapper among the modules of a model that exchanges some of its gradients."""
+    for module in model.modules():
+        names = {base.__name__ for base in type(module).__mro__}
+        if not names.isdisjoint(WRAPPERS) and not exchanged_by(module).isdisjoint(shared):
+            return module
+    return None
+
+
+def exchanged_by(wrapper: Any) -> set[int]:
+    """Identities of the parameters whose gradients it exchanges; not of those that it ignores."""
+    own = getattr(wrapper, "_module_parameters", None)
+    return set(map(id, wrapper.parameters() if own is None else own))
+
+
+def _codes_of_others() -> Iterator[CodeType]:
+    """Of libraries that are imported."""
+    for module, name in _MODULES_OF_OTHERS:
+        found = getattr(sys.modules.get(module), name, None)
+        code = getattr(getattr(found, "forward", None), "__code__", None)
+        if code is not None:
+            yield code
