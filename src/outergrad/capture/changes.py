@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from outergrad.capture.optimizer_steps import held
 from outergrad.capture.parameters import accumulators
 from outergrad.capture.untappable import in_functional_call
 from outergrad.capture.wrappers import calling_wrapper, exchanged_by, wrapper_inside
@@ -197,11 +198,11 @@ class ModelWatch:
         """Whether an optimizer is about parameters that the model has or had."""
         model = self._model()
         found = () if model is None else model.parameters()
-        return self.held_some_of(optimizer) or not _held(optimizer).isdisjoint(map(id, found))
+        return self.held_some_of(optimizer) or not held(optimizer).isdisjoint(map(id, found))
 
     def held_some_of(self, optimizer: Optimizer) -> bool:
         """Whether it is about parameters that the model had when it was looked through last."""
-        return not self._had.isdisjoint(_held(optimizer))
+        return not self._had.isdisjoint(held(optimizer))
 
     def _is_as_noted(self) -> bool:
         return self._ids == self._walk() and not any(map(_REQUIRES_GRAD, self._frozen))
@@ -256,11 +257,6 @@ class ModelWatch:
 
 
 _FROZEN = "was frozen when the model was distributed, requires a gradient now"
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    """Identities of its parameters."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _is_kept(found: Node | int | None, then: Node | int | None) -> bool:

@@ -6,6 +6,7 @@ threads, and a hook that comes or goes while another thread runs through them wo
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
@@ -180,6 +181,21 @@ def look_away(looking: Looking) -> None:
     _LOOKERS.remove(looking)
 
 
+def held(optimizer: Optimizer) -> set[int]:
+    """Identities of its parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def held_by_any(names: Mapping[int, str]) -> set[str]:
+    """Which parameters some optimizer of this process holds; looks through all its objects.
+
+    Args:
+        names: of the parameters, by identity.
+    """
+    optimizers = (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
+    return {names[key] for o in optimizers for key in names.keys() & held(o)}
+
+
 class _Holders:
     """Knows optimizers by the parameters of a model that they hold.
 
@@ -192,8 +208,8 @@ class _Holders:
 
     def holder(self, optimizer: Optimizer) -> str | None:
         """The first name of a parameter that it holds; None if it holds nothing of the model."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return next((name for key, name in self._names.items() if key in held), None)
+        own = held(optimizer)
+        return next((name for key, name in self._names.items() if key in own), None)
 
 
 class SeenOptimizers(_Holders):

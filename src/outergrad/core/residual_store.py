@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from outergrad.core.types import Gradient, Inheritance, Slot, StateDict, Unit
+from outergrad.core.types import Gradient, Inheritance, Place, Slot, StateDict, Unit
 
 
 class ResidualStore(Protocol):
@@ -21,6 +21,21 @@ class ResidualStore(Protocol):
 
     def commit(self, *, applied: bool) -> None:
         """The step is over: what `compress` left for the next one holds, or is void."""
+
+    def keep_before(self, places: Collection[Place]) -> None:
+        """The gradients of the last step that counts may yet be thrown away, of these places.
+
+        `decide` says of each what became of them. All others are used.
+        """
+
+    def decide(self, places: Collection[Place], *, used: bool) -> None:
+        """What became of the gradients of these is known.
+
+        Args:
+            places: of slots.
+            used: whether the gradients were used; if not, what was not sent before them holds
+                again. A store that does not know that any more lets them count.
+        """
 
     def remembers(self, unit: Unit) -> bool:
         """Whether it keeps what it does not send of a unit, and sends it later."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from outergrad.core.types import (
     Gradient,
     Inheritance,
     Part,
+    Place,
     Route,
     Slot,
     StateDict,
@@ -121,6 +122,14 @@ class FormedCompressor(OfFormed):
             self._unsent[slot] = residual
         return payload
 
+    def keep_before(self, places: Collection[Place]) -> None:
+        """What was not sent before the last step is kept, too."""
+        self._unsent.keep_before(places)
+
+    def decide(self, places: Collection[Place], *, used: bool) -> None:
+        """It is forgotten, or holds again."""
+        self._unsent.decide(places, used=used)
+
     # -- handed over ----------------------------------------------------------------------------
 
     def remembers(self, unit: Unit) -> bool:
@@ -129,10 +138,7 @@ class FormedCompressor(OfFormed):
 
     def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
         """All that has not arrived."""
-        held = dict(self._unsent.held())
-        found: dict[Slot, Gradient] = {s: held.pop(s.place) for s in slots if s.place in held}
-        self._unsent.replace(held)
-        return found
+        return dict(self._unsent.take_out(slots))
 
     def take_over(self, slot: Slot, residual: Gradient) -> None:
         """Adds to what it remembers itself, if anything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any, Generic, TypeVar
 
@@ -17,14 +17,26 @@ M = TypeVar("M")
 class ByPlace(Generic[M]):
     """What is remembered of each slot. A step that is discarded leaves what there was before it.
 
+    So does one that counts, and whose gradients the loop throws away (`keep_before`, `decide`).
+
     Args:
         compacted: the same in tensors that are no views of larger ones.
+        taken_back: what is remembered if, of what is remembered now, all that was not sent is
+            again what it was before; by default all is as it was.
     """
 
-    def __init__(self, compacted: Callable[[M], M]) -> None:
-        self._compacted = compacted
+    def __init__(
+        self,
+        compacted: Callable[[M], M],
+        taken_back: Callable[[M | None, M | None], M | None] = lambda now, before: before,
+    ) -> None:
+        self._compacted, self._taken_back = compacted, taken_back
         self._held: dict[Place, M] = {}
         self._next: dict[Place, M] = {}
+        self._before: dict[Place, M | None] = {}
+        """What the last step that counts has changed, as it was before it."""
+        self._tentative: dict[Place, M | None] = {}
+        """The same of all steps since the gradients of a place were used."""
 
     def __getitem__(self, slot: Slot) -> M | None:
         return self._held.get(slot.place)
@@ -44,19 +56,47 @@ class ByPlace(Generic[M]):
     def replace(self, held: Mapping[Place, M]) -> None:
         """Remembers these, and nothing else."""
         self._held = dict(held)
-        self._next.clear()
+        for changes in (self._next, self._before, self._tentative):
+            changes.clear()
 
     def put(self, slot: Slot, memory: M) -> None:
         """Between two steps."""
+        self._before.setdefault(slot.place, self[slot])
         self._held[slot.place] = memory
+
+    def take_out(self, slots: Sequence[Slot]) -> dict[Slot, M]:
+        """Forgets what it remembers of these, and returns it; between two steps."""
+        found = {slot: self._held.pop(slot.place) for slot in slots if slot.place in self._held}
+        for slot, memory in found.items():
+            self._before.setdefault(slot.place, memory)
+        return found
 
     def commit(self, *, applied: bool) -> None:
         """The step is over."""
         if applied:
+            self._before = {place: self._held.get(place) for place in self._next}
             for place in self._held.keys() - self._next.keys():  # the others' tensors are new
                 self._held[place] = self._compacted(self._held[place])
             self._held |= self._next
         self._next.clear()
+
+    def keep_before(self, places: Collection[Place]) -> None:
+        """As `ResidualStore.keep_before`; it costs what was not sent before until `decide`."""
+        for place in places:
+            if place in self._before:
+                self._tentative.setdefault(place, self._before[place])
+        self._before = {}
+
+    def decide(self, places: Collection[Place], *, used: bool) -> None:
+        """As `ResidualStore.decide`."""
+        for place in places:
+            if place not in self._tentative:
+                continue
+            before = self._tentative.pop(place)
+            if not used:
+                kept = self._taken_back(self._held.pop(place, None), before)
+                if kept is not None:
+                    self._held[place] = kept
 
 
 Saved = Mapping[str, Any]

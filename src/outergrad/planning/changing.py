@@ -66,6 +66,7 @@ class ChangingCompressors(Compressors):
 
     def _hand_over(self, unit: Unit, old: ResidualStore, sites: int) -> None:
         new = self._of[unit]
+        old.decide([slot.place for slot in slots_of(unit)], used=True)
         same_places = {s.place for s in unit.slots} <= {m.place for m in unit.matrices}
         compresses = new.break_even(unit, sites) == float("inf")
         if new.remembers(unit) and same_places and compresses:

@@ -152,6 +152,8 @@ class Session(TakingIn):
         """
         self._require_group()
         self._settle()
+        if current_task() == NO_TASK:
+            self._tentative.begin()
         progress = Progress(
             self._stats.step, self._next_forward.tap_next, self._planner.has_autograd_grad
         )
@@ -180,6 +182,7 @@ class Session(TakingIn):
         with lost_sites_told(self._comm, "load_state_dict on all sites", self._stats.step):
             progress, inheritances = resumed(state, self._owner, self._comm)
         self._compressors.load(inheritances)
+        self._tentative.forget()
         self._may_owe = True
         self._planner.resume(progress.has_autograd_grad)
         self._cadence.load(state, self._comm.rank, self._comm.world_size)

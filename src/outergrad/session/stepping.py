@@ -8,7 +8,12 @@ from functools import partial
 from typing import Any
 
 from outergrad.capture.batch import Batch
-from outergrad.capture.engine import at_end_of_backward, refuse_nested_backward, untraced
+from outergrad.capture.engine import (
+    NO_TASK,
+    at_end_of_backward,
+    refuse_nested_backward,
+    untraced,
+)
 from outergrad.capture.parameters import WatchedParameter, accumulating
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
@@ -39,6 +44,7 @@ from outergrad.step.mishaps import Mishaps
 from outergrad.step.repeated import Pattern, RepeatedStep
 from outergrad.step.spec import StepSpec
 from outergrad.step.step import SharedStep
+from outergrad.step.tentative import Tentative
 from outergrad.step.transforming import leftover, refuse_leftover
 from outergrad.step.unsynced import UnsyncedStep
 
@@ -94,6 +100,7 @@ class Stepping(Repeating):
         self._batch = _batch(settings.transform)
         self._several = comm.world_size > 1 or settings.transform is not None
         self._may_owe = False
+        self._tentative = Tentative(model.params, compressors, lambda: self._comm.rank)
         self._unshared: set[str] = set()
         self._weighting, self._join = settings.weighting, Join.NONE
         self._buffers = settings.buffers
@@ -120,6 +127,7 @@ class Stepping(Repeating):
         self._hold_nodes()
         used = accumulating(self._watched)
         self._refuse_changed(used)
+        self._tentative.begin()
         step: Step | None = self._repeated(task, used)
         if step is None:
             begin = self._synchronised if self._synchronise else self._unsynchronised
@@ -243,9 +251,19 @@ class Stepping(Repeating):
                 shared = step.context.used if isinstance(step, SharedStep) else used
                 self._cadence.finish(self._due_parts, shared)
                 self._unshared.clear()
+            self._keep_tentatively(step)
         finally:
             self._close(step)
             self._take_note(step)
+
+    def _keep_tentatively(self, step: Step) -> None:
+        """What was not sent counts once the gradients are used; without a backward, they are."""
+        if not (isinstance(step, SharedStep) and step.applied):
+            return
+        if step.task == NO_TASK:
+            self._tentative.nothing_left()
+        else:
+            self._tentative.left(step.context.used)
 
     def _complete(self, step: Step) -> None:
         if isinstance(step, SharedStep):

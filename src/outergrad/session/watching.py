@@ -98,6 +98,8 @@ class Watching(Joining):
 
     def before_applying(self, optimizer: Optimizer) -> None:
         """An optimizer is about to apply gradients, maybe of a backward that nobody heard of."""
+        if get_ident() == self._thread:
+            self._tentative.applied_by(optimizer)
         watch = self._model_watch() if get_ident() == self._thread else None
         if watch is None:
             return
@@ -197,6 +199,7 @@ class Watching(Joining):
         hooked = [name for name in reversed(with_any(hooks)) if name in names]
         with self._watch.passing_over() if self._watch is not None else nullcontext():
             spent = [name for name in hooked if hooks[name].run()]
+        self._tentative.used(spent)
         if spent and not shared:
             raise RuntimeError(
                 f"{spent[0]!r} or its gradient was used up by a post-accumulate hook (an optimizer "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from outergrad.core.types import (
     Gradient,
     Inheritance,
     Part,
+    Place,
     Route,
     Slot,
     StateDict,
@@ -175,6 +176,14 @@ class SparseCompressor(OfFormed):
         self.steps += applied
         self.phase = self.settings.density_at(self.steps)
 
+    def keep_before(self, places: Collection[Place]) -> None:
+        """What was not sent before the last step is kept, too."""
+        self._memories.keep_before(places)
+
+    def decide(self, places: Collection[Place], *, used: bool) -> None:
+        """It is forgotten, or holds again."""
+        self._memories.decide(places, used=used)
+
     # -- handed over ----------------------------------------------------------------------------
 
     def remembers(self, unit: Unit) -> bool:
@@ -183,11 +192,9 @@ class SparseCompressor(OfFormed):
 
     def hand_over(self, slots: Sequence[Slot]) -> dict[Slot, Gradient]:
         """Without the velocity, which belongs to this method alone."""
-        held = dict(self._memories.held())
         shapes = {slot: (slot.groups, slot.outputs, slot.inputs) for slot in slots}
-        found = {s: held.pop(s.place).residual_N for s in slots if s.place in held}
-        self._memories.replace(held)
-        return {slot: residual_N.view(shapes[slot]) for slot, residual_N in found.items()}
+        found = self._memories.take_out(slots)
+        return {slot: memory.residual_N.view(shapes[slot]) for slot, memory in found.items()}
 
     def take_over(self, slot: Slot, residual: Gradient) -> None:
         """Adds to what it remembers itself, if anything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from outergrad.core.coding import Codecs, drops
@@ -15,6 +15,7 @@ from outergrad.core.types import (
     Gradient,
     Inheritance,
     Part,
+    Place,
     Route,
     Slot,
     StateDict,
@@ -135,6 +136,14 @@ class LowRankCompressor(LowRankRouting):
         if self._budget is not None:
             self._budget.commit(applied=applied)
         self._sketches.forget()
+
+    def keep_before(self, places: Collection[Place]) -> None:
+        """What was not sent before the last step is kept, too."""
+        self._memories.keep_before(places)
+
+    def decide(self, places: Collection[Place], *, used: bool) -> None:
+        """It is forgotten, or holds again."""
+        self._memories.decide(places, used=used)
 
     # -- handed over ----------------------------------------------------------------------------
 

@@ -50,6 +50,13 @@ def compacted(memory: Memory) -> Memory:
     return replace(memory, q_GIR=compact(memory.q_GIR), residual=compact(memory.residual))
 
 
+def _taken_back(now: Memory | None, before: Memory | None) -> Memory | None:
+    """Start directions stay: sites have agreed on some of them."""
+    if now is None:
+        return before
+    return replace(now, residual=None if before is None else before.residual)
+
+
 class Memories(ByPlace[Memory]):
     """By place in the model.
 
@@ -61,7 +68,7 @@ class Memories(ByPlace[Memory]):
     """
 
     def __init__(self, *, packs: bool = False) -> None:
-        super().__init__(compacted)
+        super().__init__(compacted, _taken_back)
         self.packs, self.turn = packs, 0
 
     def __setitem__(self, slot: Slot, memory: Memory) -> None:
