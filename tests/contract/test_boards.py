@@ -57,10 +57,9 @@ def test_what_nobody_has_written_is_not_there(run):
     assert found == [(None, None)] * 2
 
 
-def test_contents_of_any_length_are_there_for_all_and_the_last_counts(run):
+def test_contents_of_any_length_are_there_for_all(run):
     def body(comm):
         board, own = comm.board, f"of {comm.rank}"
-        board.put(own, b"first")
         board.put(own, LONG if comm.rank else b"")
         meet(comm)
         found = [board.get(f"of {rank}") for rank in range(comm.world_size)]
@@ -90,6 +89,23 @@ def test_many_threads_may_ask(run):
             return list(threads.map(comm.board.without_limit().first, texts, texts)) == texts
 
     assert all(run(2, body))
+
+
+def test_what_is_put_again_changes_nothing_on_a_hub():
+    """Or another site could read something else there: a slot is written once."""
+
+    def body(comm):
+        comm.board.put(f"of {comm.rank}", b"first")
+        comm.board.put(f"of {comm.rank}", b"second")
+        comm.board.put("of all", b"%d" % comm.rank)
+        meet(comm)
+        found = [comm.board.get(key) for key in ("of 0", "of 1", "of all")]
+        meet(comm)
+        return found
+
+    first, second = comms_on_star(2, body)
+    assert first == second
+    assert first[:2] == [b"first"] * 2
 
 
 # -- of a hub -------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Board(Protocol):
         ...
 
     def put(self, key: str, content: bytes) -> None:
-        """Writes any content, over what stands there."""
+        """Writes any content into a slot where nothing stands yet."""
         ...
 
     def get(self, key: str) -> bytes | None:

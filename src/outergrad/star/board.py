@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from copy import copy
 
 from outergrad.core.errors import BoardGoneError, ExchangeError
@@ -17,6 +18,7 @@ AT_EXIT, AT_END = "exit", "end/{}"
 _PIECE_BYTES = 1 << 19
 """Of a large content."""
 _MOST_PIECES = 1 << 20
+_AGAIN_S = 0.05
 
 
 class StarBoard(Board):
@@ -42,8 +44,17 @@ class StarBoard(Board):
         return board
 
     def first(self, key: str, text: str) -> str:
-        """Writes a text into a slot, unless one stands there; returns what stands there then."""
-        return self._written(Kind.FIRST, key, text.encode()).decode(errors="replace")
+        """Writes a text into a slot, unless one stands there; returns what stands there then.
+
+        That a site was given up the hub takes only when that one has had the time to speak.
+        """
+        limit_s = self._limit_s
+        until = None if limit_s is None else time.monotonic() + limit_s
+        while not (found := self._ask(Kind.FIRST, key, text.encode())):
+            if until is not None and time.monotonic() > until:
+                raise BoardGoneError("the hub does not take a text")
+            time.sleep(_AGAIN_S)
+        return found.decode(errors="replace")
 
     def slot(self, key: str) -> str | None:
         """What was written so; None if nothing was."""
@@ -51,7 +62,10 @@ class StarBoard(Board):
         return found.decode(errors="replace") if found else None
 
     def put(self, key: str, content: bytes) -> None:
-        """Writes to slots of this site's own, piece by piece; where these are comes last."""
+        """Writes to slots of this site's own, piece by piece; where these are comes last.
+
+        What stands there already stays.
+        """
         number = self._line.count()
         if self._seal is not None:
             content = self._seal.sealed(_place(number), asked(key, content))

@@ -111,10 +111,13 @@ class Hub:
         )
 
     def _check_going_on(self, name: str, hello: Hello, before: Run) -> None:
-        sites = set(hello.sites)
-        known = {*before.names, *self._waiting_names()}
-        if before.member_of(name) is None or name not in sites or not sites <= known:
-            raise RefusedError(f"{name!r} cannot go on from run {hello.after} so")
+        """By what the sites have agreed on, which stands on the board of the run before."""
+        is_in_both = before.member_of(name) is not None and name in hello.sites
+        if not is_in_both or before.goes_on_with() != list(hello.sites):
+            raise RefusedError(
+                f"{name!r} cannot go on from run {hello.after} with {', '.join(hello.sites)}: the "
+                f"sites of that run have not agreed on it"
+            )
 
     def _waiting_names(self) -> list[str]:
         return [member.name for run in self._runs for member in run.waiting]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from outergrad.star.frames import ALL, Frame, Kind, MalformedError
@@ -12,8 +14,6 @@ from outergrad.star.slots import Slots
 from outergrad.star.sums import added
 from outergrad.star.window import cost_of
 
-COMING = "coming"
-"""The slot that says who waits to be taken in; as in `step/going_on.py`, which a hub has not."""
 Told = Callable[..., None]
 """Is told what happened: its name, and facts of it."""
 _MOST_TEXT = 1 << 15
@@ -49,7 +49,8 @@ class Run:
         self._waiting: list[str] = []
         self._sums: dict[tuple[int, int, int], dict[int, Frame]] = {}
         self._parts: dict[tuple[int, int, int], set[str]] = {}
-        self._slots = Slots()
+        self._slots = Slots(self, self._tell_of_run)
+        self._texts: defaultdict[int, set[bytes]] = defaultdict(set)
 
     def join(self, member: Member) -> None:
         """One more."""
@@ -90,7 +91,24 @@ class Run:
         waiting = [name for name in names if name not in lives] if lives else []
         if waiting != self._waiting:
             self._waiting = waiting
-            self._slots.write(COMING, " ".join(waiting))
+            self._slots.offer(waiting)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a site takes no part any more."""
+        member = self.members.get(rank)
+        return self.is_ready and (member is None or member.is_gone)
+
+    def has_left_text(self, rank: int, text: str) -> bool:
+        """Whether a site has left this for all others."""
+        return _digest(text) in self._texts[rank]
+
+    def goes_on_with(self) -> list[str] | None:
+        """Names of the sites that go on from it, as these have agreed; None if they have not."""
+        found = self._slots.goes_on()
+        return None if found is None else [*(self.names[rank] for rank in found[0]), *found[1]]
+
+    def _tell_of_run(self, what: str, **facts: object) -> None:
+        self._tell(what, run=self.number, **facts)
 
     @property
     def waiting(self) -> list[Member]:
@@ -153,6 +171,8 @@ class Run:
             raise MalformedError(f"a frame under the name of {self._name_of(frame.sender)}")
         if frame.kind not in _ACTIONS:
             raise MalformedError(f"a frame of kind {frame.kind.name}")
+        if not self.is_ready and frame.kind != Kind.GONE:
+            raise MalformedError("something for sites that are not there yet")
         _ACTIONS[frame.kind](self, member, frame)
 
     def _name_of(self, rank: int) -> str:
@@ -197,10 +217,11 @@ class Run:
     def _text(self, member: Member, frame: Frame) -> None:
         if len(frame.payload) > _MOST_TEXT:
             raise MalformedError(f"a text of {len(frame.payload)} bytes")
+        self._texts[member.rank].add(_digest(_text_in(frame)))
         self._to_others(member, frame, [])
 
     def _answer(self, member: Member, frame: Frame) -> None:
-        answer = self._slots.answer(frame)
+        answer = self._slots.answer(frame, member.rank)
         member.answer(Frame(Kind.ANSWER, answer, run=self.number, number=frame.number))
 
     def _left(self, member: Member, frame: Frame) -> None:
@@ -235,6 +256,15 @@ def _steps_in(frame: Frame) -> tuple[int, int, int]:
     except ValueError:
         raise MalformedError("steps that cannot be read") from None
     return session, first, last
+
+
+def _text_in(frame: Frame) -> str:
+    """Without its name; as sites read it."""
+    return bytes(frame.payload).decode(errors="replace").partition("\n")[2]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _reached(members: list[Member]) -> list[Member]:

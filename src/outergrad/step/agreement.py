@@ -5,13 +5,20 @@ writes there that it was given up; whichever comes first stands. So all read the
 the greatest number in them is where all go: who has made that step puts what it brought on the
 board, for those that lack a message of it.
 
+A site may lie. Each slot is its writer's own, where the board sees to that (a hub's does, a store
+does not). What sites say of each other's steps has to fit together: no two can be further apart
+than one step, and all that have made the greatest number say by a digest what it brought. Where
+it does not fit, nobody takes anything, nobody goes on, and all say who contradicts whom.
+
 This is a generator: it yields what it asks of the board and is sent the answers. So the model of
 the protocol (`outergrad_lab.checking`) runs the very same lines on a board of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +26,7 @@ from outergrad.comm.standing import Standing
 from outergrad.core.errors import BoardGoneError
 from outergrad.step.board_requests import Asking, Farewell, First, Get, Gone, Put, Rest, Slot
 from outergrad.step.going_on import GOING_ON, GoesOn
-from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, told_by
+from outergrad.step.lost import FAREWELL_S, Findings, awaited_by, lost_of, named, told_by
 
 ANSWERS_S = 2.0
 """How long to wait for the word of a site: one that lives has a thread that leaves it."""
@@ -52,6 +59,21 @@ def word_slot(site: int) -> str:
     return f"word {site}"
 
 
+def digest_of(content: bytes) -> str:
+    """Of what a step brought."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _brought_slot(goal: int, site: int) -> str:
+    """Where a site writes the digest of what the last of so many steps brought."""
+    return f"brought {goal} {site}"
+
+
+def _step_key(goal: int, site: int) -> str:
+    """Where it puts that."""
+    return f"step {goal} {site}"
+
+
 class Agreement:
     """Of one site with the others that are left.
 
@@ -65,6 +87,7 @@ class Agreement:
         clock: the time, in seconds.
         on_left: called once the word is there: from then on the others may hear of the trouble.
         min_sites: how many have to be left to go on without others; None where none do.
+        digest: of a content.
     """
 
     def __init__(
@@ -78,9 +101,10 @@ class Agreement:
         clock: Callable[[], float],
         on_left: Callable[[], None],
         min_sites: int | None = None,
+        digest: Callable[[Any], str] = digest_of,
     ) -> None:
         self._rank, self._host, self._patience_s = rank, host, patience_s
-        self._min_sites = min_sites
+        self._min_sites, self._digest = min_sites, digest
         self._word, self._kept, self._clock, self._on_left = word, kept, clock, on_left
         self._others = [site for site in range(sites) if site != rank]
 
@@ -88,14 +112,16 @@ class Agreement:
         """All of it."""
         made, words, numbers, confirmed = self._word.made, dict[int, Standing](), {}, set[int]()
         content = goes_on = None
+        liars = set[int]()
         try:
             words = yield from self._words()
             numbers = {site: one.made for site, one in words.items()}
             goal = max(numbers.values(), default=made)
-            if min(numbers.values(), default=made) < goal:
-                ahead = [one for one in words.values() if one.made == goal]
-                wait_s = 0.0 if all(one.ended for one in ahead) else self._step_s
-                is_there, found = yield from self._forwarded(goal, wait_s)
+            ahead = [site for site, one in words.items() if one.made == goal]
+            lacks = min(numbers.values(), default=made) < goal
+            if lacks and not (liars := self._liars(words, {})):
+                wait_s = 0.0 if all(words[site].ended for site in ahead) else self._step_s
+                is_there, found = yield from self._forwarded(goal, ahead, wait_s)
                 if is_there:
                     numbers = dict.fromkeys(numbers, goal)
                     content, made = (found, goal) if made < goal else (None, made)
@@ -104,14 +130,19 @@ class Agreement:
             asked = set(words) - {self._rank} - ended
             said = yield from self._confirmed(asked)
             confirmed = ended | said.keys()
-            level = {self._rank, *(site for site, number in said.items() if number == str(made))}
-            goes_on = yield from self._going_on(words, level, made)
+            if lacks and not liars:  # who has confirmed has said before what the step brought
+                liars = self._liars(words, (yield from self._said_of(goal, ahead)))
+            if not liars:
+                level = {site for site, number in said.items() if number == str(made)}
+                goes_on = yield from self._going_on(words, {self._rank, *level}, made)
             words = {**words, **(yield from self._reasons(words))}
             yield from self._leave(asked)
         except BoardGoneError:
             self._on_left()
             if not confirmed and content is None:
                 return Outcome(self._alone())
+        if liars:
+            return Outcome(self._deceived(words, liars))
         return Outcome(self._findings(words, numbers, made, confirmed), content, goes_on)
 
     # -- on the board -----------------------------------------------------------------------------
@@ -136,9 +167,11 @@ class Agreement:
             if text is None and site != self._rank:
                 text = yield Farewell(site)
                 farewell = None if text is None else Standing.of(text)
-                if farewell is not None and not farewell.goes_on:
-                    return farewell
-                text = None
+                if text is not None and farewell is not None and not farewell.goes_on:
+                    # Into the slot: it may be another text by the time that others look.
+                    text = yield First(word_slot(site), text)
+                else:
+                    text = None
             if text is None and (gone or self._clock() >= until):
                 text = yield First(word_slot(site), GIVEN_UP)
             if text is not None:
@@ -149,19 +182,40 @@ class Agreement:
     def _step_s(self) -> float:
         return min(STEP_S, self._patience_s)
 
-    def _forwarded(self, goal: int, wait_s: float) -> Asking[tuple[bool, Any]]:
-        """Whether the step before the goal is there for those that lack it, and what it brought."""
+    def _forwarded(
+        self, goal: int, ahead: Sequence[int], wait_s: float
+    ) -> Asking[tuple[bool, Any]]:
+        """Whether the step before the goal is there for those that lack it, and what it brought.
+
+        Args:
+            goal: how many steps there are with it.
+            ahead: sites that have made it.
+            wait_s: for how long to wait for it.
+        """
         content = self._kept(goal) if self._word.made == goal else None
         if content is not None:
-            yield Put(f"step {goal}", content)
+            yield First(_brought_slot(goal, self._rank), self._digest(content))
+            yield Put(_step_key(goal, self._rank), content)
             way = yield First(f"way to {goal}", THERE)
-        else:
-            until = self._clock() + wait_s
-            while (way := (yield Slot(f"way to {goal}"))) is None and self._clock() < until:
-                yield Rest(until)
-            way = yield First(f"way to {goal}", NOWHERE)
-        found = (yield Get(f"step {goal}")) if way == THERE else None
-        return found is not None, found
+            return way == THERE, content
+        until = self._clock() + wait_s
+        while (way := (yield Slot(f"way to {goal}"))) is None and self._clock() < until:
+            yield Rest(until)
+        way = yield First(f"way to {goal}", NOWHERE)
+        for site in ahead if way == THERE else ():
+            digest = yield Slot(_brought_slot(goal, site))
+            found = None if digest is None else (yield Get(_step_key(goal, site)))
+            if found is not None and self._digest(found) == digest:
+                return True, found
+        return False, None
+
+    def _said_of(self, goal: int, ahead: Sequence[int]) -> Asking[dict[int, str]]:
+        """What the sites that have made a step say of it."""
+        found = dict[int, str]()
+        for site in ahead:
+            if (digest := (yield Slot(_brought_slot(goal, site)))) is not None:
+                found[site] = digest
+        return found
 
     def _confirmed(self, sites: set[int]) -> Asking[dict[int, str]]:
         """Those that have said that they are where all are, and where that is."""
@@ -236,6 +290,38 @@ class Agreement:
             may_differ=tuple(sorted((set(self._others) - confirmed) | apart)),
             awaited_by=awaited_by(self._rank, {**others, self._rank: self._word}),
             told=told_by(others),
+        )
+
+    def _liars(self, words: Mapping[int, Standing], said: Mapping[int, str]) -> set[int]:
+        """Sites whose words cannot all be true: as far as can be told, those that lie.
+
+        Args:
+            words: of all sites that were not given up.
+            said: what those that are ahead say that the last step brought.
+        """
+        apart = {
+            (site, other)
+            for site, one in words.items()
+            for other, two in words.items()
+            if one.made > two.made + 1 and not two.ended
+        }
+        apart |= {(site, other) for site in said for other in said if said[site] < said[other]}
+        against = {site for pair in apart if self._rank in pair for site in pair} - {self._rank}
+        counts = Counter(site for pair in apart for site in pair)
+        most = max(counts.values(), default=0)
+        return against or {site for site, count in counts.items() if count == most}
+
+    def _deceived(self, words: Mapping[int, Standing], liars: set[int]) -> Findings:
+        """Nobody can know how far the others are."""
+        who = tuple(sorted(liars))
+        doubt = f"{named(who)} told of {'its' if len(who) == 1 else 'their'} steps what cannot be"
+        others = {site: one for site, one in words.items() if site != self._rank}
+        return Findings(
+            lost=who,
+            certain=False,
+            may_differ=tuple(self._others),
+            told=told_by(others),
+            doubt=doubt,
         )
 
     def _lost(self, words: Mapping[int, Standing], unknown: set[int]) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from outergrad.step.pact import Pact, is_in_trouble
 POLL_S = 0.25
 _SOON_S = 0.02
 """While another site waits for an answer that is not whole."""
+_DIGITS, _MOST_APART = 20, 3
+"""Of a number of steps; sites are one step apart at most, and may have said theirs one ago."""
 _ENDS_S = 3.0
 """Whoever ends it waits no longer: the store may hang."""
 
@@ -123,8 +125,8 @@ class Watcher:
         self._pauses = True
         slots.first(_said_by(self._rank), str(self._pact.pauses()))
         said = [slots.slot(_said_by(site)) for site in range(comm.world_size)]
-        numbers = [int(one) for one in said if one is not None]
-        if len(numbers) == len(said):
+        numbers = [number for one in said if (number := _number(one, self._pact.made)) is not None]
+        if len(numbers) == len(said):  # else the loop raises when it has waited for long enough
             self._pact.turns(max(numbers) + 1, slots.first(COME, waiting).split())
 
     def _read(self, slots: Board) -> None:
@@ -155,6 +157,13 @@ class Watcher:
             content = self._pact.message_to(asked.by, asked.made, asked.place)
             if content is not None:
                 self._board.put(answer_key(number), content)
+
+
+def _number(said: str | None, made: int) -> int | None:
+    """How many steps a site says it has made; None where it cannot have made so many."""
+    is_number = said is not None and said.isdecimal() and len(said) < _DIGITS
+    number = int(said) if said is not None and is_number else None
+    return number if number is not None and abs(number - made) <= _MOST_APART else None
 
 
 def _said_by(site: int) -> str:

@@ -202,7 +202,8 @@ class ForwardingSite(Site):
         self.note(f"gives up: {word}")
         own = self.rank, self.trial.sites, self.store.host, self.patience_s
         clock, closes = lambda: self.world.now, lambda: self.network.close_all(self.rank)
-        agreement = Agreement(*own, word, self._kept_of, clock, closes)
+        how = self._kept_of, clock, closes, None, lambda parts: str(sorted(parts))
+        agreement = Agreement(*own, word, *how)
         self._outcome = yield from agreed(self.store, self.process, agreement)
         self.process.wake()
 
