@@ -25,6 +25,7 @@ from outergrad.star.authority import (
     site_name,
     write_secret,
 )
+from outergrad.star.journal import note
 from outergrad.star.kit import Kit, refuse_open_to_others
 
 _KEYS = {"authority": "authority.key", "hub": "hub.key"}
@@ -94,7 +95,7 @@ class HubFolder:
         authority = self.identity("authority")
         identity = new_site(authority, site_name(name), days)
         with self._changing():
-            self._add(Site(name, identity.serial))
+            self._add(Site(name, identity.serial), days)
         return self._kit(name, identity.key, identity.certificate)
 
     def sign(self, request: Request, days: int = DAYS, replaces: bool = False) -> Kit:
@@ -118,10 +119,12 @@ class HubFolder:
                     f"{request.site!r} {state}: if this request comes from it, and is meant to "
                     "count from now on, pass --replace"
                 )
-            self._add(Site(request.site, read_certificate(certificate).serial_number))
+            self._add(Site(request.site, read_certificate(certificate).serial_number), days)
         return self._kit(request.site, "", certificate)
 
-    def _add(self, site: Site) -> None:
+    def _add(self, site: Site, days: int) -> None:
+        serial = str(site.serial)  # longer than numbers of JSON are read
+        note(self.log_file, self.identity("hub"), "invited", site=site.name, serial=serial, days=days)
         self._write_sites(({one.name: one for one in self.sites()} | {site.name: site}).values())
 
     def _kit(self, name: str, key: str, certificate: str) -> Kit:
@@ -147,6 +150,7 @@ class HubFolder:
                     f"no site {name!r} was invited: there are {', '.join(sites) or 'none'}"
                 )
             self._write_sites((sites | {name: replace(sites[name], revoked=True)}).values())
+            note(self.log_file, self.identity("hub"), "revoked", site=name)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

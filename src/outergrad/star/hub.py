@@ -40,12 +40,13 @@ class Hub:
         self._runs: list[Run] = []
         self._count = 0
 
-    def enter(self, name: str, hello: Hello) -> tuple[Run, Member, Stream]:
+    def enter(self, name: str, hello: Hello, peer: str = "") -> tuple[Run, Member, Stream]:
         """A stream of a site begins.
 
         Args:
             name: of its certificate.
             hello: what it says.
+            peer: address from which it comes.
 
         Raises:
             RefusedError: it may not take part.
@@ -54,14 +55,14 @@ class Hub:
         with self._lock:
             if name not in self._names:
                 raise RefusedError(f"site {name!r} does not take part in this run")
-            run, member = self._known(name, hello) or self._new(name, hello)
+            run, member = self._known(name, hello) or self._new(name, hello, peer)
             stream, back = Stream(), member.pipe.heard > 0
             if member.stream is not None:
                 member.end(member.stream)
             member.begin(stream, hello.heard)
             run.begin_if_all_are_there()
             if back:
-                self._tell("back", run=run.number, site=name)
+                self._tell("back", run=run.number, site=name, peer=peer)
             return run, member, stream
 
     def _known(self, name: str, hello: Hello) -> tuple[Run, Member] | None:
@@ -76,11 +77,11 @@ class Hub:
             raise RefusedError(f"run {hello.run} is over, or the hub was started anew")
         return None
 
-    def _new(self, name: str, hello: Hello) -> tuple[Run, Member]:
+    def _new(self, name: str, hello: Hello, peer: str) -> tuple[Run, Member]:
         """A process that was not there before; another of the same site has ended by that."""
         run = self._run_after(name, hello) if hello.after else self._run_from_the_start(name)
         member = Member(name, run.names.index(name), hello.instance, self._lock)
-        run.join(member)
+        run.join(member, peer)
         return run, member
 
     def _run_from_the_start(self, name: str) -> Run:
@@ -195,6 +196,21 @@ class Hub:
                     elif not _has_ended(member) and (why := why_not(member)):
                         self._lose(run, member, why)
             self._runs = [run for run in self._runs if not _is_over(run)]
+
+    def end_all(self, why: str) -> None:
+        """Ends all runs: the hub cannot do its work any more.
+
+        Args:
+            why: so.
+        """
+        with self._lock:
+            for run in self._runs:
+                for member in list(run.members.values()):
+                    run.leave(member, why)
+                    if member.stream is not None:
+                        member.end(member.stream, why)
+                    member.pipe.clear()
+            self._runs = []
 
     def _lose(self, run: Run, member: Member, why: str) -> None:
         """For good."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from outergrad.star.authority import Identity, read_certificate
 
+fcntl: Any = None
+with suppress(ImportError):  # there are systems that cannot lock so
+    import fcntl
+
 _FIRST = "0" * 64
 _WAY = ec.ECDSA(hashes.SHA256())
+_BLOCK, _CLOSED = 1 << 16, -1
 
 
 class TamperedError(ValueError):
@@ -26,39 +33,146 @@ class TamperedError(ValueError):
 
 
 class Journal:
-    """Appends to a log, behind what is there.
+    """Appends to a log, behind what is there; several processes may, in turns.
+
+    A line is there as a whole or not at all. Where it cannot be written, as on a full disk, what
+    is there of it is cut off, and `failure` says why until a line can be written again: that then
+    says how many are missing. Half a line at the end, of a hub that was killed or a machine that
+    lost power, is cut off too, and a line says so.
 
     Args:
         path: of the file.
         identity: whose key signs.
 
     Raises:
+        OSError: it cannot be opened, or is none of whole lines and cannot be cut.
         TamperedError: its last line is none.
+
+    Attributes:
+        failure: why the last line could not be written; empty if it was.
     """
 
     def __init__(self, path: Path, identity: Identity) -> None:
-        self._key, self._lock = identity.private_key, threading.Lock()
-        last = _last_line(path)
-        self._index, self._before = (0, _FIRST) if last is None else _place_behind(last)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._key, self._lock = path, identity.private_key, threading.Lock()
+        self.failure = ""
+        self._missing, self._since, self._cut = 0, 0.0, b""
+        self._end, self._index, self._before = -1, 0, _FIRST
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            with self._lock, _alone(self._file):
+                self._find_place()
+                if self._cut:
+                    self._try(lambda: None)
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def write(self, what: str, **facts: Any) -> None:
-        """Appends a line.
+        """Appends a line, if that can be.
 
         Args:
             what: happened.
             **facts: of it.
         """
-        with self._lock:
-            told = {"index": self._index, "time": round(time.time(), 3), "what": what, **facts}
-            line = _signed({**told, "before": self._before}, self._key)
-            self._file.write(line + "\n")
-            self._file.flush()
-            self._index, self._before = self._index + 1, _digest(line)
+        with self._lock, _alone(self._file):
+            if not self._try(lambda: self._append(what, facts)):
+                self._missing += 1
+
+    def try_again(self) -> bool:
+        """Whether lines can be written, after it is tried again if the last one could not."""
+        with self._lock, _alone(self._file):
+            return not self.failure or self._try(lambda: None)
+
+    def _try(self, write: Callable[[], None]) -> bool:
+        """Whether it could be written, behind what else there is to say."""
+        try:
+            self._find_place()
+            if self._cut:
+                digest = hashlib.sha256(self._cut).hexdigest()
+                self._append("recovered", {"cut_bytes": len(self._cut), "sha256": digest})
+                self._cut = b""
+            if self.failure:
+                about = {"lines": self._missing, "since": self._since, "why": self.failure}
+                self._append("incomplete", about)
+                self._missing, self.failure = 0, ""
+            write()
+        except (OSError, TamperedError) as error:
+            if not self.failure:
+                self._since = round(time.time(), 3)
+            self.failure = _why(error)
+            return False
+        return True
+
+    def _find_place(self) -> None:
+        """Looks where the next line goes, unless nothing was written since."""
+        size = os.fstat(self._file).st_size
+        if size == self._end:
+            return
+        last, cut = _last_line(self._file, size)
+        self._index, self._before = (0, _FIRST) if last is None else _place_behind(last)
+        if cut:
+            os.ftruncate(self._file, size - len(cut))
+        self._end, self._cut = size - len(cut), self._cut + cut
+
+    def _append(self, what: str, facts: dict[str, Any]) -> None:
+        told = {"index": self._index, "time": round(time.time(), 3), "what": what, **facts}
+        line = _signed({**told, "before": self._before}, self._key)
+        whole = line.encode() + b"\n"
+        try:
+            written = os.write(self._file, whole)
+            while written < len(whole):
+                written += os.write(self._file, whole[written:])
+        except OSError:
+            os.ftruncate(self._file, self._end)
+            raise
+        self._end += len(whole)
+        self._index, self._before = self._index + 1, _digest(line)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file; what is written later is lost."""
+        with self._lock:
+            file, self._file = self._file, _CLOSED
+            if file != _CLOSED:
+                os.close(file)
+
+
+@contextmanager
+def _alone(file: int) -> Iterator[None]:
+    """No other process writes meanwhile, where the system can lock a file."""
+    with suppress(OSError, AttributeError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with suppress(OSError, AttributeError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _why(error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    return str(error) if number is None else os.strerror(number)
+
+
+def note(path: Path, identity: Identity, what: str, **facts: Any) -> None:
+    """Appends one line, from a process that is not the hub's.
+
+    Args:
+        path: of the log.
+        identity: of the hub.
+        what: happened.
+        **facts: of it.
+
+    Raises:
+        OSError: it cannot be written.
+        TamperedError: the last line of the log is none.
+    """
+    journal = Journal(path, identity)
+    try:
+        journal.write(what, **facts)
+        if journal.failure:
+            raise OSError(f"{path}: cannot be written: {journal.failure}")
+    finally:
+        journal.close()
 
 
 def verified(path: Path, certificate: str) -> Iterator[dict[str, Any]]:
@@ -77,8 +191,13 @@ def verified(path: Path, certificate: str) -> Iterator[dict[str, Any]]:
     key = read_certificate(certificate).public_key()
     assert isinstance(key, ec.EllipticCurvePublicKey)
     before = _FIRST
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for index, line in enumerate(file):
+            if not line.endswith("\n"):
+                raise TamperedError(
+                    f"line {index + 1} of the log is not whole, as of a hub that was killed: when "
+                    f"the hub starts again, it cuts off what is there, and says so in a line"
+                )
             told = _checked(line.rstrip("\n"), index, before, key)
             before = _digest(line.rstrip("\n"))
             yield told
@@ -118,11 +237,13 @@ def _digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()
 
 
-def _last_line(path: Path) -> str | None:
-    if not path.exists():
-        return None
-    last = None
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            last = line.rstrip("\n")
-    return last
+def _last_line(file: int, size: int) -> tuple[str | None, bytes]:
+    """The last whole line, and what stands behind it: a line is whole that ends."""
+    end, found = size, b""
+    while end and found.count(b"\n") < 2:
+        begin = max(0, end - _BLOCK)
+        found = os.pread(file, end - begin, begin) + found
+        end = begin
+    lines = found.split(b"\n")
+    last = lines[-2].decode(errors="replace") if len(lines) > 1 else None
+    return last, lines[-1]

@@ -143,7 +143,8 @@ class Line(Telling):
             name, _, text = _text(frame).partition("\n")
             self.texts[frame.sender, name] = text
         elif frame.kind == Kind.FAULT:
-            self.failure = self.failure or ExchangeError(_text(frame))
+            sites = () if frame.sender == ALL else (frame.sender,)
+            self.failure = self.failure or ExchangeError(_text(frame), sites)
 
     def break_off(self, stream: Stream) -> None:
         """A stream ended."""

@@ -98,7 +98,7 @@ class Member:
             return False
         if not self.pipe.accept(frame):
             return False
-        if frame.kind in DATA:
+        if frame.kind in DATA or frame.kind == Kind.TEXT:
             self.window.send(frame)
         self._owed += cost_of(frame)
         self._hurried = self._hurried or frame.kind not in DATA

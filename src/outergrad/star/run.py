@@ -5,20 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from outergrad.star.frames import ALL, Frame, Kind, MalformedError
 from outergrad.star.member import Member, relay
 from outergrad.star.slots import Slots
-from outergrad.star.sums import added
-from outergrad.star.window import cost_of
+from outergrad.star.sums import DTYPES, added, refuse_if_none
+from outergrad.star.window import TEXTS, cost_of
 
 Told = Callable[..., None]
 """Is told what happened: its name, and facts of it."""
 _MOST_TEXT = 1 << 15
+_MOST_TEXTS, _MOST_TEXTS_BYTES = 1 << 16, 8 << 20
+"""That one site may leave in a run, and together under their names: all others keep them."""
 _MOST_PARTS = 1 << 10
-"""Of which not all sites have said yet that they took part."""
+"""That a site may have named which others have not yet."""
+_MOST_AT_ONCE, _MOST_ALONE = 1 << 6, 1 << 6
+"""Steps that a word may name, since sites vote on every 16th at least; and those of a session that
+only some vouch for, since the others are lost: it may be one more than all have voted on."""
+_PART_BYTES, _MOST_NUMBER = 64, 1 << 63
 
 
 class Run:
@@ -49,13 +55,21 @@ class Run:
         self._waiting: list[str] = []
         self._sums: dict[tuple[int, int, int], dict[int, Frame]] = {}
         self._parts: dict[tuple[int, int, int], set[str]] = {}
+        self._alone: Counter[int] = Counter()
+        self._unconfirmed: set[tuple[str, ...]] = set()
         self._slots = Slots(self, self._tell_of_run)
         self._texts: defaultdict[int, set[bytes]] = defaultdict(set)
+        self._text_bytes: defaultdict[int, dict[str, int]] = defaultdict(dict)
 
-    def join(self, member: Member) -> None:
-        """One more."""
+    def join(self, member: Member, peer: str) -> None:
+        """One more.
+
+        Args:
+            member: this.
+            peer: address from which it comes.
+        """
         self.members[member.rank] = member
-        self._tell("joined", run=self.number, site=member.name)
+        self._tell("joined", run=self.number, site=member.name, peer=peer)
 
     def begin_if_all_are_there(self) -> None:
         """Where all lines stand, the sites hear of it: one that is away may be gone for good."""
@@ -193,22 +207,30 @@ class Run:
         parts = self._sums.setdefault(place, {})
         if member.rank in parts:
             raise MalformedError("a part of a sum for the second time")
+        refuse_if_none(len(frame.payload), frame.dtype)
         parts[member.rank] = frame
         if len(parts) < len(self.names):
             return
         del self._sums[place]
         ordered = [parts[rank] for rank in sorted(parts)]
-        if len({(part.dtype, part.total, len(part.payload)) for part in ordered}) > 1:
-            self._fault(f"the sites do not agree on the length of sum {frame.number}")
+        if len({_shape(part) for part in ordered}) > 1:
+            self._fault_in_sum(ordered)
             return
         total = added([part.payload for part in ordered], frame.dtype)
         owed = [(self.members[part.sender], part.lane, cost_of(part)) for part in ordered]
         summed = frame._replace(payload=total, sender=ALL, checksum=None)
         relay(summed, _reached(list(self.members.values())), owed)
 
-    def _fault(self, why: str) -> None:
-        self._tell("fault", run=self.number, why=why)
-        self._to_all(Frame(Kind.FAULT, why.encode(), run=self.number))
+    def _fault_in_sum(self, parts: list[Frame]) -> None:
+        """Names those that are not as most are; all, where there are no most."""
+        usual, count = Counter(map(_shape, parts)).most_common(1)[0]
+        others = [part for part in parts if 2 * count <= len(parts) or _shape(part) != usual]
+        said = "; ".join(f"{self.names[part.sender]} sent {_told(part)}" for part in others)
+        most = "" if 2 * count <= len(parts) else f", where the others sent {_told_of(usual)}"
+        why = f"the sites do not agree on sum {parts[0].number}: {said}{most}"
+        self._tell("fault", run=self.number, why=why, sites=[self.names[p.sender] for p in others])
+        sender = others[0].sender if len(others) == 1 else ALL
+        self._to_all(Frame(Kind.FAULT, why.encode(), run=self.number, sender=sender))
 
     def _to_all(self, frame: Frame) -> None:
         for member in _reached(list(self.members.values())):
@@ -217,8 +239,13 @@ class Run:
     def _text(self, member: Member, frame: Frame) -> None:
         if len(frame.payload) > _MOST_TEXT:
             raise MalformedError(f"a text of {len(frame.payload)} bytes")
-        self._texts[member.rank].add(_digest(_text_in(frame)))
-        self._to_others(member, frame, [])
+        name, _, text = bytes(frame.payload).decode(errors="replace").partition("\n")
+        known, sizes = self._texts[member.rank], self._text_bytes[member.rank]
+        known.add(_digest(text))
+        sizes[name] = cost_of(frame)
+        if len(known) > _MOST_TEXTS or sum(sizes.values()) > _MOST_TEXTS_BYTES:
+            raise MalformedError("more texts than others keep of a site")
+        self._to_others(member, frame, [(member, TEXTS, cost_of(frame))])
 
     def _answer(self, member: Member, frame: Frame) -> None:
         answer = self._slots.answer(frame, member.rank)
@@ -233,10 +260,16 @@ class Run:
 
     def _part(self, member: Member, frame: Frame) -> None:
         """Of some steps: all sites took part in them, as it has the messages of all."""
-        self._parts.setdefault(_steps_in(frame), set()).add(member.name)
-        self._note_parts()
-        if len(self._parts) > _MOST_PARTS:
-            del self._parts[next(iter(self._parts))]
+        steps = _steps_in(frame)
+        told = self._parts.setdefault(steps, set())
+        told.add(member.name)
+        if set(self.names) - told <= self._lost:
+            self._note_steps(steps, self._parts.pop(steps))
+        if len(self._parts) <= _MOST_PARTS:
+            return
+        own = [one for one, told in self._parts.items() if member.name in told]
+        if len(own) > _MOST_PARTS:
+            self._note_unconfirmed(own[0], self._parts.pop(own[0]))
 
     def _note_parts(self) -> None:
         """Of which all sites have said so that are not lost; those that did not are named."""
@@ -244,23 +277,56 @@ class Run:
             silent = set(self.names) - told
             if silent <= self._lost:
                 del self._parts[steps]
-                session, first, last = steps
-                about = {"session": session, "first": first, "step": last}
-                lost = {"lost since": sorted(silent)} if silent else {}
-                self._tell("step", run=self.number, **about, sites=sorted(self.names), **lost)
+                self._note_steps(steps, told)
+
+    def _note_steps(self, steps: tuple[int, int, int], told: set[str]) -> None:
+        """All have said so, or those that are left: then it is by their word alone."""
+        session, first, last = steps
+        about: dict[str, object] = {"session": session, "first": first, "step": last}
+        silent = sorted(set(self.names) - told)
+        if silent:
+            self._alone[session] += last - first + 1
+            if self._alone[session] > _MOST_ALONE:
+                self._note_unconfirmed(steps, told)
+                return
+            about |= {"lost since": silent, "told by": sorted(told)}
+        self._tell("step", run=self.number, **about, sites=sorted(self.names))
+
+    def _note_unconfirmed(self, steps: tuple[int, int, int], told: set[str]) -> None:
+        """Once for the same sites: what only some have said does not count as a step of all."""
+        by = tuple(sorted(told))
+        if by not in self._unconfirmed:
+            self._unconfirmed.add(by)
+            session, first, last = steps
+            silent = sorted(set(self.names) - told)
+            about = {"session": session, "first": first, "step": last, "silent": silent}
+            self._tell("unconfirmed", run=self.number, by=list(by), **about)
 
 
 def _steps_in(frame: Frame) -> tuple[int, int, int]:
     try:
+        if len(frame.payload) > _PART_BYTES:
+            raise ValueError
         session, first, last = map(int, bytes(frame.payload).split())
     except ValueError:
         raise MalformedError("steps that cannot be read") from None
+    is_number = all(0 <= number < _MOST_NUMBER for number in (session, first, last))
+    if not is_number or not first <= last < first + _MOST_AT_ONCE:
+        raise MalformedError(f"that it took part in the steps {first} to {last} at once")
     return session, first, last
 
 
-def _text_in(frame: Frame) -> str:
-    """Without its name; as sites read it."""
-    return bytes(frame.payload).decode(errors="replace").partition("\n")[2]
+def _shape(part: Frame) -> tuple[int, int, int]:
+    return part.dtype, part.total, len(part.payload)
+
+
+def _told(part: Frame) -> str:
+    return _told_of(_shape(part))
+
+
+def _told_of(shape: tuple[int, int, int]) -> str:
+    dtype, total, _ = shape
+    return f"{total} bytes of {DTYPES[dtype]}"
 
 
 def _digest(text: str) -> bytes:

@@ -81,6 +81,9 @@ class HubServer:
         refuse_taken(listen)
         identity = folder.identity("hub")
         self._journal = Journal(folder.log_file, identity)
+        self._journal.write("started", listen=listen, sites=list(self.names))
+        if self._journal.failure:
+            raise OSError(f"{folder.log_file}: cannot be written: {self._journal.failure}")
         self._repeats = Repeats(self._journal.write)
         self._hub = Hub(self.names, self._repeats.write, grace_s)
         self._open: dict[str, int] = dict.fromkeys(self.names, 0)
@@ -130,10 +133,20 @@ class HubServer:
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
+            try:
+                self._look()
+            except Exception as error:  # whoever looks after the lines must not end
+                self._hub.end_all(f"the hub cannot go on: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        """Without a log, or without knowing who is revoked, nobody takes part."""
+        if self._journal.failure:
+            self._hub.end_all(self._no_log)
+        if self._journal.try_again():
             self._hub.watch(self._why_not_any_more)
-            self._end_ungreeted()
-            self._connections.look(self.port)
-            self._repeats.flush()
+        self._end_ungreeted()
+        self._connections.look(self.port)
+        self._repeats.flush()
 
     def _shut(self, host: str, why: str) -> None:
         self._repeats.write("refused", host=host, why=why)
@@ -154,6 +167,10 @@ class HubServer:
         finally:
             del self._ungreeted[context]
 
+    @property
+    def _no_log(self) -> str:
+        return f"the hub cannot write its log: {self._journal.failure}"
+
     def _line(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One stream of a site, from its greeting to its end."""
         peer = context.peer()
@@ -172,7 +189,8 @@ class HubServer:
             first = next(requests, b"")
         self._ended.wait(self._pace.wait_s(name_in(certificate)))
         name = self._admitted(certificate)  # the greeting may have come long after the stream
-        run, member, stream = self._hub.enter(name, Hello.of(unpacked(first)[0]))
+        hello = Hello.of(unpacked(first)[0])
+        run, member, stream = self._hub.enter(name, hello, context.peer())
         self._certificates[member] = certificate
         if not context.add_callback(lambda: self._hub.leave(run, member, stream)):
             self._hub.leave(run, member, stream)
@@ -195,6 +213,8 @@ class HubServer:
 
     def _admitted(self, certificate: Certificate) -> str:
         """Who it is, by its certificate: TLS has checked that it is of this star."""
+        if self._journal.failure:
+            raise RefusedError(self._no_log)
         if why := self._why_not(certificate):
             raise RefusedError(f"{name_in(certificate)!r} {why}")
         return name_in(certificate)

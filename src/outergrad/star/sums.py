@@ -34,6 +34,22 @@ def added(parts: Sequence[bytes | memoryview], dtype: int) -> bytes:
         raise MalformedError(f"what cannot be added up: {error}") from None
 
 
+def refuse_if_none(nbytes: int, dtype: int) -> None:
+    """Refuses bytes that are no numbers.
+
+    Args:
+        nbytes: how many there are.
+        dtype: place in `DTYPES`.
+
+    Raises:
+        MalformedError: it is none, or the last number is not whole.
+    """
+    if dtype >= len(DTYPES):
+        raise MalformedError(f"what cannot be added up: numbers of type {dtype}")
+    if nbytes % (2 if DTYPES[dtype] == BF16 else np.dtype(DTYPES[dtype]).itemsize):
+        raise MalformedError(f"what cannot be added up: {nbytes} bytes of {DTYPES[dtype]}")
+
+
 def _sum(numbers: Sequence[np.ndarray]) -> np.ndarray:
     wide = np.float64 if numbers[0].dtype.kind == "f" else np.int64
     total = numbers[0].astype(wide)

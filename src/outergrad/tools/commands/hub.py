@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,17 +175,53 @@ def verify(
     with star_errors():
         from outergrad.star.journal import TamperedError, verified
 
-        hub, parts, count = _folder(folder), defaultdict[str, _Parts](_Parts), 0
+        hub, starts, count = _folder(folder), [_Start()], 0
         try:
             for line in verified(log or hub.log_file, hub.certificate_file.read_text()):
                 count += 1
-                if line["what"] == "step":
-                    parts[f"run {line['run']}: {', '.join(line['sites'])}"].add(line)
+                if line["what"] == "started":
+                    starts.append(_Start(line["time"]))
+                else:
+                    starts[-1].add(line)
         except TamperedError as error:
             raise CheckError(str(error)) from None
         print(f"{count} lines, all signed by the hub, none changed or missing before the last")
-        for sites, found in parts.items():
-            print(f"{sites}: {found.count} steps")
+        for start in starts:
+            print(*start.told(), sep="\n", end="\n" if start.told() else "")
+
+
+class _Start:
+    """What the log says between two starts of the hub, each of which counts its runs anew.
+
+    Args:
+        at: when it started, if the log says so.
+    """
+
+    def __init__(self, at: float | None = None) -> None:
+        self._at, self._parts = at, defaultdict[str, _Parts](_Parts)
+        self._notes: list[str] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Takes one line of the log."""
+        if line["what"] == "step":
+            by = line.get("told by")
+            who = ", ".join(line["sites"]) + (f", by the word of {', '.join(by)}" if by else "")
+            self._parts[f"run {line['run']}: {who}"].add(line)
+        elif line["what"] == "incomplete":
+            self._notes.append(f"{line['lines']} lines could not be written: {line['why']}")
+        elif line["what"] == "recovered":
+            self._notes.append(
+                f"{line['cut_bytes']} bytes were cut off, of a line that was not whole"
+            )
+
+    def told(self) -> list[str]:
+        """Lines for the user; none where nothing happened that counts."""
+        found = [f"{who}: {part.count} steps" for who, part in self._parts.items()]
+        found += self._notes
+        if found and self._at is not None:
+            began = datetime.fromtimestamp(self._at, timezone.utc)
+            found.insert(0, f"hub started {began:%Y-%m-%d %H:%M:%S} UTC")
+        return found
 
 
 class _Parts:
