@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from outergrad.comm.standing import Standing
 from outergrad.star.frames import Frame, Kind, MalformedError
 
 MOST_BYTES = 1 << 30
@@ -32,6 +33,7 @@ _SEPARATOR = b"\n"
 _OWNED = re.compile(
     rb"(?:word|made|read by|made when others came|(?:made|read|step|brought) \d+) (\d{1,5})"
 )
+_WAY, _THERE = re.compile(rb"way to (\d+)"), b"there"
 _ASKED, _ANSWER = re.compile(rb"asked \d+"), re.compile(rb"answer (\d+)")
 _PIECE = re.compile(rb"(.*)/(\d{1,5})/\d+/\d+", re.DOTALL)
 _HEAD = re.compile(rb"(\d{1,5}) \d+ \d+")
@@ -79,6 +81,7 @@ class Slots:
         self._nbytes: Counter[tuple[int, Kind]] = Counter()
         self._troubled_at: float | None = None
         self._offered: set[str] = set()
+        self._shut_out: set[tuple[int, int]] = set()
 
     def offer(self, names: Sequence[str]) -> None:
         """These wait to be taken in: the only slot that is written more than once, by the hub."""
@@ -151,6 +154,9 @@ class Slots:
             question = self._contents.get(b"asked " + answer[1], b"")
             if _numbers_in(question).get("of") != writer:
                 raise MalformedError("an answer that another site was asked for")
+        elif (way := _WAY.fullmatch(key)) and content == _THERE:
+            if b"step %b %d" % (way[1], writer) not in self._contents:
+                raise MalformedError("that a step is on the board, which it has not put there")
         elif key == COMING.encode():
             raise MalformedError("who waits to be taken in, which the hub alone says")
         elif key == _COME and not self._offered.issuperset(
@@ -189,17 +195,26 @@ class Slots:
         if not self._offered.issuperset(coming):
             raise MalformedError("that sites come which do not wait")
         for rank in set(range(len(self._sites.names))) - set(ranks):
-            if not self._is_missed(rank) and self._text(f"made {rank}") == str(made):
-                raise MalformedError(f"that it goes on without {self._named(rank)}, which is there")
-            if not self._is_missed(rank) and not self._has_waited:
+            is_level = self._text(f"made {rank}") == str(made)
+            if not self._is_missed(rank) and (is_level or not self._has_waited):
+                self._note_shut_out(writer, rank)
                 return False
         return True
+
+    def _note_shut_out(self, writer: int, rank: int) -> None:
+        """No error: the word of a site may have come just when another had waited long enough."""
+        if (writer, rank) not in self._shut_out:
+            self._shut_out.add((writer, rank))
+            why = f"that it goes on without {self._named(rank)}, which is there"
+            self._tell("not taken", site=self._name(writer), why=why)
 
     def _is_missed(self, rank: int) -> bool:
         """Whether it is gone or was given up, or words of sites say that somebody missed it."""
         own = self._text(f"word {rank}")
-        if self._sites.is_gone(rank) or own == _GIVEN_UP:
-            return True
+        if self._sites.is_gone(rank) or (own is not None and Standing.of(own) is None):
+            return (
+                True  # given up, in its own words or those of others, or in none that can be read
+            )
         sites = range(len(self._sites.names))
         words = {site: _facts_in(self._text(f"word {site}") or "") for site in sites}
         if any(words[rank].get(key) for key in ("ended", "why", "timed_out")):

@@ -34,6 +34,7 @@ STEP_S = 30.0
 """How long to wait for what a step brought, and for the others to have it."""
 STAYS_S = 2.0
 """How long the site that holds the store waits until the others have read."""
+_DIGITS = 20
 GIVEN_UP, THERE, NOWHERE = "given up", "there", "nowhere"
 TROUBLE = "trouble"
 """The slot that says that some site has given up."""
@@ -67,6 +68,11 @@ def digest_of(content: bytes) -> str:
 def _brought_slot(goal: int, site: int) -> str:
     """Where a site writes the digest of what the last of so many steps brought."""
     return f"brought {goal} {site}"
+
+
+def _number(said: str) -> int:
+    """Steps that a site says it has made in the end; -1 where it says what is no number."""
+    return int(said) if said.isdecimal() and len(said) < _DIGITS else -1
 
 
 def _step_key(goal: int, site: int) -> str:
@@ -130,6 +136,7 @@ class Agreement:
             asked = set(words) - {self._rank} - ended
             said = yield from self._confirmed(asked)
             confirmed = ended | said.keys()
+            numbers |= {site: _number(text) for site, text in said.items()}
             if lacks and not liars:  # who has confirmed has said before what the step brought
                 liars = self._liars(words, (yield from self._said_of(goal, ahead)))
             if not liars:
@@ -241,7 +248,7 @@ class Agreement:
             return None
         lost = self._lost_as_seen_by(None, words, set(self._others) - words.keys())
         left = sorted(level - set(lost))
-        if not lost or len(left) < self._min_sites:
+        if not lost or len(left) < self._min_sites or self._rank not in left:
             return None
         text = yield First(GOING_ON, GoesOn.proposed(made, left))
         return GoesOn.of(text, self._rank, made)

@@ -12,7 +12,7 @@ from outergrad.star import slots
 from outergrad.star.frames import Kind, MalformedError
 from outergrad.star.greetings import Hello
 from outergrad.star.hub import RefusedError
-from outergrad.step.agreement import GIVEN_UP, TROUBLE, word_slot
+from outergrad.step.agreement import GIVEN_UP, THERE, TROUBLE, word_slot
 from outergrad.step.asking import Question, answer_key, asked_slot
 from outergrad.step.going_on import COME, COMING, GOING_ON, GoesOn
 
@@ -27,6 +27,7 @@ TEXTS = {
     "where it pauses": ("made when others came 0", "9"),
     "that it is in trouble": (TROUBLE, "0"),
     "a question": (asked_slot(0), QUESTION),
+    "that a step is there": ("way to 3", THERE),
     "who waits": (COMING, "d"),
     "who comes": (COME, "d"),
     "that others go on": (GOING_ON, GoesOn.proposed(3, [0, 1])),
@@ -156,8 +157,10 @@ def in_trouble(sites, lost=(), made=3):
 def test_no_site_shuts_out_one_that_is_there():
     first, second, bad, told = three()
     in_trouble([first, second, bad])
-    with refused(bad, "without 'a', which is there"):
-        bad.first(GOING_ON, GoesOn.proposed(3, [1, 2]))
+    for _ in range(3):
+        assert bad.first(GOING_ON, GoesOn.proposed(3, [1, 2])) == ""
+    why = "that it goes on without 'a', which is there"
+    assert told.of("not taken") == [{"run": 1, "site": "c", "why": why}]
     assert first.first(GOING_ON, GoesOn.proposed(3, [0, 1, 2]))
     assert told.of("goes on") == [{"run": 1, "by": "a", "sites": ["a", "b", "c"]}]
 
@@ -222,4 +225,4 @@ def test_the_hub_means_the_slots_that_sites_use():
     """The hub has words of its own for these, as it imports nothing of a step."""
     assert (slots._TROUBLE.decode(), slots._GIVEN_UP) == (TROUBLE, GIVEN_UP)
     assert (slots._GOING_ON.decode(), slots._COME.decode()) == (GOING_ON, COME)
-    assert slots.COMING == COMING
+    assert (slots.COMING, slots._THERE.decode()) == (COMING, THERE)
