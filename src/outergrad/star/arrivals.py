@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,47 @@ import numpy as np
 
 from outergrad.core.errors import ExchangeError
 from outergrad.star.frames import ALL, Frame, Kind
+from outergrad.star.window import cost_of
+
+EARLY_BYTES = 1 << 30
+"""Of one sender, besides: what it may have sent before this site has asked for anything."""
+_COLLECTIVES, _TIMES = 1 << 10, 4
+"""Of this site's last ones so much may come ahead: those of a step, and of the next."""
+
+
+class Early:
+    """What came before this site had asked for it: bounded, for each sender.
+
+    One that is ahead may send all messages of a step before this site has begun it. So the bound
+    follows from how much this site asked for lately; one that sends more lies.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes: Counter[int] = Counter()
+        self._asked: deque[int] = deque(maxlen=_COLLECTIVES)
+        self._room = EARLY_BYTES
+        self.refused: set[int] = set()
+        """Those that sent more: nothing of them is kept any more."""
+
+    def takes(self, frame: Frame) -> bool:
+        """Whether a part that nobody has asked for yet is kept; counts it."""
+        self._nbytes[frame.sender] += cost_of(frame)
+        if self._nbytes[frame.sender] > self._room:
+            self.refused.add(frame.sender)
+        return frame.sender not in self.refused
+
+    def ask(self, sizes: Mapping[int, int], early: Mapping[int, int]) -> None:
+        """This site has started a collective.
+
+        Args:
+            sizes: bytes from each sender.
+            early: of these, what had come before.
+        """
+        self._nbytes.subtract(early)
+        if len(self._asked) == _COLLECTIVES:
+            self._room -= _TIMES * self._asked[0]
+        self._asked.append(max(sizes.values(), default=0))
+        self._room += _TIMES * self._asked[-1]
 
 
 @dataclass
@@ -54,6 +96,16 @@ class Arrival:
         self._error: ExchangeError | None = None
         self.changes = 0
         """Counts the parts that have come."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether this site has started the collective."""
+        return self._kind is not None
+
+    def early_bytes(self) -> dict[int, int]:
+        """How much of each sender came before that."""
+        early = {sender: message.early for sender, message in self._messages.items()}
+        return {sender: sum(map(cost_of, frames)) for sender, frames in early.items()}
 
     def take(self, frame: Frame) -> None:
         """A part of a message has come."""

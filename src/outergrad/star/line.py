@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from outergrad.core.errors import ExchangeError, Failure
-from outergrad.star.arrivals import Arrival
+from outergrad.star.arrivals import Arrival, Early
 from outergrad.star.frames import ALL, DATA, Frame, Kind, packed, unpacked
 from outergrad.star.greetings import Hello, Welcome
 from outergrad.star.outgoing import Outgoing
@@ -51,6 +51,7 @@ class Line(Telling):
         self._out = Outgoing(self._pipe, self._window)
         self._numbers: Counter[int] = Counter()
         self._arrivals: defaultdict[tuple[int, int], Arrival] = defaultdict(Arrival)
+        self._early = Early()
         self._questions = Questions()
         self._owed, self._hurried = 0, False
         self._moved_at = 0.0
@@ -129,7 +130,9 @@ class Line(Telling):
 
     def _hear(self, frame: Frame) -> None:
         if frame.kind in DATA:
-            self._arrivals[frame.lane, frame.number].take(frame)
+            arrival = self._arrivals.get((frame.lane, frame.number))
+            if (arrival and arrival.is_expected) or self._early.takes(frame):
+                self._arrivals[frame.lane, frame.number].take(frame)
         elif frame.kind == Kind.ANSWER:
             self._questions.take(frame)
         elif frame.kind == Kind.INVITED:
@@ -176,6 +179,7 @@ class Line(Telling):
         """
         with self.changed:
             arrival = self._arrivals[place.lane, place.number]
+            self._early.ask(sizes, arrival.early_bytes())
             arrival.expect(place.kind, sizes)
             return arrival
 
@@ -223,6 +227,7 @@ class Line(Telling):
         while missing := arrival.missing():
             self._raise_failure()
             self._raise_gone(missing)
+            self._raise_refused(missing)
             now = time.monotonic()
             if arrival.changes != seen:
                 since, seen = now, arrival.changes
@@ -236,6 +241,11 @@ class Line(Telling):
         gone = sorted(self.gone if ALL in missing else missing & self.gone.keys())
         if gone:
             raise ExchangeError(Failure.CLOSED.value, gone, kind=Failure.CLOSED)
+
+    def _raise_refused(self, missing: set[int]) -> None:
+        if refused := sorted(missing & self._early.refused):
+            who = ", ".join(self.names[site] for site in refused)
+            raise ExchangeError(f"{who} sent far more than this site has asked for", refused)
 
     def _raise_failure(self) -> None:
         if self.failure is not None:

@@ -212,9 +212,7 @@ class Slots:
         """Whether it is gone or was given up, or words of sites say that somebody missed it."""
         own = self._text(f"word {rank}")
         if self._sites.is_gone(rank) or (own is not None and Standing.of(own) is None):
-            return (
-                True  # given up, in its own words or those of others, or in none that can be read
-            )
+            return True  # its word is that it was given up, or cannot be read
         sites = range(len(self._sites.names))
         words = {site: _facts_in(self._text(f"word {site}") or "") for site in sites}
         if any(words[rank].get(key) for key in ("ended", "why", "timed_out")):
