@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outergrad.comm.backends import has_backend
+from outergrad.comm.backends import has_backend, is_gloo, store_of
 from outergrad.comm.board import StoreBoard
 from outergrad.comm.cost import ADDED_BYTES, RingCost
 from outergrad.comm.last_words import LastWords
@@ -64,6 +64,8 @@ class TorchComm(Comm):
         self._as_sum = dist.AllreduceOptions()
         self._as_sum.asyncOp = True
         self._turn = 0
+        self._store: dist.Store | None = None
+        self._is_gloo = is_gloo(group)
         self._posted: dict[int, deque[_Receiving]] = {}
         """Receives that no exchange has taken yet, by tag."""
         self._host = torch.device("cpu") if has_backend(group, "cpu") else device
@@ -74,8 +76,10 @@ class TorchComm(Comm):
         self.pace = Pace(timeout if self._wire.type == "cpu" else None)
         self.patience_s = (timeout or _PATIENCE).total_seconds()
         if self.world_size > 1 and self._wire.type == "cpu":
-            store = group.get_group_store()
-            self.board, self.holds_board = StoreBoard(store), ends_with(self.rank, store)
+            self._store = store_of(group)
+            if self._store is not None:
+                self.board = StoreBoard(self._store)
+                self.holds_board = ends_with(self.rank, self._store)
 
     def all_reduce(self, t: Tensor) -> Ready | TorchWork:
         """Sums t over the sites in place, on its own device.
@@ -145,7 +149,7 @@ class TorchComm(Comm):
             dtype: of it.
             lane: as for `all_gather`.
         """
-        if self.world_size > 1 and self._wire.type == "cpu":
+        if self.world_size > 1 and self._is_gloo and self._wire.type == "cpu":
             tag = tag_of(turn, lane)
             parts = [room(torch.empty(0, dtype=dtype), size, r) for r, size in enumerate(sizes)]
             with if_open():  # whoever waits for the exchange hears of a site that is gone
@@ -254,16 +258,22 @@ class TorchComm(Comm):
         None if the store of the group is gone; `LastWords` explains the arguments.
         """
         words = self._last_words(session)
+        if words is None:
+            self.close()
+            return None
         words.leave(text)  # first: who finds a connection closed may look for it
         self.close()
         return words.gather(enough, patience_s, final)
 
-    def notes(self, session: int) -> LastWords:
+    def notes(self, session: int) -> LastWords | None:
         """Where a site that leaves in order leaves word of it, without much waiting."""
         return self._last_words(session, _BRIEFLY_S)
 
-    def _last_words(self, session: int, limit_s: float | None = None) -> LastWords:
-        store = self.group.get_group_store()
+    def _last_words(self, session: int, limit_s: float | None = None) -> LastWords | None:
+        """None where sites have no store to leave something in."""
+        store = store_of(self.group) if self._store is None else self._store
+        if store is None:
+            return None
         return LastWords(store, self.rank, self.world_size, session, limit_s)
 
     def close(self) -> None:
@@ -271,8 +281,8 @@ class TorchComm(Comm):
 
         gloo has no call for it, but closes them when a receive is not answered in time.
         """
-        if self._host.type != "cpu" or not has_backend(self.group, "cpu"):
-            with suppress(RuntimeError):
+        if self._host.type != "cpu" or not self._is_gloo:
+            with suppress(RuntimeError, AttributeError, NotImplementedError):
                 self.group.abort()
             return
         for other in self._others:

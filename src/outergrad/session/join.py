@@ -31,6 +31,11 @@ from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
 from outergrad.step.step import SharedStep
 
+_COUNTS_TWICE = (
+    "divide_by_initial_world_size=True counts sites, and weighting='samples' samples, of which one "
+    "that has run out has none: leave one of them out"
+)
+
 
 class _JoinedHere(threading.local):
     """The sessions whose `join` a thread is in, from the outermost on."""
@@ -205,12 +210,13 @@ class Joining(GoingOn):
     # -- what is checked ------------------------------------------------------------------------
 
     def _refuse_join(self, *, divides_by_all: bool) -> None:
-        objections = self._objections(divides_by_all=divides_by_all)
+        counts_twice = divides_by_all and not self._weighting.is_even, _COUNTS_TWICE
+        objections = (*self._objections(), counts_twice)
         why = next((why for holds, why in objections if holds), None)
         if why is not None:
             raise RuntimeError(f"session.join(): {why}")
 
-    def _objections(self, *, divides_by_all: bool) -> Iterator[tuple[bool, str]]:
+    def _objections(self) -> Iterator[tuple[bool, str]]:
         yield not self._attached, "the session is detached: call og.distribute() again"
         yield self._join != Join.NONE, "this loop is in it already; use one around the other"
         yield (
@@ -238,12 +244,6 @@ class Joining(GoingOn):
             not self._cadence.always,
             "a method with every=k shares nothing in most steps, in which the others could not "
             "hear that a site has run out: use every=1",
-        )
-
-        yield (
-            divides_by_all and not self._weighting.is_even,
-            "divide_by_initial_world_size=True counts sites, and weighting='samples' samples, of "
-            "which one that has run out has none: leave one of them out",
         )
 
     def _watch_loop(self) -> LoopWatch:
