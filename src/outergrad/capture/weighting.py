@@ -87,7 +87,7 @@ class Weighting:
         """
         if self._kind != "samples":
             raise RuntimeError("samples(n) needs og.distribute(..., weighting='samples')")
-        if int(n) != n or n < 0:
+        if not isinstance(n, int | float | Tensor) or int(n) != n or n < 0:
             raise ValueError(f"samples({n}): pass a whole number, 0 or more")
         self._said = (self._said or 0) + int(n)
 

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -24,10 +25,17 @@ def recorders_of(given: Recorders) -> tuple[Recorder, ...]:
     """
     if given is None:
         return ()
+    if isinstance(given, str | Path):
+        raise TypeError(f"recorder={str(given)!r}: pass a recorder, as og.JSONL({str(given)!r})")
     several: tuple[Any, ...] = (given,)
     if isinstance(given, Sequence) and not _records(given):
         several = tuple(given)
     for recorder in several:
+        if isinstance(recorder, type):
+            raise TypeError(
+                f"recorder is the class {recorder.__name__}: pass an object, as "
+                f"og.{recorder.__name__}(...)"
+            )
         if not _records(recorder):
             raise TypeError(
                 f"recorder={recorder!r} has no method record(event); use og.JSONL(path), "

@@ -28,6 +28,16 @@ from outergrad.messages.checksum import combined
 from outergrad.methods.local_steps import LocalSteps
 from outergrad.record.recorders import Recorders, recorders_of
 from outergrad.session import drift as _drift
+from outergrad.session.arguments import (
+    refuse_group,
+    refuse_inference_mode,
+    refuse_max_bad_steps,
+    refuse_mesh,
+    refuse_model,
+    refuse_rules,
+    refuse_transport,
+    time_span,
+)
 from outergrad.session.capable import refuse_incapable, transport_lines
 from outergrad.session.choosing import measured_flops
 from outergrad.session.description import describe
@@ -39,7 +49,7 @@ from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Mesh, levels_of
 from outergrad.session.pricing import settle, settle_again
 from outergrad.session.session import Session
-from outergrad.session.settings import Settings, check_settings, time_span
+from outergrad.session.settings import Settings, check_settings
 from outergrad.session.topology import Topology, opened
 from outergrad.session.transform_checks import capturing, check_transform, refuse_unfit
 from outergrad.session.usual_method import usual_method
@@ -133,15 +143,36 @@ def distribute(
         RuntimeError: there is no process group, or none of what another transport needs.
         SiteLostError: another site does not come, or went.
     """
-    model, not_auto = _uncompiled(model), ""
-    topology = _topology(transport, group, mesh, _device(model), time_span(timeout))
+    refuse_transport(transport)  # and what else this site cannot reach the others without
+    if transport is None:  # another one says itself what it goes by
+        refuse_group(group)
+        refuse_mesh(mesh)
+    error, not_auto, span, device = None, "", None, torch.device("cpu")
+    try:
+        refuse_model(model)
+        model = _uncompiled(model)
+        device = _device(model)
+        span = time_span(timeout)
+    except (ValueError, TypeError) as raised:
+        error = raised
+    try:
+        topology = _topology(transport, group, mesh, device, span)
+    except (ValueError, RuntimeError):
+        if error is not None:
+            raise error from None
+        raise
     comm = topology.site
     if method is None:
         goes_on = comm.min_sites is not None
         method, not_auto = usual_method(mesh=mesh, transform=transform, goes_on=goes_on)
     refuse_lost(comm.key)
-    error, inspection, recorders = None, None, ()
+    inspection, recorders = None, ()
     try:
+        if error is not None:
+            raise error
+        refuse_inference_mode()
+        refuse_rules(rules)
+        refuse_max_bad_steps(max_bad_steps)
         recorders = recorders_of(recorder)
         check_transform(transform)
         inspection = topology.look_at(model, capturing(method, transform), rules)
@@ -278,12 +309,7 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     """What `torch.compile(model)` stands around: parameters go by their names in the plain model.
 
     By the name of its class: importing it takes a second.
-
-    Raises:
-        TypeError: it is no model.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: pass a torch.nn.Module first, then the method")
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model  # type: ignore[return-value]
 
 

@@ -279,11 +279,21 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"buffer {name!r} is expanded: register a .contiguous() copy of it")
 
 
+def _claimed(name: str, params: dict[str, nn.Parameter]) -> str:
+    """What to do about a parameter that is another session's."""
+    if all(is_claimed(p) for p in params.values() if p.requires_grad):
+        return f"{name!r} is distributed already: call session.detach() first"
+    return (
+        f"{name!r} is distributed already, with another model that shares it: distribute both "
+        f"as one in place of each, og.distribute(torch.nn.ModuleList([first, second]))"
+    )
+
+
 def _check_parameters(params: dict[str, nn.Parameter]) -> None:
     first, home = next(iter(params.items()))
     for name, p in params.items():
         if is_claimed(p):
-            raise ValueError(f"{name!r} is distributed already: call session.detach() first")
+            raise ValueError(_claimed(name, params))
         if type(p).__name__ == "DTensor":  # by name: its import costs half a second
             raise ValueError(
                 f"{name!r} is a DTensor, but its module is not one of fully_shard(): of sharded "
@@ -291,6 +301,11 @@ def _check_parameters(params: dict[str, nn.Parameter]) -> None:
             )
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} has no shape yet: run one forward of the lazy module first")
+        if p.is_meta:
+            raise ValueError(
+                f"{name!r} is on meta and has no values: call model.to_empty(device=...) and "
+                f"initialise or load it first"
+            )
         if p.device != home.device:
             raise ValueError(
                 f"{name!r} is on {p.device}, {first!r} on {home.device}: a model must be on one "

@@ -91,6 +91,11 @@ class Joining(GoingOn):
         if not self._several:
             yield
             return
+        if step is not None and not callable(step):
+            raise TypeError(
+                f"session.join(step=a {type(step).__name__}): pass what the loop does after each "
+                f"backward, as step=optimizer.step"
+            )
         self._refuse_join(divides_by_all=divide_by_initial_world_size)
         watch = self._watch_loop()
         self._join, self._has_left, self._last_active = Join.INSIDE, False, 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from outergrad.capture import weighting as _weighting
 from outergrad.capture.weighting import Weighting
@@ -82,18 +81,3 @@ def check_settings(
 def _check_one_of(setting: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(f"{setting}={value!r}: pass one of {', '.join(known)}")
-
-
-def time_span(timeout: float | timedelta | None) -> timedelta | None:
-    """The seconds that `distribute` was given.
-
-    Raises:
-        ValueError: they are not above 0.
-    """
-    if timeout is None or isinstance(timeout, timedelta):
-        span = timeout
-    else:
-        span = timedelta(seconds=timeout)
-    if span is not None and span <= timedelta():
-        raise ValueError(f"timeout={timeout!r}; use seconds above 0, or a timedelta")
-    return span

@@ -31,6 +31,11 @@ def check_transform(transform: Any) -> None:
     """
     if transform is None:
         return
+    if isinstance(transform, type):
+        raise TypeError(
+            f"transform is the class {transform.__name__}: pass an object, "
+            f"{transform.__name__}(...)"
+        )
     needs = [getattr(transform, f"needs_{what}", None) for what in ("samples", "all_layers")]
     flags = [*needs, getattr(transform, "forms", False)]
     if not callable(transform) or not all(type(flag) is bool for flag in flags):

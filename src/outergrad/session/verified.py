@@ -63,6 +63,12 @@ class Verified(Watching):
             SiteLostError: another site does not come, or went.
         """
         self._refuse_make_equal()
+        wrong = next((one for one in optimizers if not isinstance(one, Optimizer)), None)
+        if wrong is not None:
+            raise TypeError(
+                f"session.make_equal(a {type(wrong).__name__}): pass optimizers, one after the "
+                f"other: session.make_equal(first, second)"
+            )
         if not self._several:
             return False
         self._require_group()

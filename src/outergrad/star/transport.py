@@ -60,10 +60,18 @@ class Star:
 
     def __post_init__(self) -> None:
         """Checks the settings."""
+        for name, value in (("hub", self.hub), ("kit", self.kit)):
+            kinds = str if name == "hub" else str | os.PathLike
+            if value is not None and not isinstance(value, kinds):
+                raise TypeError(f"og.Star: {name}={value!r}: pass a text, or None")
+        if type(self.wait_s) not in (int, float) or not 0 < self.wait_s < float("inf"):
+            raise ValueError(f"og.Star: wait_s={self.wait_s!r}: pass seconds above 0")
+        if type(self.blind) is not bool:
+            raise ValueError(f"og.Star: blind={self.blind!r}: pass True or False")
         if self.when_lost not in get_args(WhenLost):
             raise ValueError(f"og.Star: when_lost={self.when_lost!r}: pass 'raise' or 'go on'")
-        if self.min_sites < FEWEST_SITES:
-            raise ValueError(f"og.Star: min_sites={self.min_sites}: sites go on from 2 on")
+        if type(self.min_sites) is not int or self.min_sites < FEWEST_SITES:
+            raise ValueError(f"og.Star: min_sites={self.min_sites!r}: sites go on from 2 on")
 
     def open(
         self, device: torch.device, *_: Any, timeout: timedelta | None = None, **__: Any

@@ -1,0 +1,160 @@
+"""What `distribute` is given, and what people pass in its place: one line each, with the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_LONGEST = 100
+"""Characters of a value that an error shows."""
+
+
+def shown(value: object) -> str:
+    """A value in an error: what it is, and no weights."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):
+        items = value.values() if isinstance(value, Mapping) else value
+        inside = sorted({type(item).__name__ for item in items})
+        return f"a {type(value).__name__} of {len(value)} {' and '.join(inside)}".rstrip()
+    text = value.__name__ if isinstance(value, type) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def refuse_model(model: Any) -> None:
+    """Checks that it is a model.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"model is the class {model.__name__}: pass an object, {model.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={shown(model)}: pass a torch.nn.Module first, then the method")
+
+
+def refuse_inference_mode() -> None:
+    """Checks that what is made now can be trained.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "og.distribute() inside torch.inference_mode(), in which nothing can be trained: call "
+            "it outside"
+        )
+
+
+def refuse_max_bad_steps(value: Any) -> None:
+    """Checks how many bad steps there may be.
+
+    Raises:
+        ValueError: it is no number of steps.
+    """
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(
+            f"max_bad_steps={shown(value)}: pass a number of steps, 0 or more, or None"
+        )
+
+
+def refuse_rules(rules: Any) -> None:
+    """Checks that rules are by types of layers.
+
+    Raises:
+        TypeError: they are not.
+    """
+    remedy = "pass {**og.RULES, MyLayer: MyRule()}"
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"rules={shown(rules)}: {remedy}")
+    for layer, rule in rules.items():
+        if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
+            raise TypeError(f"rules={{{shown(layer)}: ...}} is not by a class of layers: {remedy}")
+        if isinstance(rule, type) or not callable(getattr(rule, "slots", None)):
+            raise TypeError(f"rules={{{layer.__name__}: {shown(rule)}}} is no rule: {remedy}")
+
+
+def refuse_transport(transport: Any) -> None:
+    """Checks that a transport can be opened.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(transport, type):
+        raise TypeError(
+            f"transport is the class {transport.__name__}: pass an object, as "
+            f"og.{transport.__name__}(...)"
+        )
+    if transport is not None and not callable(getattr(transport, "open", None)):
+        raise TypeError(
+            f"transport={shown(transport)}: pass an object, as og.Star('site.kit'), or None for "
+            f"torch.distributed"
+        )
+
+
+def refuse_group(group: Any) -> None:
+    """Checks that this rank can reach others by a group.
+
+    Raises:
+        TypeError: it is no process group.
+        ValueError: this rank is none of it.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER or group == -100:
+        raise ValueError(
+            "this rank is not in group=: call og.distribute() on the ranks of the group alone, or "
+            "pass each rank a group that it is in"
+        )
+    if callable(getattr(group, "get_group", None)):
+        raise TypeError(
+            f"group is a {type(group).__name__}: pass mesh= with the dimensions 'site' and "
+            f"'local', or group=mesh.get_group(name)"
+        )
+    raise TypeError(
+        f"group={shown(group)}: pass a process group, as torch.distributed.new_group(ranks) "
+        f"returns it, or None for the default group"
+    )
+
+
+def refuse_mesh(mesh: Any) -> None:
+    """Checks that a mesh is one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if mesh is not None and not callable(getattr(mesh, "get_group", None)):
+        raise TypeError(
+            f"mesh={shown(mesh)}: pass a torch.distributed.device_mesh.DeviceMesh with the "
+            f"dimensions 'site' and 'local', or group= for sites of one rank"
+        )
+
+
+_LONGEST_S = timedelta.max.total_seconds() / 1000
+"""What adds up to something that a timedelta can still be."""
+
+
+def time_span(timeout: Any) -> timedelta | None:
+    """The seconds that `distribute` was given.
+
+    Raises:
+        ValueError: they are not above 0.
+        TypeError: they are no number of seconds.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | timedelta):
+        raise TypeError(f"timeout={shown(timeout)}: pass seconds, as 60.0, or a timedelta")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not (math.isfinite(seconds) and 0 < seconds <= _LONGEST_S):
+        raise ValueError(
+            f"timeout={timeout!r}; use seconds above 0, or a timedelta, or None for the timeout of "
+            f"the process group"
+        )
+    return timedelta(seconds=seconds)
