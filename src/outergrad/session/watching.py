@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -18,10 +19,23 @@ from outergrad.capture.changes import Change, Look, ModelWatch, overwritten
 from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.capture.class_swap import CallSwap
 from outergrad.capture.engine import NO_TASK, at_end_of_backward, current_task, untraced
+from outergrad.capture.failed_backwards import (
+    FailedBackward,
+    ignore_failures,
+    listen_to_failures,
+    now,
+)
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.capture.parameters import hold_again
+from outergrad.core.errors import ExchangeError
+from outergrad.core.transport import Comm
+from outergrad.session.inspect import Inspection
 from outergrad.session.join import Joining
+from outergrad.session.settings import Settings
 from outergrad.step import param_grad
+from outergrad.step.cadence import Share
+from outergrad.step.header_builder import Loop
+from outergrad.step.joint import JointStep, Point, described
 from outergrad.step.repeated import RepeatedStep
 from outergrad.step.step import SharedStep
 from outergrad.step.unsynced import UnsyncedStep
@@ -40,6 +54,15 @@ class Watching(Joining):
     _model_watch: Callable[[], ModelWatch | None] = staticmethod(lambda: None)
     _thread = 0
     _called = _began = False
+    _last_begun = 0
+    """When a backward of this model last had its first event, by `failed_backwards.now`."""
+
+    def __init__(
+        self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
+    ) -> None:
+        super().__init__(inspection, comm, fingerprint, settings)
+        self._raised_early: list[tuple[Share, list[Point]]] = []
+        """Of each backward that raised before its first event, what it would have shared."""
 
     def watch(self, model: nn.Module, watch: ModelWatch) -> None:
         """Looks at a model from now on."""
@@ -50,6 +73,8 @@ class Watching(Joining):
         except TypeError:  # a class that allows no subclass: backward and optimizers remain
             self._kept_watch = watch
         look_at_steps(self)
+        if self._several:
+            listen_to_failures(self)
         if self._batch is not None:
             self._batch.watch(model)
 
@@ -73,6 +98,7 @@ class Watching(Joining):
     def _forget_model(self) -> None:
         """The session ends, and holds on to no node of autograd."""
         look_away(self)
+        ignore_failures(self)
         if self._batch is not None:
             self._batch.remove()
         watch = self._model_watch()
@@ -168,6 +194,66 @@ class Watching(Joining):
             finally:
                 self._close(step)
         self._take_note(step)
+
+    # -- a backward that raised before its first event -------------------------------------------
+
+    def _begin(self, task: int) -> Any:
+        self._last_begun = now()
+        return super()._begin(task)
+
+    def on_failed_backward(self, failed: FailedBackward) -> None:
+        """Counts it as a step that raised here.
+
+        The others wait for it, and must not be given the next one of this site in its place.
+        """
+        if self._last_begun > failed.began or self._group.lost is not None:
+            return
+        if not (self._attached and self._synchronise and self._several):
+            return
+        nodes = failed.nodes()
+        if not any(watched.node in nodes for watched in self._watched.values()):
+            return
+        before = self._accumulator.take(set())
+        share = self._cadence.due_parts(NO_TASK, set(), before, rows=True).due
+        self._forget_pass(None)
+        if share is not None:
+            points = [] if self._joint is None else self._joint.points_in(nodes)
+            self._raised_early.append((share, points))
+            self._group.running.append(self)
+
+    def end_unfinished(self, *, unless: int) -> None:
+        """Ends a step whose backward raised here, so that all sites are in step again."""
+        if self._raised_early and not isinstance(self._step, SharedStep | RepeatedStep):
+            self._end_raised_early()
+        else:
+            super().end_unfinished(unless=unless)
+
+    def _end_raised_early(self) -> None:
+        """Gives up, with the other sites, a step that this site never began."""
+        (share, points), *self._raised_early = self._raised_early
+        self._group.running.remove(self)
+        self._hear_of_end()
+        if self._group.lost is not None:
+            return
+        loop = Loop(0, self._join, self._buffers.none_written())
+        header, joint = share.header_builder.absent(self._stats.step, loop), None
+        if self._joint is not None:
+            header = replace(header, joint=described(points))
+            joint = JointStep(points, self._comm, header, self._joint.params)
+        about = {"model": share.model, "planner": share.planner, "joint": joint}
+        before, step = self._step, None
+        try:
+            step = self._step = self._new_step(header, **about)
+            step.abandon()
+        except ExchangeError as error:
+            self._give_up(error)
+        finally:
+            self._group.untold = None  # the loop knows that this step is void
+            self._step = before
+            if step is not None:
+                self._group.running.remove(self)
+                self._follow_up(step)
+                self._take_note(step)
 
     # -- hooks that were held -------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ has a delta of its own there, delta_s. With `joint=True` all sites go on with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from outergrad.capture.class_swap import ClassSwap
 from outergrad.capture.engine import will_run
@@ -65,6 +66,10 @@ class JointParts:
     def points(self) -> list[Point]:
         """Those that the current backward reaches, in the order of forward."""
         return [point for point in self._points if will_run(point.node())]
+
+    def points_in(self, nodes: Collection[Node]) -> list[Point]:
+        """Those at some of these nodes, in the order of forward."""
+        return [point for point in self._points if point.node() in nodes]
 
     def _joined(self, name: str, module: nn.Module) -> ClassSwap:
         def forward(*args: Any, **kwargs: Any) -> Any:
