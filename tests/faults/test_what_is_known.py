@@ -253,6 +253,51 @@ def test_the_third_site_ends_its_session_after_the_step(faulty, name):
     assert error.step == 3
 
 
+WIDER = mlp(6, 24, 24, 5)
+WAITING = {
+    "powersgd": og.PowerSGD(rank=2),
+    "rank-dad, all_reduce": og.RankDAD(rank=2, reduce="all_reduce"),
+    "rank-dad, sides in turn": og.RankDAD(rank=2, reduce="alternate"),
+    "sparse, random": og.Sparse(density=0.1, select="random", always=True),
+    "edad": og.EDAD(always=True),
+    "edad blocks": og.EDAD(blocks=["0"], inputs="raw", always=True),
+    "local steps of powersgd": og.LocalSteps(1, method=og.PowerSGD(rank=2)),
+}
+"""Methods whose steps wait for votes, or may."""
+
+
+@pytest.mark.parametrize("heard_by", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("ends", ["detach", "state_dict", "flush"])
+@pytest.mark.parametrize("name", WAITING)
+def test_a_site_dies_in_the_vote_on_the_last_step(faulty_transport, name, ends, heard_by):
+    """Who has heard its vote has made the step, and goes when the others have made it, too."""
+
+    def body(rank, group):
+        model = copy.deepcopy(WIDER)
+        optimizer = SGD(model.parameters(), lr=0.01)
+        session = og.distribute(model, WAITING[name], group=group, timeout=1.0)
+        train(model, optimizer, rank, 4)
+        error = None
+        try:
+            if rank == 2:
+                own_comm().dies_after_vote_to = heard_by
+            train(model, optimizer, rank, 1)
+            assert rank < 2, "the steps of this method wait for no votes"
+            getattr(session, ends)()
+        except (og.SiteLostError, Died) as raised:
+            error = raised
+        if not isinstance(error, Died):
+            session.detach()
+        start = getattr(session, "_start", dict(model.named_parameters()))
+        return error, session.stats().step, [p.detach().clone() for p in start.values()]
+
+    (first, made, params), (second, made_too, other), _ = run_ranks(3, body)
+    assert same(params, other), (first, second)
+    assert made == made_too == 5
+    for error in (first, second):
+        assert error is None or error.sites == (2,)
+
+
 def test_two_models_on_one_group_are_not_taken_for_each_other(faulty):
     """Site 0 has made more steps of the other model than site 1 was to make of this one."""
 

@@ -85,18 +85,19 @@ class Settling(GivingUp):
         if self._votes.is_settled or group.lost is not None or group.pact.frozen:
             return
         told: DriftError | RuntimeWarning | None
-        about = self._votes.about
+        about, compared = self._votes.about, self._votes.are_compared
         try:
             told = self._count_at_end(ANSWERS_S, min(STAYS_S, self._comm.patience_s))
         except ExchangeError as error:
-            told = self._unknown(about, error.sites, error)
+            told = None if compared else self._unknown(about, error.sites, error)
         if told is not None:
             warnings.warn(str(told), RuntimeWarning, stacklevel=2)
 
     def _settle_at_end(self) -> DriftError | RuntimeWarning | None:
         """The same when the session ends: who is lost then, the others are told."""
         group = self._group
-        about = "" if group.lost is not None or self._votes.is_settled else self._votes.about
+        is_known = group.lost is not None or self._votes.are_compared
+        about = "" if is_known else self._votes.about
         try:
             if group.lost is None:
                 self._hear_of_end()

@@ -121,6 +121,8 @@ class LateStep:
         if self._pact is not None and decision.verdict != Verdict.SURPRISED:
             own = self.context.header.fingerprint
             self._pact.makes(own, None, applied=decision.good)
+            if decision.good:
+                self._votes.note_decided(self.context.header.step)
         return decision
 
     def _raise_drift(self, decision: Decision) -> None:

@@ -31,6 +31,7 @@ class LateVotes:
     def __init__(self) -> None:
         self._ballot: Ballot | None = None
         self._step: Any = None
+        self._decided: int | None = None
         self._left = 0
         self.digest: SupportsInt = 0
         self.first: int | None = None
@@ -38,6 +39,11 @@ class LateVotes:
     @property
     def is_settled(self) -> bool:
         """Whether all sites are known to have made the last step."""
+        return self._step is None and self._decided is None
+
+    @property
+    def are_compared(self) -> bool:
+        """Whether all sites are known to have received the same in the last step."""
         return self._step is None
 
     @property
@@ -53,6 +59,8 @@ class LateVotes:
     @property
     def about(self) -> str:
         """The steps since the last vote, in words."""
+        if self._decided is not None:
+            return f"step {self._decided}"
         assert self._ballot is not None
         last = self._ballot.step
         several = self.first is not None and self.first != last
@@ -66,13 +74,17 @@ class LateVotes:
             step: what may be asked of it.
             digest: the ballot's, if the caller has it already.
         """
-        self._ballot, self._step = ballot, step
+        self._ballot, self._step, self._decided = ballot, step, None
         if ballot.is_cast:
             self._left, self.first, self.digest = _EVERY - 1, None, 0
         else:
             first = ballot.step if self.first is None else self.first
             self.digest = ballot.digest if digest is None else digest
             self._left, self.first = self._left - 1, first
+
+    def note_decided(self, step: int) -> None:
+        """All have voted for a step, which counts; others may still wait for a vote on it."""
+        self._decided = step
 
     def make(self, ballot: Ballot, step: Any, pact: Pact) -> None:
         """A step whose messages all were good is made here; the sites vote on it if that is due.
@@ -122,7 +134,7 @@ class LateVotes:
 
     def forget(self) -> None:
         """Nobody will ask for the last step any more."""
-        self._ballot = self._step = None
+        self._ballot = self._step = self._decided = None
 
     def restart(self) -> None:
         """All sites are equal again, whatever came before."""
