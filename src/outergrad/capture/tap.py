@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outergrad.capture.engine import current_task, is_nested, untraced
 from outergrad.capture.parameters import WatchedParameter, is_wanted
+from outergrad.capture.untappable import keeps_products
 from outergrad.core.types import Call, Factors, Slot
 from outergrad.linalg.gradients import add_gradients
 
@@ -38,9 +39,11 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, a: Tensor, layer: Any, slot: int, *params: Tensor) -> Tensor:
-        """Keeps a, and returns y itself."""
+        """Keeps a, and returns y itself, or a copy where somebody else keeps y."""
         ctx.save_for_backward(a)
         ctx.layer, ctx.slot, ctx.born_in = layer, slot, current_task()
+        if keeps_products():
+            return y.clone()
         ctx.mark_dirty(y)
         return y
 

@@ -15,20 +15,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.utils import stateless
+from torch.utils import checkpoint as _checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from outergrad.capture.engine import untraced
+from outergrad.messages.raw import ORDINARY, annotates
 
 _MODES = torch._C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-_ORDINARY = {Tensor, nn.Parameter}
-_USUAL_DISPATCH = getattr(Tensor, "__torch_dispatch__")  # noqa: B009  # pyright would bind it
+_ORDINARY = ORDINARY
+_SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
 
 
 @untraced
@@ -95,7 +98,7 @@ def why_untappable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def is_annotated(t: Tensor) -> bool:
     """Whether it is of a subclass that only says something about it."""
-    return type(t) not in _ORDINARY and _annotates(type(t))
+    return type(t) not in _ORDINARY and annotates(type(t))
 
 
 def plain(t: Tensor) -> Tensor:
@@ -142,7 +145,7 @@ class Annotating:
         tensors = _tensors(args, kwargs)
         kinds = {type(t) for t in tensors} - _ORDINARY
         fits = all(t.layout is torch.strided and not _is_nested(t) for t in tensors)
-        if is_transformed() or not (fits and all(map(_annotates, kinds))):
+        if is_transformed() or not (fits and all(map(annotates, kinds))):
             return False
         unknown = {kind for kind in kinds if _has_own_function(kind)} - self._found.keys()
         if unknown:
@@ -181,15 +184,20 @@ def _is_nested(t: Tensor) -> bool:
         return t.is_nested
 
 
-def _annotates(kind: type) -> bool:
-    """Whether PyTorch computes with its tensors, and not the class."""
-    return getattr(kind, "__torch_dispatch__", None) is _USUAL_DISPATCH
-
-
 def _has_own_function(kind: type) -> bool:
     own = vars(next(c for c in kind.__mro__ if "__torch_function__" in vars(c)))
     usual = (vars(Tensor)["__torch_function__"], torch._C._disabled_torch_function_impl)
     return own["__torch_function__"] not in usual
+
+
+def keeps_products() -> bool:
+    """Whether a selective checkpoint may keep what an operator returns, and wants it unchanged.
+
+    It remembers the version of the tensor, which a tap raises where it marks it as its output.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def in_functional_call() -> bool:

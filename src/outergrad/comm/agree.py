@@ -13,7 +13,7 @@ from outergrad.comm.course import Course
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
-from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, raw
+from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, overwrite, raw
 
 _MOST_TEXT = 1 << 24
 _SAME = "build the same model and method with the same versions everywhere"
@@ -146,4 +146,4 @@ def _broadcast_chunk(comm: Comm, tensors: Sequence[Tensor], course: Course) -> N
     if comm.rank == 0:
         return
     for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
-        tensor.copy_(from_raw(part, tensor.dtype, tensor.shape))
+        overwrite(tensor, from_raw(part, tensor.dtype, tensor.shape))

@@ -6,14 +6,77 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CHUNK_BYTES = 1 << 26
 
 
+ORDINARY = {Tensor, nn.Parameter}
+"""Types of tensors that are no subclasses with a meaning of their own."""
+_USUAL_DISPATCH = getattr(Tensor, "__torch_dispatch__")  # noqa: B009  # pyright would bind it
+
+
+def annotates(kind: type) -> bool:
+    """Whether PyTorch computes with tensors of a type, and not the type itself."""
+    return getattr(kind, "__torch_dispatch__", None) is _USUAL_DISPATCH
+
+
+def has_elements(t: Tensor) -> bool:
+    """Whether a tensor is a row of elements, which can be sent and overwritten.
+
+    Sparse, nested and quantized ones are not, nor those of oneDNN and of most subclasses.
+    """
+    kind = type(t)
+    if not (kind in ORDINARY or annotates(kind) or kind.__name__ == "DTensor"):
+        return False
+    return t.layout == torch.strided and not (t.is_nested or t.is_quantized)
+
+
+def parts_of(t: Tensor) -> list[Tensor]:
+    """What a tensor is made of that has no elements of its own.
+
+    Raises:
+        TypeError: that cannot be known.
+    """
+    if has_elements(t):
+        return [t]
+    if hasattr(t, "__tensor_flatten__"):
+        inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+    elif t.is_nested:
+        inner = list(t.unbind())
+    elif t.is_quantized:
+        inner = [t.int_repr(), t.dequantize()]
+    elif t.layout == torch.sparse_coo:
+        t = t.coalesce()
+        inner = [t.indices(), t.values()]
+    elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        inner = [t.crow_indices(), t.col_indices(), t.values()]
+    elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        inner = [t.ccol_indices(), t.row_indices(), t.values()]
+    elif t.is_mkldnn:
+        inner = [t.to_dense()]
+    else:
+        raise TypeError(f"{type(t).__name__} has no __tensor_flatten__")
+    return [part for one in inner for part in parts_of(one)]
+
+
+def resolved(t: Tensor) -> Tensor:
+    """The same numbers as they stand in memory: a conjugate or negative view is computed."""
+    return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
+
+
+def overwrite(t: Tensor, value: Tensor) -> None:
+    """Copies values into a tensor, also into one that was made in inference mode."""
+    if t.is_inference():
+        with torch.inference_mode():
+            t.copy_(value)
+    else:
+        t.copy_(value)
+
+
 def raw(t: Tensor) -> Tensor:
     """The bytes of a tensor's elements, in their order."""
-    return t.detach().contiguous().view(-1).view(torch.uint8)
+    return resolved(t).detach().contiguous().view(-1).view(torch.uint8)
 
 
 def from_raw(part: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outergrad._version import __version__
+from outergrad.messages.raw import ORDINARY, digest, has_elements, parts_of
 from outergrad.session.inspect import Inspection
 
 
@@ -16,18 +17,41 @@ def describe(model: nn.Module, method: object, inspection: Inspection) -> list[s
         f"torch {torch.__version__}",
         f"method: {method!r}",
     ]
-    for kind, name, t in shared_tensors(model, inspection):
+    for kind, name, t in _all(model, inspection):
         trained = ", trained" if t.requires_grad else ""
-        lines.append(f"{kind} {name}: {tuple(t.shape)} {t.dtype}{trained}")
+        shape = tuple(t.shape) if has_elements(t) else _content(t)
+        lines.append(f"{kind} {name}: {shape} {t.dtype}{trained}")
     lines += [f"block {found.names}" for found in inspection.blocks]
     return lines + [str(slot) for slot in inspection.model.slots]
 
 
 def shared_tensors(model: nn.Module, inspection: Inspection) -> list[tuple[str, str, Tensor]]:
-    """Parameters and buffers that are no site's own: what each is, its name, itself."""
+    """Parameters and buffers that are made equal: what each is, its name, itself.
+
+    Those without elements of their own (sparse, quantized, …) are only compared, by `describe`.
+    """
+    return [found for found in _all(model, inspection) if has_elements(found[2])]
+
+
+def _all(model: nn.Module, inspection: Inspection) -> list[tuple[str, str, Tensor]]:
+    """Those that are no site's own."""
     parameters = (
         ("parameter", n, p) for n, p in model.named_parameters() if n not in inspection.local
     )
     buffers = model.named_buffers()
     own = inspection.local_buffers
     return [*parameters, *(("buffer", n, t) for n, t in buffers if n not in own)]
+
+
+def _content(t: Tensor) -> str:
+    """What the sites compare of a tensor that cannot be made equal."""
+    kind = type(t).__name__ if type(t) not in ORDINARY else str(t.layout).removeprefix("torch.")
+    if type(t) in ORDINARY and t.layout == torch.strided:
+        kind = "quantized" if t.is_quantized else "nested"
+    elif t.is_nested:
+        kind = "jagged"
+    try:
+        number = digest(b"", parts_of(t))
+    except (TypeError, RuntimeError, NotImplementedError, AttributeError):
+        return f"{kind}, which is not compared"
+    return f"{kind} with content {number}, which must be the same on all sites"

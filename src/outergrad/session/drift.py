@@ -13,6 +13,7 @@ from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.messages.checksum import checksum, combined
+from outergrad.messages.raw import resolved
 
 OnDrift = Literal["raise", "warn", "mend"]
 ON_DRIFT: tuple[OnDrift, ...] = ("raise", "warn", "mend")
@@ -73,6 +74,6 @@ def compared(comm: Comm, tensors: Mapping[str, Tensor | None]) -> Drift | None:
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor | None]) -> list[int]:
     """Of each, with one stop of the device."""
-    found = [checksum(t.contiguous()) for t in tensors if t is not None and t.numel()]
+    found = [checksum(resolved(t).contiguous()) for t in tensors if t is not None and t.numel()]
     each = iter(torch.stack(found).tolist() if found else [])
     return [next(each) if t is not None and t.numel() else 0 for t in tensors]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import is_claimed
@@ -19,6 +20,7 @@ from outergrad.core.types import Slot
 from outergrad.layers import rule_for
 from outergrad.layers.embedding import MAX_NORM_REFUSED, SPARSE_REFUSED
 from outergrad.messages.header import DTYPES
+from outergrad.messages.raw import has_elements
 from outergrad.methods.assignment import Assignment, is_local
 from outergrad.methods.per_layer import PerLayer
 from outergrad.planning.changing import ChangingCompressors
@@ -274,8 +276,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model has no parameter that requires a gradient")
     _check_parameters(params)
     for name, buffer in model.named_buffers():
-        strides = zip(buffer.stride(), buffer.shape, strict=True)
-        if any(stride == 0 and size > 1 for stride, size in strides):
+        if _is_expanded(buffer):
             raise ValueError(f"buffer {name!r} is expanded: register a .contiguous() copy of it")
 
 
@@ -287,6 +288,14 @@ def _claimed(name: str, params: dict[str, nn.Parameter]) -> str:
         f"{name!r} is distributed already, with another model that shares it: distribute both "
         f"as one in place of each, og.distribute(torch.nn.ModuleList([first, second]))"
     )
+
+
+def _is_expanded(t: Tensor) -> bool:
+    """Whether several of its elements stand in one place of memory."""
+    if not has_elements(t):
+        return False
+    strides = zip(t.stride(), t.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in strides)
 
 
 def _check_parameters(params: dict[str, nn.Parameter]) -> None:
@@ -305,6 +314,27 @@ def _check_parameters(params: dict[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"{name!r} is on meta and has no values: call model.to_empty(device=...) and "
                 f"initialise or load it first"
+            )
+        if p.requires_grad and not has_elements(p):
+            kind = type(p).__name__ if p.layout == torch.strided else p.layout
+            raise ValueError(
+                f"{name!r} is trained and a {kind}, whose gradient has no elements to share: "
+                f"freeze it (requires_grad=False), or make it a plain nn.Parameter"
+            )
+        if _is_expanded(p):
+            raise ValueError(
+                f"{name!r} is expanded: make it nn.Parameter(p.detach().clone().contiguous())"
+            )
+        if p.is_inference():
+            raise ValueError(
+                f"{name!r} was made in torch.inference_mode(), so that it can neither be trained "
+                f"nor overwritten: make or load the model outside of it"
+            )
+        if not p.is_leaf:
+            raise ValueError(
+                f"{name!r} was computed from another tensor (is no leaf of autograd), so that its "
+                f"gradient goes there: make it nn.Parameter(p.detach().clone()). A module of "
+                f"TorchScript gets such by copy.deepcopy: copy it by torch.jit.save and load"
             )
         if p.device != home.device:
             raise ValueError(

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from outergrad.capture.loop_watch import LoopWatch
 from outergrad.core.errors import ExchangeError, StepDiscardedError
 from outergrad.messages.header import Header, Join
+from outergrad.messages.raw import has_elements
 from outergrad.session.going_on import GoingOn
 from outergrad.session.made_equal import ReplicaState
 from outergrad.step import param_grad
@@ -263,7 +264,8 @@ class Joining(GoingOn):
     def _replica(
         self, buffers: Sequence[Tensor], optimizers: Mapping[str, Optimizer], remedy: str
     ) -> ReplicaState:
-        parameters = [*self._model.params.values(), *self._frozen.values()]
+        frozen = [p for p in self._frozen.values() if has_elements(p)]
+        parameters = [*self._model.params.values(), *frozen]
         return ReplicaState(parameters, buffers, optimizers, self._names(), remedy)
 
 

@@ -17,7 +17,7 @@ from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
 from outergrad.core.structure import flattened, rebuilt
 from outergrad.core.transport import Comm
-from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, raw
+from outergrad.messages.raw import as_tensor, digest, from_raw, in_chunks, overwrite, raw
 from outergrad.replay.run import DTYPES, told_shape
 
 _MOST_TEXT = 1 << 24
@@ -61,7 +61,7 @@ class ReplicaState:
             return False
         tensors = [*self.parameters, *(self.buffers if alike else ())]
         for t, new in zip(tensors, _sent(comm, source, tensors), strict=True):
-            t.copy_(new)
+            overwrite(t, new)
         all_came(comm, digest(b"", tensors), f"what site {source} sent", source)
         if letters := words_S[source][4]:
             self._take(comm, source, told, letters, parts)

@@ -13,6 +13,7 @@ from outergrad.capture.engine import NO_TASK, current_task
 from outergrad.capture.optimizer_steps import SeenOptimizers, ignore, listen
 from outergrad.core.errors import DriftError
 from outergrad.core.transport import Comm
+from outergrad.messages.raw import has_elements
 from outergrad.session.drift import Drift, compared
 from outergrad.session.inspect import Inspection
 from outergrad.session.made_equal import ReplicaState
@@ -127,7 +128,8 @@ class Verified(Watching):
             self._verify()
 
     def _verify(self) -> None:
-        tensors: dict[str, Tensor | None] = {**self._model.params, **self._frozen}
+        frozen = {name: p for name, p in self._frozen.items() if has_elements(p)}
+        tensors: dict[str, Tensor | None] = {**self._model.params, **frozen}
         with self._giving_up_behind("the other sites' checksums"):
             drift = compared(self._comm, tensors | self._buffers.by_name)
             if drift is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from outergrad.messages.checksum import sum_of_bits
 from outergrad.messages.header import Header
+from outergrad.messages.raw import has_elements, overwrite
 from outergrad.step.contents import Contents
 
 Kind = Literal["broadcast", "mean", "local"]
@@ -215,7 +216,7 @@ def _places(model: nn.Module, local: Collection[str]) -> Iterator[RegisteredBuff
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, t in model.named_buffers():
         prefix, _, key = name.rpartition(".")
-        if name not in local and t.numel():
+        if name not in local and has_elements(t) and t.numel():
             yield RegisteredBuffer(name, modules[prefix], key, t.shape, t.dtype)
 
 
@@ -249,4 +250,4 @@ def _put(place: RegisteredBuffer, value: Tensor | None) -> None:
     """Past the version, as PyTorch writes statistics: a graph may have saved them."""
     t = place.tensor
     if t is not None and value is not None:
-        t.data.copy_(value)
+        overwrite(t if t.is_inference() else t.data, value)
