@@ -9,6 +9,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from outergrad._printable import printable
 from outergrad.comm.course import Course
 from outergrad.comm.words import words_of_all
 from outergrad.core.errors import ExchangeError
@@ -90,7 +91,7 @@ def _first_refusal(
     """What the first site says that could not describe itself, if there is one."""
     for rank, (text, (_, size)) in enumerate(zip(texts, announced, strict=True)):
         if size < 0:
-            return f"{who} {rank} could not take part: {text[0]}"
+            return f"{who} {rank} could not take part: {printable(text[0])}"
     return None
 
 

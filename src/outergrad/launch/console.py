@@ -2,7 +2,6 @@
 
 import os
 import sys
-import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,12 +17,11 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from outergrad._printable import printable
 from outergrad.launch.errors import CheckError, RecipeError, SiteError
 
 T = TypeVar("T")
 _LAYOUT = "\n\t"
-_STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Categories of characters that nobody sees: control, format, surrogate, separators of lines."""
 
 
 def step_bars(*, shown: bool) -> Progress:
@@ -107,19 +105,3 @@ def say(message: str, *, below_a_bar: bool = True) -> None:
     if below_a_bar and console.is_terminal:
         console.line()
     console.out(f"outergrad: {printable(message, keep=_LAYOUT)}", highlight=False)
-
-
-def printable(text: str, keep: str = "") -> str:
-    """The text with a mark in the place of each character that would steer a terminal.
-
-    For names and messages of files and other sites: an escape sequence in them could hide what
-    is written, or type into the terminal.
-
-    Args:
-        text: Anything.
-        keep: Control characters that stay, as a line break.
-    """
-    return "".join(
-        c if c in keep or unicodedata.category(c) not in _STEERING else "\N{REPLACEMENT CHARACTER}"
-        for c in text
-    )

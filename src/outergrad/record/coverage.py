@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from outergrad._printable import printable
 from outergrad.comm.cost import cost_of
 from outergrad.core.compressor import Compressor
 from outergrad.core.reasons import COMPRESSED, AutoWay, Reason, Why
@@ -86,7 +87,7 @@ class Coverage(Sequence[Travel]):
 
 def _cells(line: Travel) -> tuple[str, ...]:
     shape = " x ".join(map(str, line.shape)) or "scalar"
-    return (line.parameter, shape, line.travels, line.why, line.reveals)
+    return (printable(line.parameter), shape, line.travels, printable(line.why), line.reveals)
 
 
 def coverage(

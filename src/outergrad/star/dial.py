@@ -8,6 +8,7 @@ import weakref
 
 import grpc
 
+from outergrad._printable import printable
 from outergrad.star.kit import Kit
 from outergrad.star.line import Line
 from outergrad.star.place import Stream
@@ -116,4 +117,4 @@ def _details(error: Exception | None) -> str:
     if error is None:
         return "it ended the stream"
     told = error.details() if isinstance(error, grpc.Call) else str(error)
-    return " ".join(str(told).split())
+    return printable(" ".join(str(told).split()))

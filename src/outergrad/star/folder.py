@@ -124,7 +124,8 @@ class HubFolder:
 
     def _add(self, site: Site, days: int) -> None:
         serial = str(site.serial)  # longer than numbers of JSON are read
-        note(self.log_file, self.identity("hub"), "invited", site=site.name, serial=serial, days=days)
+        about = {"site": site.name, "serial": serial, "days": days}
+        note(self.log_file, self.identity("hub"), "invited", **about)
         self._write_sites(({one.name: one for one in self.sites()} | {site.name: site}).values())
 
     def _kit(self, name: str, key: str, certificate: str) -> Kit:

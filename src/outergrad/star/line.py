@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from outergrad._printable import printable
 from outergrad.core.errors import ExchangeError, Failure
 from outergrad.star.arrivals import Arrival, Early
 from outergrad.star.frames import ALL, DATA, Frame, Kind, packed, unpacked
@@ -141,13 +142,13 @@ class Line(Telling):
         elif frame.kind == Kind.READY:
             self.is_ready = True
         elif frame.kind == Kind.GONE:
-            self.gone[frame.sender] = _text(frame)
+            self.gone[frame.sender] = printable(_text(frame))
         elif frame.kind == Kind.TEXT:
             name, _, text = _text(frame).partition("\n")
             self.texts[frame.sender, name] = text
         elif frame.kind == Kind.FAULT:
             sites = () if frame.sender == ALL else (frame.sender,)
-            self.failure = self.failure or ExchangeError(_text(frame), sites)
+            self.failure = self.failure or ExchangeError(printable(_text(frame)), sites)
 
     def break_off(self, stream: Stream) -> None:
         """A stream ended."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outergrad._printable import printable
 from outergrad.launch.console import errors_in_one_line, say
 from outergrad.launch.errors import CheckError, RecipeError
 from outergrad.launch.processes import exit_on_signals
@@ -187,7 +188,7 @@ def verify(
             raise CheckError(str(error)) from None
         print(f"{count} lines, all signed by the hub, none changed or missing before the last")
         for start in starts:
-            print(*start.told(), sep="\n", end="\n" if start.told() else "")
+            print(*map(printable, start.told()), sep="\n", end="\n" if start.told() else "")
 
 
 class _Start:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from outergrad._printable import printable
 from outergrad.launch.console import errors_in_one_line
 from outergrad.launch.errors import RecipeError
 from outergrad.session.farewell import leave_all
@@ -85,7 +86,7 @@ def join(
             raise RecipeError(f"{path} is there: move it away, or name another file by --out")
         refuse_open_to_others(own, "the key")
         found.joined(own.read_text()).write(path)
-        print(f"{path}: of {found.site}, for the hub at {found.hub}")
+        print(f"{path}: of {found.site}, for the hub at {printable(found.hub)}")
         print(f"that hub's authority has the fingerprint {found.authority_fingerprint}")
 
 

@@ -12,8 +12,8 @@ from rich.live import Live
 
 from outergrad._amounts import amount, plain, short, times
 from outergrad._event_lines import GrowingFile, event_of, read
+from outergrad._printable import printable
 from outergrad.events import Event
-from outergrad.launch.console import printable
 from outergrad.tools.watch.overview import silence
 from outergrad.tools.watch.picture import picture, waiting
 from outergrad.tools.watch.state import Watched

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from outergrad.launch.console import printable
+from outergrad._printable import printable
 
 DIM = "bright_black"
 LABEL = 9

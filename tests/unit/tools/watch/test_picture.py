@@ -13,8 +13,8 @@ from made_up_watch import START, drawn, view, watched
 from rich.console import Console
 
 from made_up_run import events, layer
+from outergrad._printable import printable
 from outergrad.events import End, Layer, Mishap, Run, Scalars, Step, Trial
-from outergrad.launch.console import printable
 from outergrad.tools.watch.live import summary_line
 from outergrad.tools.watch.picture import picture
 from outergrad.tools.watch.state import Watched
