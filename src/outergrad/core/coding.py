@@ -92,11 +92,31 @@ def nbytes(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype = torch.fl
 
 
 def encode(codecs: Codecs, rows: Tensor) -> list[Tensor]:
-    """The tensors to write, each of its dtype or wider."""
+    """The tensors to write, each of its dtype or wider.
+
+    Raises:
+        ValueError: float64 numbers are out of the range of what codecs write.
+    """
     if not codecs:
         return [rows]
+    if rows.dtype == torch.float64:
+        _check_range(codecs, rows)
     values, *others = codecs[0].encode(rows)
     return [*encode(codecs[1:], values), *others]
+
+
+def _check_range(codecs: Codecs, rows: Tensor) -> None:
+    """Codecs write steps and numbers in float32's range at most: what is out of it would be lost.
+
+    Raises:
+        ValueError: all numbers are too small, or some too large.
+    """
+    peak, known = rows.abs().amax().item() if rows.numel() else 0.0, torch.finfo(torch.bfloat16)
+    if peak and math.isfinite(peak) and not known.tiny * 256 <= peak <= known.max / 2:
+        raise ValueError(
+            f"wire={codecs!r} writes numbers in the range of float32, and the largest of these "
+            f"float64 numbers is {peak:.1e}: scale the loss, or pass no codecs"
+        )
 
 
 def decode(

@@ -26,14 +26,16 @@ class LowRank:
         a_GRI: right singular vectors, orthonormal rows; `a_GRI.mT` is a warm start for
             `subspace_iteration`.
         sigma_GR: singular values, falling, float64.
-        discarded_G: squared Frobenius norm of what is missing, float64, None where the solver
-            was not told a tolerance and would have had to compute it besides.
+        discarded_G: squared Frobenius norm of what is missing, float64, in squares of `unit`, None
+            where the solver was not told a tolerance and would have had to compute it besides.
+        unit: 1, or of float64 numbers whose squares are out of range about the largest of them.
     """
 
     d_GRO: Tensor
     a_GRI: Tensor
     sigma_GR: Tensor
     discarded_G: Tensor | None
+    unit: float = 1.0
 
     @property
     def rank(self) -> int:
@@ -42,10 +44,10 @@ class LowRank:
 
     @property
     def energy(self) -> Tensor | None:
-        """Squared Frobenius norm of the whole gradient, (G,), None where it is not known."""
+        """Squared Frobenius norm of the whole, (G,), in squares of `unit`, None if not known."""
         if self.discarded_G is None:
             return None
-        return self.sigma_GR.square().sum(dim=1) + self.discarded_G
+        return (self.sigma_GR / self.unit).square().sum(dim=1) + self.discarded_G
 
     @property
     def relative_error(self) -> float | None:
@@ -62,7 +64,7 @@ class LowRank:
             tolerance: in [0, 1); `discarded_G` must be known.
         """
         assert self.discarded_G is not None
-        discarded_K = _discarded(self.sigma_GR, self.discarded_G).sum(dim=0)
+        discarded_K = _discarded(self.sigma_GR / self.unit, self.discarded_G).sum(dim=0)
         return min(self.rank, _rank_within(tolerance, discarded_K))
 
     def leading(self, rank: int) -> LowRank:
@@ -70,14 +72,14 @@ class LowRank:
         rest_GR = self.sigma_GR[:, rank:]
         discarded_G = self.discarded_G
         if discarded_G is not None:
-            discarded_G = discarded_G + rest_GR.square().sum(dim=1)
+            discarded_G = discarded_G + (rest_GR / self.unit).square().sum(dim=1)
         kept = self.d_GRO[:, :rank], self.a_GRI[:, :rank], self.sigma_GR[:, :rank]
-        return LowRank(*kept, discarded_G)
+        return LowRank(*kept, discarded_G, self.unit)
 
     def rest(self, rank: int) -> LowRank:
         """The triplets after the first ones."""
         others = self.d_GRO[:, rank:], self.a_GRI[:, rank:], self.sigma_GR[:, rank:]
-        return LowRank(*others, self.discarded_G)
+        return LowRank(*others, self.discarded_G, self.unit)
 
     def factors(self, rows: int | None = None, b_GO: Tensor | None = None) -> Factors:
         """The rows for the wire, with rows of zeros up to `rows`.
@@ -100,6 +102,7 @@ def truncate(
     rest_G: Tensor | None,
     rank: int,
     tolerance: float,
+    unit: float = 1.0,
 ) -> LowRank:
     """Keeps the smallest number of triplets, at most rank, that meets the tolerance.
 
@@ -108,13 +111,15 @@ def truncate(
         sigma_GK: singular values without the scale, falling.
         v_GIK: right singular vectors.
         scale_G: what to multiply the singular values by; NaN makes the whole group NaN.
-        rest_G: squared norm of what the K triplets do not hold, with the scale; None if unknown.
+        rest_G: squared norm of what the K triplets do not hold, with the scale, in squares of the
+            unit; None if unknown.
         rank: largest R.
         tolerance: largest relative Frobenius error, of all groups together.
+        unit: as in `LowRank`.
     """
     keep = min(rank, _numerical_rank(sigma_GK))
     sigma_GK = sigma_GK.double() * scale_G[:, None]
-    discarded_GK = None if rest_G is None else _discarded(sigma_GK, rest_G)
+    discarded_GK = None if rest_G is None else _discarded(sigma_GK / unit, rest_G)
     if discarded_GK is not None:
         keep = min(keep, _rank_within(tolerance, discarded_GK.sum(dim=0)))
     keep = max(keep, int(scale_G.isnan().any()))  # what is not finite must be seen
@@ -124,6 +129,7 @@ def truncate(
         a_GRI=v_GIK[..., :keep].mT,
         sigma_GR=sigma_GR,
         discarded_G=None if discarded_GK is None else discarded_GK[:, keep],
+        unit=unit,
     )
 
 

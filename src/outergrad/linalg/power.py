@@ -36,7 +36,8 @@ def power_iteration(
     """
     matrix = cheapest(product(gradient), rank, iterations, with_energy=tolerance > 0)
     p_GOK = matrix.a_GNI.new_zeros(len(matrix.scale_G), matrix.outputs, 0)
-    enough = tolerance**2 * matrix.energy().sum() if tolerance > 0 else None
+    unit = matrix.unit
+    enough = tolerance**2 * matrix.energy(unit).sum() if tolerance > 0 else None
     largest_G = None
     for _ in range(min(rank, matrix.largest_rank)):
         p_GO1 = _leading_direction(matrix, p_GOK, iterations)
@@ -45,7 +46,7 @@ def power_iteration(
         p_GOK = torch.cat([p_GOK, p_GO1], dim=2)
         if is_noise(sigma_G, largest_G).all():
             break  # the effective rank is reached; this last one will be cut off
-        if enough is not None and matrix.without(p_GOK).energy().sum() <= enough:
+        if enough is not None and matrix.without(p_GOK).energy(unit).sum() <= enough:
             break
     return rayleigh_ritz(matrix, p_GOK, rank, tolerance)
 

@@ -14,6 +14,9 @@ _SAFE = (2.0**-24, 2.0**16)
 """A largest entry within this range needs no scaling: not even the squares of products of a
 million terms leave the range of float32, and copying a factor costs as much as an iteration."""
 
+_NEAR = (2.0**-200, 2.0**200)
+"""Scales that can be squared."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -73,8 +76,13 @@ class Product:
             return self
         return Product(self.d_GNO.mT @ self.a_GNI, None, self.scale_G)
 
-    def energy(self) -> Tensor:
-        """The squared Frobenius norm, (G,), float64.
+    @property
+    def unit(self) -> float:
+        """What norms are divided by before they are squared; see `unit_of`."""
+        return unit_of(self.scale_G, self.dtype)
+
+    def energy(self, unit: float = 1.0) -> Tensor:
+        """The squared Frobenius norm, (G,), float64, in squares of a unit.
 
         `‖dᵀ a‖² = tr(aᵀ d dᵀ a) = sum((a aᵀ) * (d dᵀ))`: N x N Gram matrices are enough. Where
         the rows cancel, rounding may leave less than nothing.
@@ -84,7 +92,7 @@ class Product:
         else:
             squares = (self.a_GNI @ self.a_GNI.mT) * (self.d_GNO @ self.d_GNO.mT)
         energy_G = squares.sum(dim=(1, 2), dtype=torch.float64).clamp(min=0)
-        return energy_G * self.scale_G.square()
+        return energy_G * (self.scale_G / unit).square()
 
     def without(self, p_GOK: Tensor) -> Product:
         """The rest `(1 - p pᵀ) dᵀ a` after its part along orthonormal columns p is taken away.
@@ -110,6 +118,19 @@ def product(gradient: Gradient) -> Product:
     d_GNO, scale_d_G = deltas[0]
     both = scale_a_G if scale_a_G is scale_d_G else scale_a_G * scale_d_G  # as ones are
     return Product(a_GNI, d_GNO, both)
+
+
+def unit_of(scale_G: Tensor, dtype: torch.dtype) -> float:
+    """A power of two in which squared norms stay within float64: 1 but for extreme float64 numbers.
+
+    Args:
+        scale_G: what safe numbers are multiplied by.
+        dtype: what these are computed in; squares of float32 numbers are never out of range.
+    """
+    if dtype != torch.float64:
+        return 1.0
+    largest = scale_G.nan_to_num(0.0).amax().item()
+    return 1.0 if largest == 0 or _NEAR[0] < largest < _NEAR[1] else largest
 
 
 def unscaled(gradient: Gradient) -> Product:

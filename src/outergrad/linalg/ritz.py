@@ -31,9 +31,10 @@ def rayleigh_ritz(gradient: Product | Total, p_GOK: Tensor, rank: int, tolerance
         scale_G = scale_G.masked_fill(void_G, math.nan)
     q_GIK, r_GKK = torch.linalg.qr(z_GIK)  # faster than to decompose z, which is tall
     u_GKK, sigma_GK, wt_GKK = torch.linalg.svd(r_GKK, full_matrices=False)
-    rest_G = gradient.without(p_GOK).energy() if tolerance > 0 else None
+    unit = gradient.unit
+    rest_G = gradient.without(p_GOK).energy(unit) if tolerance > 0 else None
     u_GOK, v_GIK = p_GOK @ wt_GKK.mT, q_GIK @ u_GKK
-    return truncate(u_GOK, sigma_GK, v_GIK, scale_G, rest_G, rank, tolerance)
+    return truncate(u_GOK, sigma_GK, v_GIK, scale_G, rest_G, rank, tolerance, unit)
 
 
 def without_void(z_GIK: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,6 +7,8 @@ input. Where magnitudes are equal, the first entries count as larger. NaN counts
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -121,7 +123,7 @@ def leading_blocks(flat: Tensor, k: int, block: int) -> Tensor:
     whole = n // block * block
     parts = [flat[:whole].view(-1, block), flat[whole:].view(1, -1)]
     parts = [part for part in parts if part.numel()]
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
+    norms = _norms(parts)
     return _largest(_order(torch.cat(norms)), blocks)
 
 
@@ -164,6 +166,15 @@ def _order(flat: Tensor) -> Tensor:
     """Integers in the order of the magnitudes: their bits; NaN's are larger than infinity's."""
     bits = flat.contiguous().view(_BITS[flat.element_size()])
     return bits & torch.iinfo(bits.dtype).max
+
+
+def _norms(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Of the rows of each, in float64; squares of float64 numbers are kept within its range."""
+    if all(part.dtype != torch.float64 for part in parts):
+        return [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts]
+    peak = max((part.abs().amax().item() for part in parts if part.numel()), default=0.0)
+    unit = peak if math.isfinite(peak) and peak and not 1e-100 < peak < 1e100 else 1.0
+    return [torch.linalg.vector_norm(part / unit, dim=1, dtype=torch.float64) for part in parts]
 
 
 def _largest(order_N: Tensor, k: int) -> Tensor:

@@ -38,6 +38,7 @@ def small_core(gradient: Gradient, rank: int, tolerance: float = 0.0) -> LowRank
         nothing_G,
         rank,
         tolerance,
+        matrix.unit,
     )
 
 

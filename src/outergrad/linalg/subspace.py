@@ -78,6 +78,15 @@ def warm_iteration(matrix: Product | Total, x_GIK: Tensor) -> LowRank:
     return LowRank(d_GOK.mT, (q_GIK @ u_GKK).mT, sigma_GK, None)
 
 
+def near_one(x_GWK: Tensor) -> Tensor:
+    """Columns times powers of two, with a largest number near one: no other digits.
+
+    Times a gradient as they are, they would be of the order of its square.
+    """
+    peak_G1K = x_GWK.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(x_GWK.dtype).tiny)
+    return x_GWK / (peak_G1K / (2 * torch.frexp(peak_G1K).mantissa))
+
+
 def start(like_GNI: Tensor, columns: int, q_GIR: Tensor | None) -> Tensor:
     """The usable columns of a warm start, and fixed random ones in the place of all others.
 

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from outergrad.linalg.product import Product
+from outergrad.linalg.product import Product, unit_of
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,16 @@ class Total:
         parts = tuple(part.without(p_GOK.to(part.dtype)) for part in self.parts)
         return Total(parts, self.weights, self.scale_G)
 
-    def energy(self) -> Tensor:
-        """The squared Frobenius norm, (G,), float64."""
+    @property
+    def unit(self) -> float:
+        """As `Product.unit`."""
+        return unit_of(self.scale_G, self.dtype)
+
+    def energy(self, unit: float = 1.0) -> Tensor:
+        """The squared Frobenius norm, (G,), float64, in squares of a unit."""
         if all(part.d_GNO is not None for part in self.parts):
-            return self._stacked().energy()
-        return Product(self.formed(), None, self.scale_G).energy()
+            return self._stacked().energy(unit)
+        return Product(self.formed(), None, self.scale_G).energy(unit)
 
     def formed(self) -> Tensor:
         """The gradient itself, (G, O, I), without the scale."""

@@ -12,7 +12,7 @@ from outergrad.core.types import Factors, Gradient, Part, Slot
 from outergrad.linalg.orthonormal import orthonormal
 from outergrad.linalg.outer import formed
 from outergrad.linalg.product import Product, cheapest, unscaled
-from outergrad.linalg.subspace import start
+from outergrad.linalg.subspace import near_one, start
 from outergrad.linalg.total import Total, total
 from outergrad.methods.low_rank.memory import Memories, Memory, compacted, residual_of
 from outergrad.methods.low_rank.settings import LowRankSettings
@@ -154,9 +154,9 @@ def _directions(matrix: Product | Total, memory: Memory | None, columns: int, co
         return shared_GWK
     if memory is not None and isinstance(memory.residual, Factors):
         kept = memory.residual.d_GRO if memory.left else memory.residual.a_GRI
-        kept_GWR = kept.mT.to(shared_GWK)
+        kept_GWR = near_one(kept.mT).to(shared_GWK)
     else:  # nothing is known yet: an iteration of this site's own
         random_GWR = start(like_GNW, count - columns, None)
-        kept_GWR = matrix.times(matrix.transposed_times(random_GWR))
+        kept_GWR = near_one(matrix.times(near_one(matrix.transposed_times(random_GWR))))
     both_GWL = start(like_GNW, count, torch.cat([shared_GWK, kept_GWR], dim=2))
     return torch.cat([shared_GWK, orthonormal(both_GWL)[..., columns:]], dim=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,8 @@ from outergrad.core.types import Inheritance, Place, Route, Slot, StateDict, Uni
 from outergrad.methods.low_rank.prices import Prices, sides
 from outergrad.methods.low_rank.settings import LowRankSettings
 
+_NEAR = (1e-100, 1e100)
+"""Singular values that can be squared."""
 _OFTEN = 16
 """Steps from one sharing out to the next, and steps that a mean of energies goes over: steps in
 between are alike, which saves a plan of each."""
@@ -62,6 +65,9 @@ class Budget:
         self._wanted: dict[Place, int] = {}
         self._energies: dict[Place, list[float]] = {}
         self._seen = 0
+        self._unit: float | None = None
+        """Of singular values, so that their squares are within range: of the first that is known.
+        """
         self._found: dict[Place, list[float]] = {}
         alike = {m.place: [(k + 1.0) ** -2 for k in range(min(sides(m)))] for m in matrices}
         self._first = self._shared_out(alike)
@@ -88,7 +94,11 @@ class Budget:
 
     def note(self, slot: Slot, sigma_GR: torch.Tensor) -> None:
         """The singular values of a layer, all that were found."""
-        self._found[slot.place] = sigma_GR.double().square().sum(dim=0).tolist()
+        sigma_GR = sigma_GR.double()
+        if self._unit is None and (largest := sigma_GR.amax().item() if sigma_GR.numel() else 0.0):
+            far = math.isfinite(largest) and not _NEAR[0] < largest < _NEAR[1]
+            self._unit = largest if far else 1.0
+        self._found[slot.place] = (sigma_GR / (self._unit or 1.0)).square().sum(dim=0).tolist()
 
     def commit(self, *, applied: bool) -> None:
         """The step is over."""

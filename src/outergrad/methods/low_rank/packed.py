@@ -15,6 +15,9 @@ _GROUP = 64
 """Numbers that share a step."""
 _HALF = 32
 """Multiples of a step lie between this and its negative."""
+_RANGE, _MOST = 96, 1000
+"""Powers of two within which float64 numbers are rounded as they are, and by which they are
+multiplied beyond: both ways, without leaving the range of float64."""
 _TOGETHER = 4
 """Rows whose highest bits share bytes."""
 _PLACES, _TURNS = 0xC13FA9A9, 0x91E10DA5
@@ -31,18 +34,22 @@ class Packed:
         written: what `_encoded` made of its numbers, row behind row, and of the others'.
         shape: of the matrix.
         start: the first of its numbers.
+        exponent: the power of two that its numbers are to be multiplied by; not 0 only of float64
+            numbers that are out of float32's range.
     """
 
     written: tuple[Tensor, Tensor]
     shape: torch.Size
     start: int = 0
+    exponent: int = 0
 
     def unpacked(self) -> Tensor:
-        """In float32."""
+        """In float32, or in float64 where that is out of its range."""
         return self._cut(_decoded(*self.written))
 
     def _cut(self, numbers: Tensor) -> Tensor:
-        return numbers[self.start : self.start + self.shape.numel()].view(self.shape)
+        found = numbers[self.start : self.start + self.shape.numel()].view(self.shape)
+        return found.double() * 2.0**self.exponent if self.exponent else found
 
 
 def packed(matrices: Sequence[Tensor], turn: int) -> list[Packed]:
@@ -52,15 +59,18 @@ def packed(matrices: Sequence[Tensor], turn: int) -> list[Packed]:
         matrices: any; small ones, or one alone.
         turn: another one in each step: it decides how they are rounded.
     """
-    numbers = [_padded(matrix.float().flatten()) for matrix in matrices]
+    exponents = [_exponent(matrix) for matrix in matrices]
+    pairs = zip(matrices, exponents, strict=True)
+    scaled = (matrix * 2.0**-exponent if exponent else matrix for matrix, exponent in pairs)
+    numbers = [_padded(matrix.float().flatten()) for matrix in scaled]
     counts = tuple(len(some) // _GROUP for some in numbers)
     if missing := -sum(counts) % _TOGETHER:
         numbers.append(numbers[0].new_zeros(missing * _GROUP))
         counts = *counts, missing
     rows = (torch.cat(numbers) if len(numbers) > 1 else numbers[0]).view(-1, _GROUP)
     written, start, found = _encoded(rows, counts, turn), 0, list[Packed]()
-    for matrix, count in zip(matrices, counts, strict=False):
-        found.append(Packed(written, matrix.shape, start))
+    for matrix, count, exponent in zip(matrices, counts, exponents, strict=False):
+        found.append(Packed(written, matrix.shape, start, exponent))
         start += count * _GROUP
     return found
 
@@ -75,6 +85,14 @@ def unpacked(packed_K: Iterable[Packed]) -> list[Tensor]:
             numbers = read[id(one.written)] = _decoded(*one.written)
         found.append(one._cut(numbers))
     return found
+
+
+def _exponent(matrix: Tensor) -> int:
+    """That of the largest number, if it is out of the range in which float32 has all its digits."""
+    if matrix.dtype != torch.float64 or not matrix.numel():
+        return 0
+    exponent = math.frexp(matrix.abs().amax().item())[1]
+    return 0 if abs(exponent) < _RANGE else max(-_MOST, min(exponent, _MOST))
 
 
 def _encoded(rows: Tensor, counts: tuple[int, ...], turn: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from outergrad.core.types import Factors, Gradient, Part, Slot
 from outergrad.linalg.orthonormal import orthonormal, principal
 from outergrad.linalg.outer import formed
 from outergrad.linalg.product import Product, cheapest, unscaled
-from outergrad.linalg.subspace import start
+from outergrad.linalg.subspace import near_one, start
 from outergrad.linalg.total import Total, total
 from outergrad.methods.low_rank.memory import Memories, Memory, compacted, residual_of
 from outergrad.methods.low_rank.settings import LowRankSettings
@@ -69,8 +69,15 @@ class Subspace(Sketches):
         if not bool(z_GWK.isfinite().all() & rest_norm.isfinite()):
             return z_GWK, most
         left_GWK, sigma_GK = principal(z_GWK)
-        energy_K = sigma_GK.double().square().sum(dim=0)
-        tail_K = torch.cat([energy_K, rest_norm.double().square()[None]]).flip(0).cumsum(0).flip(0)
+        largest = torch.maximum(sigma_GK.amax(), rest_norm).double()  # squares stay in range
+        largest = torch.where(largest == 0, 1.0, largest)
+        energy_K = (sigma_GK.double() / largest).square().sum(dim=0)
+        tail_K = (
+            torch.cat([energy_K, (rest_norm.double() / largest).square()[None]])
+            .flip(0)
+            .cumsum(0)
+            .flip(0)
+        )
         enough = int((tail_K > self._settings.tolerance**2 * tail_K[0]).sum())
         now = len(energy_K)
         columns = now + 1 + now // 4 if enough > now else enough
@@ -171,7 +178,7 @@ def _start(main: Product, memory: Memory | None, columns: int, count: int) -> Te
     q_GIK = memory.q_GIR[..., :columns]
     found = [pad(q_GIK, (0, columns - q_GIK.shape[2]))]
     if count > columns and isinstance(memory.residual, Factors):
-        found.append(memory.residual.a_GRI.mT.to(q_GIK.dtype))
+        found.append(near_one(memory.residual.a_GRI.mT).to(q_GIK.dtype))
     x_GIL = torch.cat(found, dim=2).to(main.dtype)
     complete = q_GIK.shape[2] == columns and x_GIL.shape[2] == count
     return x_GIL if complete else start(main.a_GNI, count, x_GIL)
@@ -179,7 +186,12 @@ def _start(main: Product, memory: Memory | None, columns: int, count: int) -> Te
 
 def _usable(q_GIK: Tensor) -> Tensor:
     """Columns of length one; fixed random ones in the place of those that are nothing."""
-    unit_GIK = q_GIK / q_GIK.norm(dim=1, keepdim=True)
+    size_G1K = q_GIK.norm(dim=1, keepdim=True)
+    unit_GIK = q_GIK / size_G1K
+    if math.isfinite((unit_GIK.sum() + size_G1K.sum()).item()):
+        return unit_GIK
+    safe_GIK = q_GIK / q_GIK.abs().amax(dim=1, keepdim=True)  # the squares left the dtype's range
+    unit_GIK = safe_GIK / safe_GIK.norm(dim=1, keepdim=True)
     if math.isfinite(unit_GIK.sum().item()):
         return unit_GIK
     return start(q_GIK.mT, q_GIK.shape[2], unit_GIK)
