@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from outergrad.star.frames import Frame, Kind, MalformedError
 
-_LONGEST_INSTANCE = 64
+_LONGEST_INSTANCE, _LONGEST_NAME = 64, 63
+_LONGEST_HELLO = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Hello:
         Raises:
             MalformedError: it is none.
         """
+        if len(frame.payload) > _LONGEST_HELLO:
+            raise MalformedError(f"a greeting of {len(frame.payload)} bytes")
         try:
             told = json.loads(bytes(frame.payload))
             hello = Hello(**told)
@@ -52,6 +55,12 @@ class Hello:
             raise MalformedError("a stream that does not begin with a greeting")
         if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
             raise MalformedError("a greeting with numbers out of range")
+        if any(
+            not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() for name in hello.sites
+        ):
+            raise MalformedError("a greeting with names that no site has")
+        if len(set(hello.sites)) < len(hello.sites):
+            raise MalformedError("a greeting that names a site twice")
         return hello
 
 

@@ -371,6 +371,24 @@ def test_a_line_that_was_opened_before_its_kit_ended_is_not_greeted_after(alone,
     assert [line["what"] for line in log_of(made)] == ["refused"]
 
 
+GREETINGS = {
+    "long": ({"sites": ["a"] * 40000}, "a greeting of"),
+    "a huge name": ({"after": 1, "sites": ["a" * 5000]}, "names that no site has"),
+    "no name": ({"after": 1, "sites": [""]}, "names that no site has"),
+    "a name that steers": ({"after": 1, "sites": ["\x1b[31m"]}, "names that no site has"),
+    "a name twice": ({"after": 1, "sites": ["a", "a"]}, "names a site twice"),
+    "a huge number": ({"heard": 1 << 70}, "numbers out of range"),
+    "a number that is none": ({"heard": True}, "numbers out of range"),
+    "a long instance": ({"instance": "x" * 65}, "does not begin with a greeting"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), GREETINGS.values(), ids=GREETINGS)
+def test_a_greeting_that_is_huge_or_strange(change, told):
+    with pytest.raises(MalformedError, match=told):
+        Hello.of(replace(Hello("x"), **change).frame())
+
+
 def server_has_the_stream(server):
     """Waits until the hub has taken the certificate of a stream for good."""
     wait_until(lambda: any(server._open.values()))
