@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from outergrad._amounts import many, seconds, times
+from outergrad._printable import printable
 from outergrad.tools.doctor.course import Diagnosis
 from outergrad.tools.doctor.findings import Finding, Level
 from outergrad.tools.doctor.links import Measured, rate
 
+_LINE = "\n"
 _MARKS = {
     Level.OK: ("✓", "+", "green"),
     Level.NOTE: ("•", "-", "cyan"),
@@ -49,10 +51,10 @@ def _lines(findings: Sequence[Finding], plain: bool) -> Table:
     grid.add_column()
     for finding in findings:
         symbol, ascii_symbol, style = _MARKS[finding.level]
-        text = Text(finding.said)
+        text = Text(printable(finding.said, keep=_LINE))
         if finding.remedy:
             urgent = finding.level >= Level.WARNING
-            remedy = f"\n{'->' if plain else '→'} {finding.remedy}"
+            remedy = f"\n{'->' if plain else '→'} {printable(finding.remedy, keep=_LINE)}"
             text.append(remedy, style="bold" if urgent else "dim")
         mark = f"{ascii_symbol if plain else symbol} {finding.level.name.lower()}"
         grid.add_row(Text(mark, style=style), finding.what, text)

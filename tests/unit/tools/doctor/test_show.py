@@ -69,3 +69,12 @@ def test_the_tables_fit(width):
         assert words in text
     assert "did not come" in text
     assert "not measured" in text
+
+
+def test_what_other_sites_say_does_not_steer_the_terminal():
+    from outergrad.tools.doctor.findings import Finding, Level
+    from outergrad.tools.doctor.show import _lines
+
+    finding = Finding(Level.PROBLEM, "x", "a\x1b[31mb", "c\x9bd")
+    shown = [str(cell) for column in _lines([finding], True).columns for cell in column.cells]
+    assert not any("\x1b" in cell or "\x9b" in cell for cell in shown)
