@@ -39,6 +39,10 @@ class ParameterSink(Protocol):
         """Autograd itself has a gradient for the parameter."""
         ...
 
+    def on_written(self, name: str) -> None:
+        """A backward has written to `param.grad` itself, and given autograd nothing."""
+        ...
+
     def on_ready(self, name: str) -> None:
         """Everything that this backward has for the parameter is there."""
         ...
@@ -55,6 +59,7 @@ class WatchedParameter(HookedClaim):
         self.name, self.parameter, self._sink = name, parameter, sink
         self.dtype = parameter.dtype
         self._node: Node | None = get_gradient_edge(parameter).node
+        self._marked: tuple[int, int] | None = None
         super().__init__(parameter, sink, partial(sink.on_ready, name))
 
     @property
@@ -114,6 +119,21 @@ class WatchedParameter(HookedClaim):
             self.hooks.hold()
         if gradient is not None and not counted:
             self._sink.on_gradient(self.name)
+        elif p.grad is not None and not counted and self._is_written():
+            self._sink.on_written(self.name)
+
+    def state_of_grad(self) -> tuple[int, int]:
+        """Which tensor `param.grad` is, and its count of changes."""
+        grad = self.parameter.grad
+        return (0, 0) if grad is None else (id(grad), grad._version)
+
+    def mark(self) -> None:
+        """Takes down the state of `param.grad`: a backward has begun."""
+        self._marked = self.state_of_grad()
+
+    def _is_written(self) -> bool:
+        """Whether a backward has written to `param.grad` itself, and given autograd nothing."""
+        return self._marked is not None and self._marked != self.state_of_grad()
 
     def _is_accumulated(self) -> bool:
         """Whether the gradient that has come is accumulated, not returned to another backward."""

@@ -13,6 +13,7 @@ from outergrad.capture.engine import current_task
 from outergrad.capture.held_nodes import holds_nodes
 from outergrad.capture.kept import Alarm
 from outergrad.capture.parameters import WatchedParameter, hold_again
+from outergrad.capture.past_autograd import PastAutograd
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
@@ -25,6 +26,7 @@ from outergrad.session.settings import Settings
 from outergrad.session.stepping import Step, Stepping
 from outergrad.step.joint import JointParts, Point
 from outergrad.step.repeated import RepeatedStep
+from outergrad.step.step import SharedStep
 
 
 class BackwardHooks(Stepping):
@@ -37,6 +39,8 @@ class BackwardHooks(Stepping):
         params, parts = inspection.model.params, inspection.joint_parts
         self._joint = JointParts(parts, self.on_joint) if parts else None
         self._watched = {name: WatchedParameter(name, p, self) for name, p in params.items()}
+        captured = {name for slot in inspection.model.slots for name in slot.params}
+        self._past_autograd = PastAutograd(self._watched, sorted(captured & params.keys()))
         self._holds_nodes = True
         holds_nodes(self)
         self._group.attached.add(self)
@@ -102,6 +106,12 @@ class BackwardHooks(Stepping):
         """Autograd itself has a gradient for the parameter."""
         step = self._step_of(name)
         if not isinstance(step, RepeatedStep):
+            step.captured.has_autograd_grad.add(name)
+
+    def on_written(self, name: str) -> None:
+        """The backward has written to `param.grad` itself; the sum of several passes has it."""
+        step = self._step_of(name)
+        if isinstance(step, SharedStep):
             step.captured.has_autograd_grad.add(name)
 
     def on_ready(self, name: str) -> None:

@@ -15,6 +15,7 @@ from outergrad.capture.engine import (
     untraced,
 )
 from outergrad.capture.parameters import WatchedParameter, accumulating
+from outergrad.capture.past_autograd import PastAutograd
 from outergrad.capture.tapped_layer import TappedLayer
 from outergrad.core.blocks import Block
 from outergrad.core.errors import ExchangeError
@@ -69,6 +70,7 @@ class Stepping(Repeating):
     """
 
     _watched: dict[str, WatchedParameter]
+    _past_autograd: PastAutograd
 
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings
@@ -131,7 +133,11 @@ class Stepping(Repeating):
         step: Step | None = self._repeated(task, used)
         if step is None:
             begin = self._synchronised if self._synchronise else self._unsynchronised
+            written = set(self._past_autograd.written()) - self._unshared
             step = begin(task, used)
+            if isinstance(step, SharedStep):
+                step.captured.has_autograd_grad |= written
+            self._past_autograd.begin(used, looks=self._stats.step % LOOKS_EVERY < LOOKS)
         self._step = step
         at_end_of_backward(partial(self._end, task))
         return step
@@ -229,7 +235,9 @@ class Stepping(Repeating):
         step = self._step
         if step is None or step.task != task:  # left over from a backward that raised
             return
-        number = self._stats.step
+        number, change = self._stats.step, self._past_autograd.refused()
+        if change is not None:  # the others hear of it as of any backward that raised
+            raise change.error(self._comm.rank)
         if isinstance(step, RepeatedStep) and self._succeeds(step):
             self._finish_repeated(step)
         else:

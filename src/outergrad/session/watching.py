@@ -114,6 +114,7 @@ class Watching(Joining):
         if torch.is_grad_enabled() and current_task() == NO_TASK and self._attached:
             self._refuse(watch.wrapped())
             self._refuse(watch.change(Look.KINDS))
+            self._past_autograd.called()
             self._called = True
 
     def _refuse_changed(self, used: Set[str]) -> None:

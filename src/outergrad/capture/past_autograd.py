@@ -1,0 +1,77 @@
+"""Gradients that a backward writes itself, past autograd (fused accumulation)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+
+from torch import Tensor
+
+from outergrad.capture.changes import Change
+from outergrad.capture.parameters import WatchedParameter
+
+_FUSED = (
+    "turn fused accumulation off (gradient_accumulation_fusion=False), or let the backward return "
+    "the gradient of a weight that it takes as an input"
+)
+
+
+class PastAutograd:
+    """Finds what a custom function's backward adds to `w.grad` or `w.main_grad` itself.
+
+    It returns None then, so autograd tells nothing. What is in `param.grad` when autograd has
+    nothing more for the parameter travels in the dense part of the step (`found`). What cannot
+    travel is refused: gradients of parameters that the backward does not reach, and `main_grad`.
+
+    Args:
+        watched: the parameters of the model, by name.
+        captured: those that may travel as factors, which `param.grad` is no part of.
+    """
+
+    def __init__(self, watched: Mapping[str, WatchedParameter], captured: Collection[str]) -> None:
+        self._watched = watched
+        self._captured = [watched[name] for name in captured]
+        self._empty: Sequence[WatchedParameter] = ()
+        """Parameters that had no gradient when the model was called, until a backward begins."""
+        self._unreached: dict[WatchedParameter, tuple[int, int]] = {}
+        self._main: list[tuple[WatchedParameter, Tensor, int]] = []
+
+    def called(self) -> None:
+        """The model is called: what is written from now on may be a backward's."""
+        self._empty = [w for w in self._captured if w.parameter.grad is None]
+
+    def written(self) -> list[str]:
+        """Parameters that had no gradient when the model was called, and have one now."""
+        found = [w.name for w in self._empty if w.parameter.grad is not None]
+        self._empty = ()
+        return found
+
+    def begin(self, used: Set[str], *, looks: bool) -> None:
+        """A backward has begun, and what was kept for it is in `param.grad`.
+
+        Args:
+            used: parameters that it leaves a gradient in.
+            looks: whether to look at `main_grad`, too.
+        """
+        self._unreached = {}
+        for w in self._captured:
+            w.mark()
+        if len(used) < len(self._watched):
+            rest = (w for name, w in self._watched.items() if name not in used)
+            self._unreached = {w: w.state_of_grad() for w in rest}
+        self._main = self._main_grads() if looks else []
+
+    def _main_grads(self) -> list[tuple[WatchedParameter, Tensor, int]]:
+        pairs = ((w, w.parameter.__dict__.get("main_grad")) for w in self._watched.values())
+        return [(w, t, t._version) for w, t in pairs if isinstance(t, Tensor)]
+
+    def refused(self) -> Change | None:
+        """At the end of a backward: what it has written and no other site would hear of."""
+        unreached, main, self._unreached, self._main = self._unreached, self._main, {}, []
+        for w, before in unreached.items():
+            if w.parameter.grad is not None and w.state_of_grad() != before:
+                what = "got a gradient in a backward that does not reach it"
+                return Change(w.name, what, remedy=_FUSED)
+        for w, t, version in main:
+            if t._version != version:
+                return Change(w.name, "got a gradient in main_grad by a backward", remedy=_FUSED)
+        return None
