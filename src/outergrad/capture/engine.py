@@ -61,6 +61,16 @@ def will_run(node: Any) -> bool:
     return node is torch._C._current_autograd_node()  # where a backward starts, torch forgets it
 
 
+def in_distributed_autograd() -> bool:
+    """Whether `torch.distributed.autograd` (RPC) is at work, whose engine runs other nodes."""
+    module = sys.modules.get("torch.distributed.autograd")
+    try:
+        about = {} if module is None else module._get_debug_info()
+    except (RuntimeError, AttributeError):  # RPC has not begun, or is over
+        return False
+    return int(about.get("num_current_backward_passes", 0)) > 0
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs an `untraced` callback when the current backward has succeeded, before it returns."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +19,13 @@ from torch.optim import Optimizer
 from outergrad.capture.changes import Change, Look, ModelWatch, overwritten
 from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.capture.class_swap import CallSwap
-from outergrad.capture.engine import NO_TASK, at_end_of_backward, current_task, untraced
+from outergrad.capture.engine import (
+    NO_TASK,
+    at_end_of_backward,
+    current_task,
+    in_distributed_autograd,
+    untraced,
+)
 from outergrad.capture.failed_backwards import (
     FailedBackward,
     ignore_failures,
@@ -138,6 +145,13 @@ class Watching(Joining):
 
     def on_stale(self, name: str) -> None:
         """A parameter was converted behind the last look, or so that it could not be seen then."""
+        if in_distributed_autograd():  # which makes "python_error" of all that is raised
+            warnings.warn(
+                f"the backward of torch.distributed.autograd (RPC) accumulates {name!r} in its own "
+                f"context, where it is not shared between sites: call loss.backward()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         watch = self._model_watch()
         if watch is not None:
             self._refuse(watch.change())

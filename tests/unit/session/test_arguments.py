@@ -217,6 +217,32 @@ def test_two_models_that_share_an_encoder():
     assert torch.equal(one, two)
 
 
+@pytest.mark.filterwarnings("ignore:You are using a Backend")  # of RPC, when it ends
+@pytest.mark.parametrize("method", [og.Dense(), og.DAD(always=True)], ids=["dense", "dad"])
+def test_the_backward_of_rpc_is_named(method, tmp_path, one_site):
+    """Its engine tells nothing of what hooks raise but "python_error"."""
+    rpc, autograd = pytest.importorskip("torch.distributed.rpc"), torch.distributed.autograd
+    if not torch.distributed.rpc.is_available():
+        pytest.skip("no RPC in this PyTorch")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/meeting")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        model = mlp(3, 2)
+        session = og.distribute(model, method)
+        loss = model(torch.ones(2, 3)).sum()
+        with (
+            autograd.context() as context,
+            pytest.warns(RuntimeWarning, match=r"distributed\.autograd .RPC.*call loss\.backward"),
+            pytest.raises(RuntimeError, match="python_error"),
+        ):
+            autograd.backward(context, [loss])
+        model(torch.ones(2, 3)).sum().backward()
+        assert model[0].weight.grad is not None
+        session.detach()
+    finally:
+        rpc.shutdown()
+
+
 OF_SESSIONS: dict[str, tuple[Any, type[Exception], str]] = {
     "join": (
         lambda s: s.join(step=torch.optim.SGD(s._model.params.values(), lr=1.0)).__enter__(),
