@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 _LACKS = (RuntimeError, AttributeError, NotImplementedError)
 """What a group raises that lacks something, one of which a part is written in Python too."""
@@ -26,7 +27,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """The store of a group's own; None where there is none that its ranks share.
 
     Groups of a backend that is not PyTorch's often hold none (`dist.Backend.register_backend`), but

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from outergrad.comm.backends import has_backend, is_gloo, store_of
 from outergrad.comm.board import StoreBoard
@@ -64,7 +65,7 @@ class TorchComm(Comm):
         self._as_sum = dist.AllreduceOptions()
         self._as_sum.asyncOp = True
         self._turn = 0
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._is_gloo = is_gloo(group)
         self._posted: dict[int, deque[_Receiving]] = {}
         """Receives that no exchange has taken yet, by tag."""
