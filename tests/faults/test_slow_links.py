@@ -11,7 +11,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch import nn
 
+import outergrad as og
 from outergrad.comm.agree import broadcast_all
 from outergrad.comm.pace import LEAST_BYTES, Pace
 from outergrad.comm.tags import tag_of
@@ -163,6 +165,46 @@ def test_the_timeout_begins_when_what_was_sent_before_should_have_arrived():
     assert pace.sends(72) == pace.all_sent - 72 / 4000.0 == pytest.approx(now + 4.0, abs=0.5)
     assert pace.left(now + 4.0).total_seconds() == pytest.approx(7.0, abs=0.5)
     assert Pace(None).left(now) is None
+
+
+def test_what_must_have_arrived_is_waited_for_no_longer():
+    """Whoever takes part in a step has all that was sent to it before the last one ended."""
+    pace, now = Pace(timedelta(seconds=3.0)), time.monotonic()
+    pace.settle(2000.0, 3.0, 1)
+    for _ in range(50):  # faster than was measured
+        pace.sends(1000)
+        pace.confirmed()
+    assert pace.all_sent <= now + 1.0 + 0.5
+    pace.confirmed()
+    assert pace.all_sent <= time.monotonic()
+    pace.sends(5000)  # what was sent in this step may be on its way
+    pace.confirmed()
+    assert pace.all_sent == pytest.approx(time.monotonic() + 5.0, abs=0.5)
+
+
+@pytest.mark.parametrize("method", [og.Auto(), og.Dense(), og.DAD()], ids=repr)
+@pytest.mark.parametrize("steps", [0, 30])
+def test_a_hang_is_noticed_in_time_where_the_link_seemed_slow(monkeypatch, method, steps):
+    """A small model tells of delays alone: what is sent besides must not count at its rate."""
+    settle = Pace.settle
+    monkeypatch.setattr(Pace, "settle", lambda pace, rate, *more: settle(pace, 2e4, *more))
+
+    def body(rank, group):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 10))
+        og.distribute(model, method, group=group, timeout=0.7)
+        x = torch.randn(8, 20)
+        for _ in range(steps):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        if rank == 1:
+            time.sleep(6.0)
+        began = time.monotonic()
+        with pytest.raises(og.SiteLostError):
+            model(x).square().mean().backward()
+        return time.monotonic() - began
+
+    assert run_ranks(2, body)[0] < 0.7 + 2.0 + 1.0
 
 
 def test_the_pieces_of_a_broadcast_are_cut_alike_and_the_shortest_timeout_counts():

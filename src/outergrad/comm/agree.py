@@ -122,6 +122,7 @@ def all_came(comm: Comm, checksum: int, what: str = "the model of site 0", sourc
         ExchangeError: another site has something else.
     """
     words = words_of_all(comm, [checksum])
+    comm.all_began()
     odd = [rank for rank, theirs in enumerate(words) if theirs != words[source]]
     if odd:
         raise ExchangeError(f"{what} did not reach site {odd[0]} as it was sent")

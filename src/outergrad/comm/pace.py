@@ -38,6 +38,7 @@ class Pace:
         self.timeout = timeout
         self._part_bytes, self._bytes_per_s = sys.maxsize, math.inf
         self.all_sent = 0.0
+        self._sent_bytes = self._sent_before = 0
 
     def settle(self, bytes_per_s: float, timeout_s: float, others: int) -> None:
         """Takes note of the slowest link and the shortest timeout, the same on all sites.
@@ -59,9 +60,20 @@ class Pace:
     def sends(self, nbytes: int) -> float:
         """This site begins to send so much; returns when what it sent before has arrived."""
         before = max(time.monotonic(), self.all_sent)
+        self._sent_bytes += nbytes
         if math.isfinite(self._bytes_per_s):
             self.all_sent = before + nbytes / self._bytes_per_s
         return before
+
+    def confirmed(self) -> None:
+        """An exchange is over which nobody began before it had all that was sent to it before.
+
+        So what this site had sent until the last such exchange has arrived, whatever the rate that
+        was measured: that of a small model is a rate of delays, and far too low.
+        """
+        nbytes, self._sent_before = self._sent_bytes - self._sent_before, self._sent_bytes
+        if math.isfinite(self._bytes_per_s):
+            self.all_sent = min(self.all_sent, time.monotonic() + nbytes / self._bytes_per_s)
 
     def left(self, since: float) -> timedelta | None:
         """What is left of the timeout.

@@ -131,6 +131,8 @@ class TorchComm(Comm):
         for a few hundred bytes of memory at both sites.
         """
         self._turn = turn
+        if not turn:  # a step is over, which nobody began before it had made the one before
+            self.pace.confirmed()
         if turn and self._posted:
             tags = range(tag_of(turn, 0), tag_of(turn + 2, 0))
             self._posted = {tag: own for tag, own in self._posted.items() if tag in tags}
@@ -180,6 +182,10 @@ class TorchComm(Comm):
         self.pace.settle(link.bytes_per_s, timeout_s, len(self._others))
         self.cost = cost = RingCost(self.world_size).over(link)
         self._added_bytes = cost.added_bytes if self._added_bytes else 0
+
+    def all_began(self) -> None:
+        """An exchange is over which nobody began before it had all that was sent to it before."""
+        self.pace.confirmed()
 
     def _staged(self, t: Tensor) -> Tensor:
         """Where the group can send it from."""

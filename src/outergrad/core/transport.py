@@ -200,6 +200,12 @@ class Comm(Protocol):
             timeout_s: the shortest `patience_s`.
         """
 
+    def all_began(self) -> None:
+        """Takes note of the end of an exchange between two steps; it may do nothing.
+
+        Nobody began it before it had all that was sent to it before.
+        """
+
     def took_part(self, session: int, first: int, last: int) -> None:
         """Takes note that this site has all messages of some steps; it may do nothing.
 
