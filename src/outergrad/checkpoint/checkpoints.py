@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from operator import index
 from pathlib import Path
 
@@ -24,10 +23,9 @@ from outergrad.checkpoint.restored import Restored
 from outergrad.checkpoint.writer import Writer
 from outergrad.comm.agree import agree
 from outergrad.comm.process_group import TorchDistributed
-from outergrad.core.errors import ExchangeError
 from outergrad.core.transport import Comm
 from outergrad.session.session import Session
-from outergrad.step.groups import end_unfinished
+from outergrad.step.groups import end_unfinished, lost_sites_told
 
 _LOG = logging.getLogger("outergrad")
 
@@ -86,7 +84,7 @@ class Checkpoints:
         except (TypeError, ValueError) as raised:
             error = raised
         lines = [f"parts: {', '.join(self._parts.names)}", f"keep: {keep}"]
-        with _told_of_lost_sites(self._comm, "looking at the folder of checkpoints"):
+        with lost_sites_told(self._comm, "Checkpoints on all sites"):
             firsts = first_of_folder(self._comm, self._folder, lines, error)
             self._numbers = _numbers(self._comm, number)
         self._kept = Kept(self._folder, keep)
@@ -104,10 +102,10 @@ class Checkpoints:
             ValueError: on all sites: they are not at the same step, or another site could not
                 save. What was saved before is still there, of this one nothing.
             OSError: this site could not write, as on a full disk.
-            RuntimeError: this site lost the others.
+            SiteLostError: another site is lost; it is named.
         """
         session = None if self._session is None else self._session.state_dict()
-        with _told_of_lost_sites(self._comm, f"saving after step {step}"):
+        with lost_sites_told(self._comm, f"Checkpoints.save({step}) on all sites", self._steps):
             about = {"rank": self._comm.rank, "session": session}
             self._kept.add(self._writer.write(step, lambda: about | self._parts.state()))
         if self._writer.first:
@@ -137,12 +135,16 @@ class Checkpoints:
             ValueError: on all sites: there are checkpoints, and none can be used: names each file
                 and why. Nothing was changed. Or: what was saved does not fit one of them.
             OSError: this site cannot look into its folder; the others raise a ValueError.
-            RuntimeError: this site lost the others.
+            SiteLostError: another site is lost; it is named.
         """
         end_unfinished(self._comm.key)
         allowed = Allowed(allow_lost=bool(allow_lost), allow_foreign=bool(allow_foreign))
-        with _told_of_lost_sites(self._comm, "restoring"):
+        with lost_sites_told(self._comm, "Checkpoints.restore on all sites", self._steps):
             return self._restore(allowed)
+
+    @property
+    def _steps(self) -> int:
+        return 0 if self._session is None else self._session.stats().step
 
     # -- going on -------------------------------------------------------------------------------
 
@@ -193,22 +195,6 @@ def _comm_of(session: Session | None, group: dist.ProcessGroup | None) -> Comm:
     if group is None and not dist.is_initialized():
         raise RuntimeError("Checkpoints: no process group: pass session= or group=")
     return TorchDistributed().open(torch.device("cpu"), group=group)
-
-
-@contextmanager
-def _told_of_lost_sites(comm: Comm, doing: str) -> Iterator[None]:
-    """Says what to do where the transport fails.
-
-    Raises:
-        RuntimeError: it did.
-    """
-    try:
-        yield
-    except ExchangeError as error:
-        raise RuntimeError(
-            f"site {comm.rank} lost the other sites while {doing}: {error}. The connections "
-            f"cannot be used any more: start the processes again from the last checkpoint"
-        ) from error
 
 
 def _numbers(comm: Comm, own: int) -> list[int]:
