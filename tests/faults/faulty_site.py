@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -320,7 +321,7 @@ def _tell_of(
 def _train(
     trial: Trial,
     rank: int,
-    models: Sequence[nn.Sequential],
+    models: list[nn.Sequential],
     method: Any,
     injector: Injector,
     tell: Tell,
@@ -343,6 +344,11 @@ def _train(
                 tell("warned", why=str(one.message))
         elif saves:
             session.state_dict()
+    if trial.drops:
+        del session
+        sessions.clear()
+        models.clear()
+        gc.collect()
 
 
 def come_again(
@@ -422,6 +428,7 @@ class Site:
         h = model[0](batch(self._trial.model, self._rank, applied))
         h.register_hook(lambda grad: injector.at("backward"))
         loss = (model[1](h) ** 2).mean() * factor
+        loss.register_hook(lambda grad: injector.at("loss"))
         loss.backward()
         if not self._outer and all(p.grad is None for p in model.parameters()):
             self._tell("skipped")

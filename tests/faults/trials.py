@@ -30,6 +30,9 @@ LATE = [
 ]
 """Methods whose last step nobody has voted on, so that their sessions settle by the store."""
 
+WAITING = ["rank-dad all_reduce", "powersgd", "sparse random", "edad blocks"]
+"""Methods whose steps wait for votes."""
+
 BENIGN = {"none", "brief delay", "raise", "nan", "corrupt", "twin", "slow store", "store away"}
 """After these all sites go on; after some corruptions they all give up, too."""
 LETHAL = {"kill", "stop", "long delay", "interrupt", "leave", "restart", "cut", "reset"}
@@ -112,6 +115,7 @@ class Trial:
         destroys: whether sites destroy the process group before they end.
         ends: whether they leave through Python's own end.
         detaches: whether sites detach their sessions before they end.
+        drops: whether sites let go of them, models and all, in place of that.
         sessions: models that are trained in turns.
         busy: a site that computes for long after the step of the fault, if there is one.
         busy_s: for how long, in parts of the timeout.
@@ -129,6 +133,7 @@ class Trial:
     destroys: bool = True
     ends: bool = False
     detaches: bool = True
+    drops: bool = False
     sessions: int = 1
     busy: int | None = None
     busy_s: float = 0.0
@@ -170,7 +175,26 @@ def draw(number: int, seed: int, timeout_s: float, *, can_cut: bool) -> Trial:
     base = replace(base, ends=dice.random() < 0.1, detaches=dice.random() < 0.7)
     base = replace(base, sessions=dice.choice([1, 1, 1, 2]))
     trial = _with_company(dice, replace(base, fault=_fault(dice, kind, base)))
-    return _around_votes(random.Random(f"votes {seed} {number}"), trial)
+    trial = _around_votes(random.Random(f"votes {seed} {number}"), trial)
+    return _later_kinds(random.Random(f"later {seed} {number}"), trial)
+
+
+def _later_kinds(dice: random.Random, trial: Trial) -> Trial:
+    """What the harness has learnt since: trials of older seeds stay what they were but for these.
+
+    A raise may be in the loss, before anything that is shared; a site may die in the vote on the
+    last step, where steps wait for votes; a session may lose its last reference.
+    """
+    chance, kind = dice.random(), trial.fault.kind
+    if kind == "raise" and chance < 0.5:
+        return replace(trial, fault=replace(trial.fault, moment="loss"))
+    if kind in ("kill", "reset") and trial.fault.moment == "voting" and chance < 0.4:
+        alone = replace(trial, second=None, busy=None, busy_s=0.0, method=dice.choice(WAITING))
+        others = [site for site in range(trial.sites) if site != trial.fault.victim]
+        heard_by = tuple(dice.sample(others, dice.randrange(1, len(others) + 1)))
+        last = replace(trial.fault, step=trial.steps - 1, heard_by=heard_by)
+        return replace(alone, model="mlp", fault=last)
+    return replace(trial, drops=not trial.detaches and chance < 0.5)
 
 
 def _around_votes(dice: random.Random, trial: Trial) -> Trial:
