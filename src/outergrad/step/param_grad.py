@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 
-@torch.no_grad()
 def put(p: Tensor, gradient: Tensor) -> None:
     """`param.grad = gradient`, in the parameter's memory layout.
 
@@ -16,13 +15,14 @@ def put(p: Tensor, gradient: Tensor) -> None:
     fill its memory without gaps and overlaps; else contiguous. PyTorch's fused optimizers go
     through the memory of both, and would mix up the elements of gradients with other strides.
     """
-    p.grad = _laid_out(gradient, p)
+    if not (gradient.is_contiguous() and p.is_contiguous()):
+        gradient = _laid_out(gradient, p)
+    p.grad = gradient
 
 
+@torch.no_grad()
 def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
     """The gradient itself, or a copy where its layout is not the one that autograd gives."""
-    if gradient.is_contiguous() and p.is_contiguous():
-        return gradient
     if not _is_dense(p):
         return gradient.contiguous()
     if gradient.stride() == p.stride():
