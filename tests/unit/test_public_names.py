@@ -53,7 +53,7 @@ NOT_BY_DEFAULT = {
     "outergrad.session.mesh.topology",
     "outergrad.star.line",
 }
-FILES_BY_DEFAULT = 240
+FILES_BY_DEFAULT = 246
 """Of the package, at most, until a first model is distributed; before this held, 278."""
 
 

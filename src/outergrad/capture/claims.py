@@ -81,21 +81,22 @@ class _HeldOfNode(_Held):
         self.hook((), (parameter.grad,))
 
 
-class _Ready:
+class ReadyHook:
     """A post-accumulate hook of a claim, which it does not keep alive.
 
     The collector does not look through post-accumulate hooks: what one holds stays for ever, if
     that holds the parameter.
     """
 
-    def __init__(self, claim: HookedClaim) -> None:
+    def __init__(self, claim: Any) -> None:
         self._claim = ref(claim)
 
     @untraced
-    def __call__(self, t: Tensor) -> None:
+    def __call__(self, _: Tensor) -> None:
+        """Autograd has nothing more for the parameter in this backward."""
         claim = self._claim()
         if claim is not None:  # the other hook keeps it as long as the parameter lives
-            claim._after(t)
+            claim._ready()
 
 
 class HookedClaim(Claim):
@@ -110,20 +111,18 @@ class HookedClaim(Claim):
         hooks: those that others registered on the parameter.
     """
 
+    ready_hook: type[ReadyHook] = ReadyHook
+
     def __init__(self, parameter: nn.Parameter, owner: Any, ready: Callable[[], None]) -> None:
         self.hooks = HeldHooks(parameter)
         super().__init__(parameter, owner)
         self._ready = ready
-        self._handles.append(parameter.register_post_accumulate_grad_hook(_Ready(self)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self.ready_hook(self)))
 
     def remove(self) -> None:
         """Takes the hooks away; those of others are called by autograd again."""
         super().remove()
         self.hooks.release()
-
-    @untraced
-    def _after(self, _: Tensor) -> None:
-        self._ready()
 
 
 class HeldHooks:
@@ -204,7 +203,7 @@ def with_any(hooks: Mapping[str, HeldHooks]) -> list[str]:
 
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:
-    return not isinstance(hook, _Held | _Ready)
+    return not isinstance(hook, _Held | ReadyHook)
 
 
 def _hooks_of_node(p: nn.Parameter) -> _Hooks:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from outergrad.capture.claims import HookedClaim
+from outergrad.capture.claims import HookedClaim, ReadyHook
 from outergrad.capture.engine import NO_TASK, current_task, is_nested, untraced, will_run
 from outergrad.capture.untappable import in_functional_call
 
@@ -20,6 +20,10 @@ _BY_CLONES = (
     "model.named_parameters()}, inputs) and torch.autograd.grad of these"
 )
 _will_run = torch._C._will_engine_execute_node
+
+
+NO_GRADIENT = (0, 0)
+"""The state of a `param.grad` that is None."""
 
 
 class ParameterSink(Protocol):
@@ -52,14 +56,33 @@ class ParameterSink(Protocol):
         ...
 
 
+class _CountedHook(ReadyHook):
+    """The hook of a watched parameter: without a further call, since it is called for each."""
+
+    @untraced
+    def __call__(self, _: Tensor) -> None:
+        """Autograd has nothing more for the parameter in this backward."""
+        watched = self._claim()
+        if watched is None:
+            return
+        sink = watched._sink
+        if sink.counted_task == current_task():
+            sink.on_counted(watched.name)
+        else:
+            watched._ready()
+
+
 class WatchedParameter(HookedClaim):
     """A trainable parameter: its accumulator node and the hooks that report to a sink."""
+
+    ready_hook = _CountedHook
 
     def __init__(self, name: str, parameter: nn.Parameter, sink: ParameterSink) -> None:
         self.name, self.parameter, self._sink = name, parameter, sink
         self.dtype = parameter.dtype
         self._node: Node | None = get_gradient_edge(parameter).node
-        self._marked: tuple[int, int] | None = None
+        self.marked: tuple[int, int] | None = None
+        """The state of `param.grad` when the backward began."""
         super().__init__(parameter, sink, partial(sink.on_ready, name))
 
     @property
@@ -125,15 +148,11 @@ class WatchedParameter(HookedClaim):
     def state_of_grad(self) -> tuple[int, int]:
         """Which tensor `param.grad` is, and its count of changes."""
         grad = self.parameter.grad
-        return (0, 0) if grad is None else (id(grad), grad._version)
-
-    def mark(self) -> None:
-        """Takes down the state of `param.grad`: a backward has begun."""
-        self._marked = self.state_of_grad()
+        return NO_GRADIENT if grad is None else (id(grad), grad._version)
 
     def _is_written(self) -> bool:
         """Whether a backward has written to `param.grad` itself, and given autograd nothing."""
-        return self._marked is not None and self._marked != self.state_of_grad()
+        return self.marked is not None and self.marked != self.state_of_grad()
 
     def _is_accumulated(self) -> bool:
         """Whether the gradient that has come is accumulated, not returned to another backward."""
@@ -151,14 +170,6 @@ class WatchedParameter(HookedClaim):
         if torch.is_grad_enabled():
             raise RuntimeError(_double_backward(self.name))
         return True
-
-    @untraced
-    def _after(self, _: Tensor) -> None:
-        sink = self._sink
-        if sink.counted_task == current_task():
-            sink.on_counted(self.name)
-        else:
-            self._ready()
 
 
 def _double_backward(name: str) -> str:

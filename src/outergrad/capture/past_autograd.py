@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from torch import Tensor
 
 from outergrad.capture.changes import Change
-from outergrad.capture.parameters import WatchedParameter
+from outergrad.capture.parameters import NO_GRADIENT, WatchedParameter
 
 _FUSED = (
     "turn fused accumulation off (gradient_accumulation_fusion=False), or let the backward return "
@@ -53,8 +53,9 @@ class PastAutograd:
             looks: whether to look at `main_grad`, too.
         """
         self._unreached = {}
-        for w in self._captured:
-            w.mark()
+        for w in self._captured:  # without a call for each
+            grad = w.parameter.grad
+            w.marked = NO_GRADIENT if grad is None else (id(grad), grad._version)
         if len(used) < len(self._watched):
             rest = (w for name, w in self._watched.items() if name not in used)
             self._unreached = {w: w.state_of_grad() for w in rest}

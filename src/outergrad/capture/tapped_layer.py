@@ -156,14 +156,15 @@ class TappedLayer:
     ) -> Tensor:
         """Implements `TapFn` for this layer."""
         slot %= len(self.slots)
-        if is_annotated(y):
+        if type(y) is not Tensor and is_annotated(y):
             return annotated_as(
                 self.tap(
                     copied(y), a, slot, rows, samples=samples, positions_first=positions_first
                 ),
                 y,
             )
-        here, a = self.slots[slot], plain(a)
+        here = self.slots[slot]
+        a = a if type(a) is Tensor else plain(a)
         if rows is None:
             rows = y.numel() // max(here.groups * here.outputs, 1)
         params = [p.parameter for p in self._watched[slot]]
@@ -320,7 +321,8 @@ class TappedLayer:
         Raises:
             RuntimeError: for backward(create_graph=True) and autograd.grad on weights.
         """
-        watched, delta = self._watched[slot], plain(delta)
+        watched = self._watched[slot]
+        delta = delta if type(delta) is Tensor else plain(delta)
         if is_shared(ctx.born_in, watched):
             self._hand_on(slot, self._keepers[slot].keep((ctx.saved_tensors[0], delta)), ctx)
             return [None] * (1 + len(watched))

@@ -92,25 +92,21 @@ def nbytes(codecs: Codecs, shape: tuple[int, ...], dtype: torch.dtype = torch.fl
 
 
 def encode(codecs: Codecs, rows: Tensor) -> list[Tensor]:
-    """The tensors to write, each of its dtype or wider.
-
-    Raises:
-        ValueError: float64 numbers are out of the range of what codecs write.
-    """
+    """The tensors to write, each of its dtype or wider."""
     if not codecs:
         return [rows]
-    if rows.dtype == torch.float64:
-        _check_range(codecs, rows)
     values, *others = codecs[0].encode(rows)
     return [*encode(codecs[1:], values), *others]
 
 
-def _check_range(codecs: Codecs, rows: Tensor) -> None:
+def refuse_out_of_range(codecs: Codecs, rows: Tensor) -> None:
     """Codecs write steps and numbers in float32's range at most: what is out of it would be lost.
 
     Raises:
         ValueError: all numbers are too small, or some too large.
     """
+    if not codecs or rows.dtype != torch.float64:
+        return
     peak, known = rows.abs().amax().item() if rows.numel() else 0.0, torch.finfo(torch.bfloat16)
     if peak and math.isfinite(peak) and not known.tiny * 256 <= peak <= known.max / 2:
         raise ValueError(
@@ -160,7 +156,13 @@ class Shaped(Protocol):
 
 
 def encode_all(codecs: Codecs, rows_K: Sequence[Tensor]) -> list[Encoded]:
-    """What `encode` gives of each tensor: rows that are alike are encoded in one go."""
+    """What `encode` gives of each tensor: rows that are alike are encoded in one go.
+
+    Raises:
+        ValueError: float64 numbers are out of the range of what codecs write.
+    """
+    for rows in rows_K:
+        refuse_out_of_range(codecs, rows)
     found: list[Encoded | None] = [None] * len(rows_K)
     for width, places in _alike(codecs, rows_K):
         members = [rows_K[k] for k in places]

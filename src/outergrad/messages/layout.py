@@ -10,7 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outergrad.core.coding import Codecs, Encoded, Field, aligned, decode, decode_all, encode
+from outergrad.core.coding import (
+    Codecs,
+    Encoded,
+    Field,
+    aligned,
+    decode,
+    decode_all,
+    encode,
+    refuse_out_of_range,
+)
 from outergrad.core.errors import RefusedError
 from outergrad.core.payload import Arrived, Payload
 from outergrad.core.types import Source
@@ -209,7 +218,10 @@ def _parts(field: Field, t: Tensor | Encoded) -> Sequence[Tensor]:
     """What is written of a tensor."""
     if isinstance(t, Encoded):
         return t.written
-    return encode(field.codecs, t) if field.codecs else [t]
+    if not field.codecs:
+        return [t]
+    refuse_out_of_range(field.codecs, t)
+    return encode(field.codecs, t)
 
 
 def _leading(view: Tensor, shape: torch.Size) -> Tensor:

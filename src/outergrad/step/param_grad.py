@@ -45,10 +45,12 @@ def add(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """`param.grad += gradient`."""
     for name, gradient in gradients.items():
         p = params[name]
-        if p.grad is None:
-            put(p, gradient)
-        else:
+        if p.grad is not None:
             p.grad.add_(gradient)
+        elif gradient.is_contiguous() and p.is_contiguous():  # as `put`, without its call
+            p.grad = gradient
+        else:
+            put(p, gradient)
 
 
 @torch.no_grad()

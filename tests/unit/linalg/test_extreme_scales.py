@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from outergrad.core.coding import received
+from outergrad.core.coding import encode_all
 from outergrad.core.types import Factors
 from outergrad.linalg.compress import compress
 from outergrad.linalg.selection import leading_blocks
@@ -130,4 +130,4 @@ def test_blocks_are_chosen_by_their_norms(scale):
 )
 def test_codecs_refuse_float64_numbers_that_they_cannot_write(codec, scale):
     with pytest.raises(ValueError, match="writes numbers in the range of float32"):
-        received((codec,), torch.ones(1, 2, 64, dtype=torch.float64) * scale)
+        encode_all((codec,), [torch.ones(1, 2, 64, dtype=torch.float64) * scale])

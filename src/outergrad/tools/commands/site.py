@@ -51,6 +51,7 @@ def request(
     The key stays on this machine. Nothing in the request is secret.
     """
     with star_errors():
+        from outergrad._whole_files import write_whole
         from outergrad.star.authority import new_request, write_secret
 
         secret, asked = new_request(name)
@@ -59,7 +60,7 @@ def request(
             if path.exists():
                 raise RecipeError(f"{path} is there: move it away, or name another file")
         write_secret(own, secret)
-        sent.write_text(asked.pem)
+        write_whole(sent, asked.pem)
         print(f"{sent}: for whoever runs the hub; {own} stays here")
         print(f"this key has the fingerprint {asked.fingerprint}")
 
