@@ -192,8 +192,15 @@ def held_by_any(names: Mapping[int, str]) -> set[str]:
     Args:
         names: of the parameters, by identity.
     """
-    optimizers = (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
+    # Not gc.get_objects(): a reference to a tuple that another thread is just filling in C fails
+    # there with a SystemError. Instances refer to their class.
+    referrers = gc.get_referrers(*_kinds(Optimizer))
+    optimizers = (o for o in referrers if issubclass(type(o), Optimizer))
     return {names[key] for o in optimizers for key in names.keys() & held(o)}
+
+
+def _kinds(kind: type) -> list[type]:
+    return [kind, *(further for below in kind.__subclasses__() for further in _kinds(below))]
 
 
 class _Holders:
