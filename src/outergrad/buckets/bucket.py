@@ -117,6 +117,7 @@ class Result:
         means: of what the sites had in `param.grad`, which they replace.
         additions: mean gradients from factors, to be added to what is in `param.grad`.
         digest: of sums and messages that are the same on every site.
+        lacks: whether some site has nothing for a parameter that its header announced.
         state: the worst state that a site sent; if not GOOD, the rest means nothing.
         has_autograd_grad: parameters that on some site also have a gradient outside their factors.
     """
@@ -126,6 +127,7 @@ class Result:
     state: State = State.GOOD
     has_autograd_grad: list[str] = field(default_factory=list)
     digest: SupportsInt | None = None
+    lacks: bool = False
 
 
 class Gathered:
@@ -196,6 +198,8 @@ class StepContext:
         scale: S times that: what is sent as factors is multiplied by it, and divided by S there.
         owed: what was not sent before of a parameter that travels dense, see `Planner.owed`.
         owes: whether there is anything of that kind.
+        empty: slots and blocks of which this backward has brought nothing, noted as they are sent.
+        without_grad: parameters of which there was nothing in `param.grad`, likewise.
     """
 
     comm: Comm
@@ -217,6 +221,8 @@ class StepContext:
     scale: float = 1.0
     owed: Callable[[str], Sequence[tuple[Slot, Gradient]]] = lambda name: ()
     owes: Callable[[], bool] = lambda: False
+    empty: set[Source] = field(default_factory=set)
+    without_grad: set[str] = field(default_factory=set)
 
     @property
     def computed_s(self) -> float:
@@ -237,7 +243,7 @@ class StepContext:
         The step is bad if it is not finite.
         """
         announced = self.header.uses[self.index[slot]].rows if tapped else 0
-        own = self.factors_of(slot, announced) if tapped else formed(slot, self.params)
+        own = self.factors_of(slot, announced) if tapped else self._formed(slot)
         gradient = scaled(own, self.scale)
         if self.skips_bad:
             self.check(slot.weight, tensors_of(gradient))
@@ -246,11 +252,42 @@ class StepContext:
     def fill(self, name: str, p: nn.Parameter, out: Tensor) -> None:
         """This site's part of the mean gradient, in a sum over the sites; zeros of a void step."""
         good = self.state == State.GOOD
+        if p.grad is None:
+            self.without_grad.add(name)
         copy_scaled(name, p, out, self.share if good else 0.0)
         for slot, residual in self.owed(name) if good else ():
             start, stop = slot.weight_rows or (0, p.shape[0])
             part = out.view(p.shape)[start:stop]
             part.add_(as_tensor(residual).reshape(part.shape), alpha=1 / self.comm.world_size)
+
+    def _formed(self, slot: Slot) -> Tensor:
+        if self.params[slot.weight].grad is None:
+            self.without_grad.add(slot.weight)
+        return formed(slot, self.params)
+
+    def lacking(self, names: Collection[str] | None = None) -> set[str]:
+        """Parameters that this site's header announced, and that its backward has nothing for.
+
+        That is known once their message is packed. It costs a step nothing in which there are
+        gradients of all: nothing is noted then.
+
+        Args:
+            names: of which to say so; None of all.
+        """
+        if not (self.empty or self.without_grad):
+            return set()
+        for source in self.empty:  # before anything is written
+            self.without_grad.update(filter(self._is_empty, source.params))
+        found = self.without_grad.intersection(compress(self.params, self.header.used))
+        return found if names is None else found.intersection(names)
+
+    def _is_empty(self, name: str) -> bool:
+        """Whether neither autograd nor any product has something for a parameter."""
+        if self.params[name].grad is not None:
+            return False
+        uses = ((source, self.header.uses[k]) for source, k in self.index.items())
+        captured = (s for s, use in uses if use.tapped and use.rows and name in s.params)
+        return all(source in self.empty for source in captured)
 
     def adds_all_alike(self) -> bool:
         """Whether `fill` would only multiply by the share, whatever the parameter."""
@@ -273,6 +310,8 @@ class StepContext:
         """The step starts again."""
         self.layers.forget()
         self.waits.clear()
+        self.empty.clear()
+        self.without_grad.clear()
         if self.reading is not None:
             self.reading.forget()
 

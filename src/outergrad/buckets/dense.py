@@ -31,7 +31,8 @@ class DenseBucket(Bucket):
     """Parameters of one dtype whose gradients travel in one all-reduce.
 
     There are two buffers, which take turns: a sum is kept for a step. Their last two elements
-    count the sites that are surprised and those whose step is void.
+    count the sites that are surprised, with a small part for each that has nothing for a parameter
+    that it had announced, and those whose step is void.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -64,7 +65,7 @@ class DenseBucket(Bucket):
         if context.skips_bad and not is_finite(buffer[:-2]):
             for name, view in views.items():
                 context.check(name, [view])
-        kept.say(context.state)
+        kept.say(context.state, lacks=bool(context.lacking(self.params)))
         work = context.comm.all_reduce(buffer)
         context.layers.book(kept.bookings)
         return DensePending(work, kept)
@@ -135,11 +136,11 @@ class _Buffer:
         """Whether a loop still has a gradient in it."""
         return holders(self.told) > self.holders
 
-    def say(self, state: State) -> None:
+    def say(self, state: State, *, lacks: bool) -> None:
         """Counts this site in, by how it fares."""
         self.told.zero_()
-        if state != State.GOOD:
-            self.told[0], self.told[1] = float(state == State.SURPRISED), float(state.is_void)
+        if state != State.GOOD or lacks:
+            self.told[0], self.told[1] = state.counts(lacks=lacks)
 
     def summed(self) -> SupportsInt:
         """A digest of the sum that has come, which a processor has in its cache just now."""
@@ -179,8 +180,9 @@ class DensePending(Pending):
         """The sum, and whether every site was in the same step."""
         if self._result is None:
             self._work.wait()
-            state = State.of(*self._kept.told.tolist())
-            self._result = Result(self._kept.views, state=state, digest=self._kept.summed())
+            told, digest = self._kept.told.tolist(), self._kept.summed()
+            state, lacks = State.of(*told), told[0] > 0.0
+            self._result = Result(self._kept.views, state=state, digest=digest, lacks=lacks)
         return self._result
 
     def brought_again(self) -> Mapping[str, Tensor] | None:

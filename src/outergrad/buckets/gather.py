@@ -108,7 +108,8 @@ class _FactorPending(Pending):
                 add_gradients(into, source, parts, context.params, share)
         if bucket.extras:
             means.update(sums_of_extras(self._layouts, messages))
-        return Result(means, additions, state, has_autograd_grad, digest)
+        lacks = any(preamble.lacks for preamble in preambles)
+        return Result(means, additions, state, has_autograd_grad, digest, lacks)
 
     def _computed_again(self, block: Block, sent_S: Sequence[Arrived | None]) -> dict[str, Tensor]:
         """The mean gradients of a block, which every site computes for all sites."""

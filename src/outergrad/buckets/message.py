@@ -84,7 +84,8 @@ class RowBucket(Carried):
         wanted_rows = tuple(map(self._compressor.wanted_rows, self.slots))
         bucket = -1 - self._index if second else self._index
         own = (header.fingerprint, header.step, bucket, header.rank)
-        return Preamble(*own, context.state, flags, wanted_rows)
+        lacks = bool(context.lacking(self.params))
+        return Preamble(*own, context.state, flags, wanted_rows, lacks=lacks)
 
     def pieces(self, context: StepContext) -> Sequence[Sequence[Piece]]:
         """What every site (S) has of each source (K); the same object while that is the same."""

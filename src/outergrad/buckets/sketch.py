@@ -106,7 +106,7 @@ class _SketchPending(Pending):
         self._sizes = bucket.exact_sizes(context)
         self._b_GO: dict[Slot, Tensor] = {}
         self._measured: dict[Slot, tuple[Gradient, Gradient | None]] = {}
-        self._state, self._flags = State.GOOD, torch.empty(0)
+        self._state, self._flags, self._lacks = State.GOOD, torch.empty(0), False
         self._digest = torch.zeros((), dtype=torch.int64, device=context.comm.device)
         self._additions: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
@@ -152,7 +152,7 @@ class _SketchPending(Pending):
             traffic = context.comm.cost.all_reduce(view.nbytes)
             context.layers.book([Booking(name, "dense", *traffic)])
             context.check(name, [view])
-        states = [context.state == State.SURPRISED, context.state.is_void]
+        states = context.state.counts(lacks=bool(context.lacking(bucket.params)))
         flags.copy_(
             torch.tensor([*(name in context.has_autograd_grad for name in bucket.flagged), *states])
         )
@@ -175,7 +175,8 @@ class _SketchPending(Pending):
             p = self._bucket.extras[name]
             self._means[name] = part.view(p.shape).to(p.dtype)
         self._flags = flags[:-2]
-        self._state = State.of(*flags[-2:].tolist())
+        surprised, void = flags[-2:].tolist()
+        self._state, self._lacks = State.of(surprised, void), surprised > 0.0
 
     # -- the second round -----------------------------------------------------------------------
 
@@ -214,7 +215,8 @@ class _SketchPending(Pending):
             add_gradients(into, matrix, [mean], context.params, 1.0)
         flags = zip(bucket.flagged, self._flags.tolist(), strict=True)
         has_autograd_grad = [name for name, flag in flags if flag]
-        return Result(self._means, self._additions, self._state, has_autograd_grad, self._digest)
+        told = has_autograd_grad, self._digest, self._lacks
+        return Result(self._means, self._additions, self._state, *told)
 
     # -- both -----------------------------------------------------------------------------------
 

@@ -117,6 +117,7 @@ class _TwoWayPending(Pending):
         self._theirs = [bucket.owned(pieces_K, owners_K, self._rank) for pieces_K in pieces_SK]
         self._merged = [bucket.owned(merged_K, owners_K, owner) for owner in sites]
         self._state, self._has_autograd_grad, self._digest = State.GOOD, list[str](), 0
+        self._lacks = False
         self._first = self._send()
 
     # -- the first round ------------------------------------------------------------------------
@@ -128,7 +129,8 @@ class _TwoWayPending(Pending):
             for owner, (layout, message) in enumerate(zip(self._ours, messages, strict=True)):
                 receivers = int(owner != self._rank)
                 self._bucket.pack(context, layout, message, receivers)
-        self._expected = replace(preamble, state=context.state)
+        lacks = bool(context.lacking(self._bucket.params))
+        self._expected = replace(preamble, state=context.state, lacks=lacks)
         for message in messages:
             self._expected.write(message)
         return context.comm.all_to_all(messages, [layout.nbytes for layout in self._theirs])
@@ -154,6 +156,7 @@ class _TwoWayPending(Pending):
         if self._state != State.GOOD:
             return  # on all sites alike
         self._has_autograd_grad = bucket.agree(preambles)
+        self._lacks = any(preamble.lacks for preamble in preambles)
         merged = self._empty(self._merged[self._rank])
         self._merge(messages, merged)
         book_received(self._context, self._theirs)
@@ -198,7 +201,7 @@ class _TwoWayPending(Pending):
         for layout, message, parts_K in zip(self._merged, messages, parts_SK, strict=True):
             means.update(layout.by_name(layout.flats(message)))
             self._add_gradients(layout, parts_K, means, additions)
-        return Result(means, additions, state, self._has_autograd_grad, digest)
+        return Result(means, additions, state, self._has_autograd_grad, digest, self._lacks)
 
     def _add_gradients(
         self,

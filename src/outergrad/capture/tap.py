@@ -41,6 +41,7 @@ class Tap(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, a: Tensor, layer: Any, slot: int, *params: Tensor) -> Tensor:
         """Keeps a, and returns y itself, or a copy where somebody else keeps y."""
         ctx.save_for_backward(a)
+        ctx.set_materialize_grads(False)  # a delta that is undefined makes no gradient of zeros
         ctx.layer, ctx.slot, ctx.born_in = layer, slot, current_task()
         if torch._C._len_torch_dispatch_stack() and keeps_products():
             return y.clone()
@@ -49,8 +50,10 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:
         """Hands (a, delta) to the layer; the delta goes on."""
+        if deltas[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
         of_a, *of_params = ctx.layer.capture(ctx, ctx.slot, deltas[0])
         return deltas[0], of_a, None, None, *of_params
 
@@ -72,16 +75,22 @@ class BlockTap(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Keeps what the use read, and returns copies of its outputs."""
         outputs, read = counts
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[outputs : outputs + read])
         ctx.block, ctx.use, ctx.born_in = block, use, current_task()
+        ctx.device = tensors[0].device
         # Copies, because an output may be a view, or saved by what made it.
         return tuple(t.clone() for t in tensors[:outputs])
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, *deltas: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *deltas: Tensor | None) -> tuple[Any, ...]:
         """Hands the deltas of the outputs to the block."""
-        return None, None, None, *ctx.block.capture(ctx, ctx.use, deltas)
+        found = ctx.use.defined(deltas, ctx.device)
+        passed = ctx.block.capture(ctx, ctx.use, found)
+        if ctx.use.is_nothing:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, None, *passed
 
 
 class DeltaTap(torch.autograd.Function):

@@ -32,6 +32,10 @@ DELTAS = 1 << 33
 """And that of the first mean delta below a site's own parts; the others follow it."""
 
 
+_LACKS = 2.0**-12
+_LACKS_BIT = 1 << 8
+
+
 class State(IntEnum):
     """How a site fares in a step; every message says it."""
 
@@ -50,8 +54,17 @@ class State(IntEnum):
 
     @staticmethod
     def of(surprised: float, void: float) -> State:
-        """From how many sites are."""
-        return State.FAILED if void else State.SURPRISED if surprised else State.GOOD
+        """From how many sites are; what is less than one speaks of parts that they lack."""
+        return State.FAILED if void else State.SURPRISED if surprised > 0.5 else State.GOOD
+
+    def counts(self, *, lacks: bool) -> tuple[float, float]:
+        """What a site adds to these numbers of surprised and of void ones.
+
+        Args:
+            lacks: whether it has nothing for a parameter that it had announced. The sum of up to
+                2,047 sites that lack something is less than one that is surprised.
+        """
+        return float(self == State.SURPRISED) + _LACKS * lacks, float(self.is_void)
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,7 @@ class Preamble:
         flags: per parameter of the bucket, whether it also has a gradient outside its factors.
         wanted_rows: per slot of the bucket, how many rows the sender would send next time.
         total: the checksum of its message, where it was read.
+        lacks: whether the sender has nothing for a parameter that it had announced.
     """
 
     fingerprint: int
@@ -109,11 +123,16 @@ class Preamble:
     flags: tuple[bool, ...]
     wanted_rows: tuple[int, ...] = ()
     total: int = field(default=0, compare=False)
+    lacks: bool = False
+
+    @property
+    def _state_word(self) -> int:
+        return self.state | _LACKS_BIT * self.lacks
 
     @property
     def said(self) -> int:
         """A checksum of what stands in every message of its bucket, whoever it goes to."""
-        return sum_of_words([self.state, *bit_words(self.flags), *self.wanted_rows])
+        return sum_of_words([self._state_word, *bit_words(self.flags), *self.wanted_rows])
 
     @staticmethod
     def nbytes(params: int, slots: int) -> int:
@@ -122,7 +141,7 @@ class Preamble:
 
     def write(self, message: Tensor) -> None:
         """Puts it at the start of a message that has all else, with a checksum of that."""
-        fixed = [MAGIC, self.fingerprint, self.step, self.bucket, self.rank, self.state, 0]
+        fixed = [MAGIC, self.fingerprint, self.step, self.bucket, self.rank, self._state_word, 0]
         words = torch.tensor([*fixed, *bit_words(self.flags), *self.wanted_rows], dtype=torch.int64)
         message[: words.nbytes].copy_(words.view(torch.uint8))
         _seal(message)
@@ -157,7 +176,8 @@ class Preamble:
         try:
             for extreme in (min(told), max(told)) if told else ():
                 bounded("rows:", extreme, MOST_ROWS)
-            return Preamble(*own, State(words[_STATE]), flags, tuple(told), total)
+            lacks, state = bool(words[_STATE] & _LACKS_BIT), State(words[_STATE] & ~_LACKS_BIT)
+            return Preamble(*own, state, flags, tuple(told), total, lacks)
         except ValueError as error:
             what = f"a message of site {rank} says what cannot be: {error}"
             raise RefusedError(what, rank) from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from outergrad.capture.engine import NO_TASK, current_task, will_run
@@ -36,6 +37,7 @@ class Use:
         deltas: of its floating outputs.
         entry_delta: what its own replay would give for the entry.
         memory: of these tensors and deltas, until they are read.
+        is_nothing: whether its outputs got no gradient at all, for which zeros stand.
     """
 
     member: int
@@ -53,6 +55,15 @@ class Use:
     deltas: Sequence[Tensor] = ()
     entry_delta: Tensor | None = None
     memory: Kept | None = None
+    is_nothing: bool = False
+
+    def defined(self, deltas: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
+        """Deltas as a replay needs them: of zeros where a backward has none for an output."""
+        self.is_nothing = all(delta is None for delta in deltas)
+        return [
+            torch.zeros(shape.sizes, dtype=shape.dtype, device=device) if delta is None else delta
+            for delta, shape in zip(deltas, self.outputs, strict=True)
+        ]
 
     def runs(self) -> bool:
         """Whether the current backward reaches it."""

@@ -36,6 +36,7 @@ class Captured:
     Attributes:
         has_autograd_grad: parameters that autograd has a gradient for, besides.
         settled: what was added to `param.grad` before it could be sent.
+        empty: what was asked for and had nothing, not even a delta of zeros.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Captured:
         self._of_slot = _known(before.stacked)
         self.has_autograd_grad: set[str] = set()
         self.settled: set[Source] = set()
+        self.empty: set[Source] = set()
 
     def add(self, slot: Slot, factors: Callable[[], Factors]) -> None:
         """Keeps one use of a slot."""
@@ -61,6 +63,10 @@ class Captured:
     def add_use(self, block: Block, use: Use) -> None:
         """Keeps one use of a block's module."""
         self._uses.append((block, use))
+        if all(use.is_nothing for other, use in self._uses if other == block):
+            self.empty.add(block)
+        else:
+            self.empty.discard(block)
 
     def release(self) -> None:
         """Lets go of all that was captured: the step is over, though it may be kept."""
@@ -94,6 +100,8 @@ class Captured:
         none of its outputs depends on.
         """
         parts = [factors() for factors in self._of_slot.get(slot, ())]
+        if not parts:
+            self.empty.add(slot)
         missing = announced - sum(part.d_GRO.shape[1] for part in parts)
         if not parts or (missing > 0 and not slot.lookup):
             parts.append(_zeros(slot, missing, self.model.params[slot.weight]))
@@ -119,7 +127,10 @@ class Captured:
                 self.drop(slot)
         for block, use in [pair for pair in self._uses if name in pair[0].params]:
             if name in self._blocks[block].params_of(use):
-                self._compute_again(block, use)
+                if use.is_nothing:
+                    use.release()
+                else:
+                    self._compute_again(block, use)
                 self._uses.remove((block, use))
                 self.settled.add(block)
 

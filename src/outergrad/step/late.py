@@ -194,6 +194,9 @@ class LateStep:
         if not (brought.means or brought.additions):  # this site has all but the decision
             return
         params, written = self.context.params, self._receiver.written
+        nowhere = (written & self.context.used) - brought.means.keys() - brought.additions.keys()
+        param_grad.drop(params[name] for name in nowhere)
+        written = written - nowhere
         means = {n: t for n, t in brought.means.items() if n not in written}
         additions = {n: t for n, t in brought.additions.items() if n not in written}
         for name, t in [*means.items(), *additions.items()]:

@@ -13,6 +13,8 @@ from torch import Tensor
 from outergrad.buckets.bucket import Bucket, Gathered, Pending, Result, StepContext
 from outergrad.core.errors import ExchangeError, Failure, RefusedError
 from outergrad.linalg.gradients import scaled
+from outergrad.messages.checksum import combined
+from outergrad.messages.header import bit_words, bits, sum_of_words
 from outergrad.messages.raw import as_tensor
 from outergrad.messages.wire import State
 from outergrad.planning.plan import Planner
@@ -56,13 +58,13 @@ class Receiver:
         self.error: Exception | None = None
         self.written: set[str] = set()
         self.ask_again: AskAgain | None = None
-        self.state = State.GOOD
+        self.state, self._lacks = State.GOOD, False
 
     @property
     def may_count(self) -> bool:
         """Whether nothing was said or found that speaks against the step, or needs more."""
         good = self.state == State.GOOD and self._context.state == State.GOOD
-        return good and not self._has_autograd_grad
+        return good and not (self._has_autograd_grad or self._lacks)
 
     @property
     def place(self) -> str:
@@ -128,15 +130,53 @@ class Receiver:
             if last is not None and state == State.GOOD:
                 self.write(*last)
             state, last = max(state, result.state), (bucket, result)
+            self._lacks = self._lacks or result.lacks
         ballot.hear(state)
         self.state = state
         if state != State.GOOD:
             return None
-        if last is not None and (self._has_autograd_grad or last[1].has_autograd_grad):
+        more = self._has_autograd_grad or self._lacks
+        if last is not None and (more or last[1].has_autograd_grad):
             self.write(*last)
             self._share_autograd_grad()
+            if self._lacks:
+                self._leave_out(self._lacked_by_all(ballot))
             return None
         return last
+
+    # -- parameters that no site has a gradient for, though some had announced one ----------------
+
+    def _lacked_by_all(self, ballot: Ballot) -> list[str]:
+        """Exchanges which those are: sites that did not announce a parameter lack it, too."""
+        context = self._context
+        own, lacking = list(context.params), context.lacking()
+        words = bit_words([name in lacking for name in own])
+        sent = context.comm.control([*words, sum_of_words(words)])
+        self.place = "which parameters have no gradient"
+        with self.waiting():
+            parts = context.comm.all_gather(sent, [len(sent)] * len(context.headers)).wait()
+        told = [part.tolist() for part in parts]
+        ballot.note_sum(combined(total for *_, total in told))
+        found = [n for n in own if n in context.used]
+        for site, (header, (*flags, total)) in enumerate(zip(context.headers, told, strict=True)):
+            if total != sum_of_words(flags):
+                error = RefusedError(f"what site {site} lacks has a wrong checksum", site)
+                ballot.refuse(error, own[0])
+                return []
+            lacks = dict(zip(own, bits(flags, len(own)), strict=True))
+            used = dict(zip(own, header.used, strict=True))
+            found = [name for name in found if lacks[name] or not used[name]]
+        return found
+
+    @torch.no_grad()
+    def _leave_out(self, names: Sequence[str]) -> None:
+        """Leaves no gradient, as autograd would; but what compressors had owed is one."""
+        params = self._context.params
+        nothing = [n for n in names if (g := params[n].grad) is None or not bool(g.any())]
+        param_grad.drop(params[name] for name in nothing)
+        self._context.used -= frozenset(nothing)
+
+    # -- messages, one by one --------------------------------------------------------------------
 
     def receive_buffers(self, buffers: BufferMessage, ballot: Ballot) -> None:
         """Takes in running statistics, which are written once the step counts."""

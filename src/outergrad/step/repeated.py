@@ -163,6 +163,7 @@ class RepeatedStep:
         self.context.header = pattern.own.of_step(number)
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
         self.context.reading = None
+        self.context.without_grad.clear()
         pact.begins(self)
         comm = self.context.comm
         turn, expected = turns.begin(pattern.lengths)
@@ -254,7 +255,7 @@ class RepeatedStep:
         digests: list[SupportsInt] = []
         for bucket, pending in self.sent:
             result = self._awaited(bucket, pending)
-            if result.state != State.GOOD:
+            if result.state != State.GOOD or result.lacks:
                 return None
             if digests:
                 self._pattern.lending[len(digests) - 1].write(self.context.params)

@@ -117,6 +117,7 @@ class StepSpec:
             index=self.model.index,
             factors_of=captured.rows,
             has_autograd_grad=captured.has_autograd_grad,
+            empty=captured.empty,
             blocks=self.blocks,
             reading=self.reading,
             skips_bad=self.skips_bad,

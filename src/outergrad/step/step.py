@@ -80,6 +80,7 @@ class SharedStep(StartingStep):
         self._sent, self.drift, self._lost_by = list(before.sent), before.drift, before.error
         self._since, self.context.layers = before.since, before.context.layers
         self.context.state, self.context.bad = before.context.state, before.context.bad
+        self.context.without_grad |= before.context.without_grad
         if before.awaited is not None:
             self._receiver.awaits(before.awaited)
         for name in before.ready:
