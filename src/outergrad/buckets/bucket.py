@@ -30,6 +30,13 @@ class Bucket(Protocol):
     """All of them: when they are ready, the message is."""
     dense_params: Sequence[str]
     """Those of which what is in `param.grad` travels, as it is or compressed."""
+    adds_up: bool = False
+    """Whether its messages are sums: all sums of a step meet posted receives in one order."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether `expect` posts the receives of all its messages."""
+        return True
 
     @property
     def is_kept(self) -> bool:

@@ -35,6 +35,8 @@ class DenseBucket(Bucket):
     that it had announced, and those whose step is void.
     """
 
+    adds_up = True
+
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self.params = frozenset(params)
         self.dense_params: Sequence[str] = tuple(params)

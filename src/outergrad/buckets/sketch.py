@@ -35,6 +35,8 @@ class SketchBucket(Carried):
         extras: parameters whose `grad` travels as it is, in the first round.
     """
 
+    adds_up = True
+
     def __init__(
         self,
         loads: Sequence[Load],
@@ -47,6 +49,11 @@ class SketchBucket(Carried):
         self.compressor, self.sketches = compressor, compressor.sketches
         self.dtype, self.wire = dtype, sum_dtype(compressor.wire, dtype)
         self.flagged = [name for load in loads if load.tapped for name in load.unit.params]
+
+    @property
+    def is_expected(self) -> bool:
+        """Where there is one round."""
+        return self.sketches.rounds == 1
 
     def lengths(self, context: StepContext) -> object:
         """How many numbers of each dtype are summed, where there is one round."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -103,12 +103,26 @@ class StartingStep(LateStep):
         turn, expected = on_transport(self._comm.key).turns.begin(self.lengths, ahead)
         self._comm.take_turn(turn)
         for expected_turn in expected:
-            for bucket in self._buckets:
+            for bucket in self._with_receives():
                 expect = bucket.expect if expected_turn == turn else bucket.expect_ahead
                 expect(context, expected_turn)
             buffers.expect(expected_turn)
         if self._votes.are_due or not self._is_late:  # votes follow what comes in this turn
             self._ballot.expect(turn)
+
+    def _with_receives(self) -> Iterator[Bucket]:
+        """Messages whose receives are posted: no sums behind one of which they are not.
+
+        A sum takes the first receive that is posted for sums of its turn. So sketches of two
+        rounds would take that of the gradients behind them, which are in messages of their own
+        where they have other dtypes or are too large to go along. These lose no time: the second
+        round is waited for behind them, and takes as many delays.
+        """
+        all_expected = True
+        for bucket in self._buckets:
+            if all_expected or not bucket.adds_up:
+                yield bucket
+            all_expected = all_expected and bucket.is_expected
 
     def _start(self) -> None:
         """Starts the next message."""
