@@ -317,7 +317,6 @@ class StepContext:
         """The step starts again."""
         self.layers.forget()
         self.waits.clear()
-        self.empty.clear()
         self.without_grad.clear()
         if self.reading is not None:
             self.reading.forget()
