@@ -27,6 +27,7 @@ import types
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ _INSIDE = {
 }
 """What a statement speaks of that is left out: the reducer, log entries, who joins whom."""
 _TORCHS_OWN = torch.nn.parallel.DistributedDataParallel
+import_module("outergrad.capture.wrappers")  # which looks for PyTorch's own class, not for the shim
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
