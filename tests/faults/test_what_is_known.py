@@ -323,3 +323,13 @@ def test_two_models_on_one_group_are_not_taken_for_each_other(faulty):
     assert same(params, other)
     for one in (error, other_error):
         assert (one.step, one.sites, one.may_differ) == (2, (2,), (2,))
+
+
+def test_a_site_that_wakes_a_step_ahead_of_those_that_gave_it_up_is_not_certain(monkeypatch):
+    """Without a board they leave at once, and nobody tells them that the step was made."""
+    left = {n: at(STEP, silent=(0,), timed_out=True).text() for n in (1, 2)}
+    ahead = Standing(STEP + 1, SESSION, gone=(1, 2), ends={SESSION: LastStep(STEP + 1, True)})
+    found = found_by_site_0(ahead, left, monkeypatch)
+    error = lost_error(0, STEP + 1, "votes", RuntimeError("closed"), found)
+    assert (error.certain, error.may_differ) == (False, (1, 2))
+    assert "a step before it that sites 1, 2 gave up" in str(error)

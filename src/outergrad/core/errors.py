@@ -15,9 +15,11 @@ class SiteLostError(RuntimeError):
         sites: which are lost, as far as this site can tell; none where only a connection is.
         step: synchronised steps before the one in which it was noticed.
         place: what this site waited for: a layer's gradients, or what comes before and after them.
-        certain: whether it is known that no site has applied the step. False only where this site
-            had all messages of the step, said so, and then did not hear from all others how they
-            ended: one of `may_differ` may have applied it.
+        certain: whether it is known that no site has applied the step, and that no site that left
+            word lacks one that this site has made. False where this site had all messages of the
+            step, said so, and then did not hear from all others how they ended: one of `may_differ`
+            may have applied it. False, too, where this site stood still, and ended a step by what
+            had come before the others gave it up: those in `may_differ` have not made that step.
         may_differ: sites of which it is not known that they have made the same steps as this one:
             those that left no word of it, as a site that was killed, and those that did and have
             made another number. With the others this site agrees.

@@ -288,6 +288,7 @@ class Agreement:
         unknown = set(self._others) - others.keys()
         apart = {site for site, number in numbers.items() if number != made} - {self._rank}
         is_behind = any(number > made for number in numbers.values())
+        lacking = tuple(sorted(site for site in apart if 0 <= numbers[site] < made))
         level = [one for one in words.values() if one.made == made]
         may_be_behind = bool(unknown) and all(one.sent for one in level)
         return Findings(
@@ -295,6 +296,7 @@ class Agreement:
             counted=made > self._word.made,
             certain=not (is_behind or may_be_behind),
             may_differ=tuple(sorted((set(self._others) - confirmed) | apart)),
+            lacking=lacking,
             awaited_by=awaited_by(self._rank, {**others, self._rank: self._word}),
             told=told_by(others),
         )

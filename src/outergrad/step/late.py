@@ -53,7 +53,7 @@ class LateStep:
     ) -> None:
         self._comm, self._pact, self._votes = comm, pact, votes
         self._averages = joint is not None and joint.averages
-        self._began = 0.0
+        self._began = time.monotonic()
         self.is_taken = self._is_late = False
 
     @property
@@ -74,10 +74,6 @@ class LateStep:
     def needs_no_votes(self) -> bool:
         """Whether it is applied before there are votes; known once its messages are there."""
         return self._is_late and self.drift is None and self._receiver.may_count
-
-    def _begins_to_end(self) -> None:
-        """All of backward is over here."""
-        self._began = time.monotonic()
 
     def _sent_all(self) -> None:
         """All messages are under way, and the plan is known."""
@@ -119,6 +115,7 @@ class LateStep:
         if decision.good:
             self._ballot.note_part()
         if self._pact is not None and decision.verdict != Verdict.SURPRISED:
+            refuse_if_given_up(self._comm, self._began)
             own = self.context.header.fingerprint
             self._pact.makes(own, None, applied=decision.good)
             if decision.good:

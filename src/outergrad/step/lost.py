@@ -22,8 +22,9 @@ class Findings:
     Attributes:
         lost: these.
         counted: whether the step counts all the same: some site has made it.
-        certain: as of the error.
+        certain: whether it is known that no site has applied the step.
         may_differ: as of the error.
+        lacking: those of them that left word of fewer steps than this site's, and make no more.
         awaited_by: sites that waited for this one in vain.
         told: what sites left word of why they went.
         doubt: why it cannot be known whether the step counts elsewhere, where it cannot.
@@ -33,6 +34,7 @@ class Findings:
     counted: bool = False
     certain: bool = True
     may_differ: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()
     awaited_by: tuple[int, ...] = ()
     told: Mapping[int, str] = field(default_factory=dict)
     doubt: str = ""
@@ -114,15 +116,19 @@ def _found(rank: int, standing: Standing, texts: Sequence[str | None]) -> Findin
         counted=counted,
         certain=not standing.voted or bool(later) or not unheard,
         may_differ=tuple(sorted(unheard | behind)),
+        lacking=tuple(sorted(behind)),
         awaited_by=awaited_by(rank, found),
         told=told_by(others),
     )
 
 
 def _stays_behind(other: Standing, own: Mapping[int, LastStep]) -> bool:
-    """Whether a site has made fewer steps of any session, and will not hear of more."""
+    """Whether a site has made fewer steps of any session, and will not hear of more.
+
+    Who has not voted on the step takes nobody's word that it counts.
+    """
     fewer = any(end.steps < own[one].steps for one, end in other.ends.items() if one in own)
-    return fewer and (other.settled or bool(other.ended))
+    return fewer and (other.settled or bool(other.ended) or not other.voted)
 
 
 def lost_of(rank: int, found: Mapping[int, Standing], missing: set[int]) -> tuple[int, ...]:
@@ -243,7 +249,7 @@ def lost_error(
         findings.lost,
         step,
         place,
-        certain=findings.certain,
+        certain=findings.certain and not findings.lacking,
         may_differ=findings.may_differ,
     )
 
@@ -271,6 +277,11 @@ def _how_far(step: int, findings: Findings) -> str:
             f"sites before you go on from this state"
         )
     applied = f"Step {step} was not applied on any site"
+    if findings.lacking:
+        return (
+            f"{applied}, but this site has made a step before it that {named(findings.lacking)} "
+            f"gave up: compare the sites before you go on from this state"
+        )
     if not findings.may_differ:
         return f"{applied}, and all have made the same steps before it"
     return f"{applied}; how far {some} came before it is not known{doubt}"

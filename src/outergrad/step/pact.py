@@ -231,7 +231,7 @@ def refuse_if_given_up(comm: Comm, began: float) -> None:
 
     Args:
         comm: the transport.
-        began: when its backward was over, by the monotonic clock.
+        began: when its step did, by the monotonic clock.
 
     Raises:
         ExchangeError: they did.

@@ -129,6 +129,7 @@ class RepeatedStep:
         context: as of a `SharedStep`.
         headers: of all sites, as they were foreseen.
         since: what the transport had counted before it.
+        began: when, by the monotonic clock.
         ready: parameters that the backward has nothing more for.
         sent: messages under way, in their order.
         awaited: the one that it waits for; None before the first.
@@ -160,6 +161,7 @@ class RepeatedStep:
         self.sent: list[tuple[DenseBucket, DensePending]] = []
         self.wait_s = 0.0
         self._waits_since: float | None = None
+        self.began = time.monotonic()
         self.context.header = pattern.own.of_step(number)
         self.context.layers, self.context.state, self.context.bad = LayerBook(), State.GOOD, None
         self.context.reading = None
@@ -222,7 +224,6 @@ class RepeatedStep:
         return False
 
     def _goes_through(self) -> bool:
-        began = time.monotonic()
         while len(self.sent) < len(self._left):
             self._start()
         ballot = self._prepare()
@@ -232,7 +233,7 @@ class RepeatedStep:
         self.drift = self._votes.count(self.context.header.step)
         if self.drift is not None:
             return False
-        refuse_if_given_up(self.context.comm, began)
+        refuse_if_given_up(self.context.comm, self.began)
         params, lendings = self.context.params, self._pattern.lending
         lendings[-1].write(params)
         for lending in lendings:

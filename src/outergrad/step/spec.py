@@ -33,6 +33,7 @@ class Begun(Protocol):
         context: of its messages.
         headers: of all sites, as they were foreseen.
         since: what the transport had counted before it.
+        began: when, by the monotonic clock.
         ready: parameters that its backward has nothing more for.
         sent: its messages that are under way.
         awaited: the one that it waits for; None before the first.
@@ -43,6 +44,7 @@ class Begun(Protocol):
     context: StepContext
     headers: Sequence[Header]
     since: Since
+    began: float
     ready: Sequence[str]
     sent: Sequence[tuple[Bucket, Pending]]
     awaited: Bucket | None

@@ -79,6 +79,7 @@ class SharedStep(StartingStep):
         """What was begun of the step stays as it is."""
         self._sent, self.drift, self._lost_by = list(before.sent), before.drift, before.error
         self._since, self.context.layers = before.since, before.context.layers
+        self._began = before.began
         self.context.state, self.context.bad = before.context.state, before.context.bad
         self.context.without_grad |= before.context.without_grad
         if before.awaited is not None:
@@ -146,7 +147,6 @@ class SharedStep(StartingStep):
 
         A step without a backward may call it itself, and compute while they travel.
         """
-        self._begins_to_end()
         self._start_all()
         self._sent_all()
         self._is_sent = True
