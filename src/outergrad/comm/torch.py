@@ -278,6 +278,8 @@ class TorchComm(Comm):
 
     def _last_words(self, session: int, limit_s: float | None = None) -> LastWords | None:
         """None where sites have no store to leave something in."""
+        if self.mesh is not None and self.mesh.has_place:
+            return self.mesh.words(session, limit_s)
         store = store_of(self.group) if self._store is None else self._store
         if store is None:
             return None

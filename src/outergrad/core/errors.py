@@ -22,7 +22,9 @@ class SiteLostError(RuntimeError):
             had come before the others gave it up: those in `may_differ` have not made that step.
         may_differ: sites of which it is not known that they have made the same steps as this one:
             those that left no word of it, as a site that was killed, and those that did and have
-            made another number. With the others this site agrees.
+            made another number. With the others this site agrees. With `mesh=` a site stands here
+            if this is so of one of its ranks, also this one's own site.
+        ranks: with `mesh=`, which ranks are lost, each as its site and its local rank.
     """
 
     def __init__(
@@ -34,15 +36,17 @@ class SiteLostError(RuntimeError):
         *,
         certain: bool = True,
         may_differ: Sequence[int] = (),
+        ranks: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__(message)
         self.sites, self.step, self.place = tuple(sites), step, place
-        self.certain, self.may_differ = certain, tuple(may_differ)
+        self.certain, self.may_differ, self.ranks = certain, tuple(may_differ), tuple(ranks)
 
     def again(self) -> SiteLostError:
         """Another one that says the same: what was raised holds on to what was going on."""
+        about = self.sites, self.step, self.place
         known = {"certain": self.certain, "may_differ": self.may_differ}
-        return SiteLostError(str(self), self.sites, self.step, self.place, **known)
+        return SiteLostError(str(self), *about, **known, ranks=self.ranks)
 
 
 class StepDiscardedError(RuntimeError):
@@ -125,6 +129,7 @@ class ExchangeError(RuntimeError):
         sites: those out of reach, as far as this site can tell by itself.
         kind: why; what is done about it goes by this, never by the message.
         waited_s: how long it had waited for them.
+        ranks: with `mesh=`, the numbers of the ranks that are out of reach, where that is known.
     """
 
     def __init__(
@@ -132,6 +137,7 @@ class ExchangeError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.sites, self.kind, self.waited_s = tuple(sites), kind, 0.0
+        self.ranks: tuple[int, ...] = ()
 
 
 class BoardGoneError(RuntimeError):

@@ -85,6 +85,50 @@ class Board(Protocol):
         return False
 
 
+class MeshRanks(Protocol):
+    """The ranks of a mesh, for the sessions on one of its transports.
+
+    They are numbered site by site. If some are lost, all ranks of all sites tell each other.
+    """
+
+    number: int
+    """Of this rank."""
+    total: int
+    """How many ranks there are."""
+    peers: Sequence[int]
+    """Those that take part in the steps of a session on this transport."""
+    keys: Sequence[Hashable]
+    """Of all transports of this rank, which end together."""
+
+    @property
+    def host(self) -> int | None:
+        """The rank that the place where texts are left ends with, if any."""
+        ...
+
+    @property
+    def has_place(self) -> bool:
+        """Whether there is a place where all can leave texts."""
+        ...
+
+    def numbers_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of ranks of the transport."""
+        ...
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """The site of a rank, and its local rank."""
+        ...
+
+    def words(self, session: int, limit_s: float | None = None) -> Any:
+        """The `Notes` of all ranks; None where they have no place for them."""
+        ...
+
+    def give_up(
+        self, text: str, final: str, enough: Enough, patience_s: float, session: int
+    ) -> list[str | None] | None:
+        """As `Comm.give_up`, with the texts of all ranks, by their numbers."""
+        ...
+
+
 class Comm(Protocol):
     """The few collectives that outergrad needs; every site calls them in the same order.
 
@@ -122,6 +166,8 @@ class Comm(Protocol):
     """How many times sites have gone on without others, or with more."""
     coming: Sequence[int] = ()
     """Sites that have come while the others train, and have to be told how far these are."""
+    mesh: MeshRanks | None = None
+    """Who tell each other when some are lost, where this is a transport of a mesh's."""
     min_sites: int | None = None
     """How many have to be left to go on without others; None where a lost site ends it for all."""
 

@@ -149,12 +149,15 @@ class GivingUp:
 
     def _find_out(self, error: ExchangeError) -> Outcome:
         self._in_full()
-        voted = isinstance(self._step, SharedStep) and self._step.voted
         ends = self._group.ends
-        standing = standing_of(error, self._stats.step, self._number, ends)
-        outcome = give_up(self._comm, replace(standing, voted=voted))
+        standing = standing_of(error, self._stats.step, self._number, ends, self._comm.mesh)
+        outcome = give_up(self._comm, replace(standing, voted=self._has_voted()))
         self._votes.forget()
         return outcome
+
+    def _has_voted(self) -> bool:
+        """Whether others may have applied the step that runs, or what this site has of it."""
+        return isinstance(self._step, SharedStep) and self._step.voted
 
     @property
     def _others(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -13,7 +13,7 @@ from outergrad.comm.standing import LastStep, Standing
 from outergrad.core.errors import ExchangeError, SiteLostError, SitesChangedError
 from outergrad.core.transport import Comm
 from outergrad.step.agreement import Outcome
-from outergrad.step.lost import Findings, find_out, lost_error, standing_of
+from outergrad.step.lost import Findings, find_out, find_out_in_mesh, lost_error, standing_of
 from outergrad.step.pact import MOST_SESSIONS, Pact
 from outergrad.step.turns import Turns
 from outergrad.step.watcher import Watcher
@@ -112,12 +112,17 @@ def lost_sites_told(comm: Comm, place: str, step: int = 0) -> Iterator[None]:
     try:
         yield
     except ExchangeError as error:
-        outcome = give_up(comm, standing_of(error, step, ends=on_transport(comm.key).ends))
+        known = {"ends": on_transport(comm.key).ends, "mesh": comm.mesh}
+        outcome = give_up(comm, standing_of(error, step, **known))
         raise note_lost(comm, step, place, error, outcome.findings).again() from error
 
 
 def give_up(comm: Comm, standing: Standing) -> Outcome:
     """Ends the use of a transport, together with the other sites that are left."""
+    if comm.mesh is not None:
+        ends = {s: end for key in comm.mesh.keys for s, end in on_transport(key).ends.items()}
+        told = replace(standing, ends=ends)
+        return Outcome(find_out_in_mesh(comm.mesh, told, comm.patience_s))
     if comm.board is None:
         return Outcome(find_out(comm, standing))
     return on_transport(comm.key).pact.agree(comm, standing)
@@ -128,7 +133,9 @@ def note_lost(
 ) -> SiteLostError:
     """Lets nobody use the transport any more; returns what all who try are told."""
     sessions = on_transport(comm.key)
-    sessions.lost = lost_error(comm.rank, step, place, error, found)
+    sessions.lost = lost_error(comm.rank, step, place, error, found, comm.mesh)
+    for key in () if comm.mesh is None else comm.mesh.keys:
+        on_transport(key).lost = sessions.lost
     goes_on = sessions.pact.goes_on
     if sessions.pact.opens is not None and goes_on is not None and not goes_on.coming:
         sessions.untold = _changed_error(comm, sessions.lost, goes_on.sites)

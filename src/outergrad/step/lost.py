@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from outergrad.comm.standing import LastStep, Standing
 from outergrad.core.errors import ExchangeError, Failure, SiteLostError
-from outergrad.core.transport import Comm
+from outergrad.core.transport import Comm, MeshRanks
 
+Named = Callable[[Sequence[int]], str]
+"""Sites, or ranks of a mesh, in words."""
 _SOON_S = 2.0
 FAREWELL_S = 0.25
 """How long a site whose connection was closed has to say why: Python ends after it closed."""
@@ -221,54 +224,124 @@ def _alone(standing: Standing, rank: int, sites: int, host: int | None) -> Findi
     )
 
 
+def find_out_in_mesh(mesh: MeshRanks, standing: Standing, message_s: float) -> Findings:
+    """Gives up together with the other ranks of a mesh; sites here are ranks, by their numbers.
+
+    A rank that gives up takes nobody's word that the step counts: it has not got the shares of the
+    others. So what it leaves is final.
+    """
+    began = time.monotonic()
+
+    def enough(texts: Sequence[str | None]) -> bool:
+        return is_enough(standing, texts, time.monotonic() - began)
+
+    final, patience_s = replace(standing, settled=True).text(), patience_for(standing, message_s)
+    texts = mesh.give_up(standing.text(), final, enough, patience_s, standing.session)
+    if texts is None:
+        found = _alone(standing, mesh.number, mesh.total, mesh.host)
+        return found if mesh.has_place else replace(found, doubt="the ranks share no store")
+    return found_in_mesh(mesh, standing, texts)
+
+
+def found_in_mesh(mesh: MeshRanks, standing: Standing, texts: Sequence[str | None]) -> Findings:
+    """What follows from what the ranks of a mesh have left."""
+    found = {**_readable(texts), mesh.number: standing}
+    others = {number: one for number, one in found.items() if number != mesh.number}
+    unknown = set(range(mesh.total)) - found.keys()
+    if standing.step and standing.session:
+        heard = {n for n, one in others.items() if standing.session in one.ends}
+        unknown |= set(mesh.peers) - heard - {mesh.number}
+    own = {**standing.ends, standing.session: LastStep(standing.step)}
+    apart = {n: _steps_apart(one.ends, own) for n, one in others.items()}
+    ahead = {n for n, steps in apart.items() if steps > 0}
+    lacking = {n for n, steps in apart.items() if steps < 0}
+    return Findings(
+        lost=lost_of(mesh.number, found, set(range(mesh.total)) - found.keys()),
+        certain=not ahead and not (standing.voted and unknown),
+        may_differ=tuple(sorted(unknown | ahead | lacking)),
+        lacking=tuple(sorted(lacking)),
+        awaited_by=awaited_by(mesh.number, found),
+        told=told_by(others),
+    )
+
+
+def _steps_apart(ends: Mapping[int, LastStep], own: Mapping[int, LastStep]) -> int:
+    """By how many steps another is ahead in a session in which it has made other steps."""
+    steps = [end.steps - own[one].steps for one, end in ends.items() if one in own]
+    return max(steps, key=abs, default=0)
+
+
 def standing_of(
-    error: ExchangeError, step: int, session: int = 0, ends: Mapping[int, LastStep] | None = None
+    error: ExchangeError,
+    step: int,
+    session: int = 0,
+    ends: Mapping[int, LastStep] | None = None,
+    mesh: MeshRanks | None = None,
 ) -> Standing:
     """How far this site has come when its transport failed, before any vote."""
     closed, late = error.kind == Failure.CLOSED, error.kind == Failure.TIMEOUT
+    sites = error.sites if mesh is None else error.ranks or mesh.numbers_of(error.sites)
     return Standing(
         step,
         session,
-        silent=() if closed else error.sites,
-        gone=error.sites if closed else (),
+        silent=() if closed else sites,
+        gone=sites if closed else (),
         waited_s=error.waited_s,
         ends=dict(ends or {}),
-        why="" if closed or late or error.sites else str(error),
+        why="" if closed or late or sites else str(error),
         timed_out=late,
     )
 
 
 def lost_error(
-    rank: int, step: int, place: str, error: Exception, findings: Findings
+    rank: int,
+    step: int,
+    place: str,
+    error: Exception,
+    findings: Findings,
+    mesh: MeshRanks | None = None,
 ) -> SiteLostError:
-    """What the user is told."""
+    """What the user is told; with a mesh the findings are of ranks, by their numbers."""
+    told = named if mesh is None else partial(_named_ranks, mesh)
+    own = told([rank if mesh is None else mesh.number])
+    ranks = [] if mesh is None else [mesh.place_of(number) for number in findings.lost]
+    lost, may_differ = findings.lost, findings.may_differ
+    if mesh is not None:
+        lost, may_differ = (_sites_of(mesh, numbers) for numbers in (lost, may_differ))
+    all_live = f"a connection, while all {'sites' if mesh is None else 'ranks'} live,"
+    who = told(findings.lost) if findings.lost or findings.doubt else all_live
     return SiteLostError(
-        f"site {rank} lost {_who(findings)} in step {step}, while it waited for {place}: "
-        f"{_why(error, findings)}. {_how_far(step, findings)}. The connections cannot be used "
-        f"any more: start the processes again from the last checkpoint",
-        findings.lost,
+        f"{own} lost {who} in step {step}, while it waited for {place}: "
+        f"{_why(error, findings, told)}. {_how_far(step, findings, told)}. The connections "
+        f"cannot be used any more: start the processes again from the last checkpoint",
+        lost,
         step,
         place,
         certain=findings.certain and not findings.lacking,
-        may_differ=findings.may_differ,
+        may_differ=may_differ,
+        ranks=ranks,
     )
 
 
-def _who(findings: Findings) -> str:
-    if findings.lost:
-        return named(findings.lost)
-    return "the others" if findings.doubt else "a connection, while all sites live,"
+def _sites_of(mesh: MeshRanks, numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({mesh.place_of(number)[0] for number in numbers}))
 
 
-def _why(error: Exception, findings: Findings) -> str:
+def _named_ranks(mesh: MeshRanks, numbers: Sequence[int]) -> str:
+    """Ranks of a mesh, in words."""
+    places = [mesh.place_of(number) for number in numbers]
+    return ", ".join(f"local rank {k} of site {site}" for site, k in places) or "the others"
+
+
+def _why(error: Exception, findings: Findings, named: Named) -> str:
     why = str(error)
     if findings.awaited_by:
         why = f"{named(findings.awaited_by)} waited for this one until the timeout, and gave up"
-    told = (f"; site {site} left word that {said}" for site, said in findings.told.items())
+    told = (f"; {named([site])} left word that {said}" for site, said in findings.told.items())
     return "".join([why, *told])
 
 
-def _how_far(step: int, findings: Findings) -> str:
+def _how_far(step: int, findings: Findings, named: Named) -> str:
     """Whether the step counts anywhere, and which sites may have made others than this one."""
     some, doubt = named(findings.may_differ), f"; {findings.doubt}" * bool(findings.doubt)
     if not findings.certain:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outergrad.comm.agree import agree, broadcast_all
 from outergrad.core.transport import Comm
+from outergrad.session.mesh.ranks import Meeting, Ranks, ranks_named
 
 _REMEDY = (
     "torch.distributed.device_mesh.init_device_mesh(device_type, (sites, devices_per_site), "
@@ -69,7 +70,9 @@ class Levels:
             ValueError: on every rank, if two differ or one has an error.
         """
         try:
-            agree(self.local, [*lines, *inside], error, who=f"site {self.site.rank}, local rank")
+            with ranks_named(self.local):
+                own = f"site {self.site.rank}, local rank"
+                agree(self.local, [*lines, *inside], error, who=own)
         except Exception as raised:
             error = error or raised
         return agree(self.site, lines, error)
@@ -78,7 +81,24 @@ class Levels:
         """Makes tensors equal to those of the first rank; between sites each travels once."""
         if self.local.rank == 0:
             broadcast_all(self.site, tensors)
-        broadcast_all(self.local, tensors)
+        with ranks_named(self.local):
+            broadcast_all(self.local, tensors)
+
+    def meet(self, group: Any) -> Meeting:
+        """Lets the ranks know each other, for when some are lost; `agree` tells when all do.
+
+        Args:
+            group: one of this rank's.
+        """
+        meeting, local = Meeting(group), self.local.world_size
+        comms, sites = (self.site, self.local), range(self.site.world_size)
+        own = range(self.site.rank * local, (self.site.rank + 1) * local)
+        counterparts = [site * local + self.local.rank for site in sites]
+        everybody = range(len(sites) * local)
+        along = ((self.site, counterparts, everybody), (self.local, own, own))
+        for comm, numbers, peers in along:
+            comm.mesh = Ranks(numbers, self.number, len(sites), local, comms, meeting, peers)
+        return meeting
 
 
 def levels_of(mesh: Mesh, opened: Callable[[dist.ProcessGroup], Comm]) -> Levels:

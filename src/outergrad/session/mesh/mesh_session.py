@@ -16,12 +16,12 @@ from outergrad.session.mesh.levels import Levels
 from outergrad.session.mesh.mesh_step import Inside, MeshStep
 from outergrad.session.mesh.pooled import Pooled
 from outergrad.session.mesh.pooling import shares
+from outergrad.session.mesh.ranks import ranks_named
 from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.session.reporting import Reporter
 from outergrad.session.session import Session
 from outergrad.session.settings import Settings
 from outergrad.session.state import resumed
-from outergrad.step.agreement import Outcome
 from outergrad.step.cadence import Cadence, Share
 from outergrad.step.groups import end_unfinished
 from outergrad.step.mishaps import Mishaps
@@ -139,18 +139,12 @@ class MeshSession(Session):
     def _give_up(self, error: ExchangeError) -> bool:
         """Between the sites and inside this one: all ranks hear of it."""
         counted = super()._give_up(error)
-        self._levels.local.give_up("", "", lambda _: True, 0.0)
         if isinstance(self._step, MeshStep):
             self._step.clear()
         return counted
 
-    def _find_out(self, error: ExchangeError) -> Outcome:
-        outcome, step = super()._find_out(error), self._step
-        if isinstance(step, MeshStep) and step.share_voted:
-            doubt = "this rank's share may have arrived everywhere"
-            found = replace(outcome.findings, certain=False, doubt=doubt)
-            return replace(outcome, findings=found)
-        return outcome
+    def _has_voted(self) -> bool:
+        return isinstance(self._step, MeshStep) and self._step.share_voted
 
     def _refuse_make_equal(self) -> None:
         raise RuntimeError(
@@ -175,5 +169,6 @@ class MeshSession(Session):
 
     def _make_replicas_equal(self, replica: ReplicaState) -> None:
         """First inside the sites, so that the ranks of the one that was active last are alike."""
-        replica.make_equal(self._levels.local, self._last_here)
+        with ranks_named(self._levels.local):
+            replica.make_equal(self._levels.local, self._last_here)
         super()._make_replicas_equal(replica)

@@ -11,10 +11,12 @@ import torch
 from outergrad.core.errors import ExchangeError, Failure, StepDiscardedError
 from outergrad.core.model import Choice
 from outergrad.core.reasons import Reason
+from outergrad.core.transport import Comm
 from outergrad.core.types import Unit
 from outergrad.messages.header import Header
 from outergrad.messages.vote import NOTHING, Subjects, Verdict, Vote
 from outergrad.session.mesh.rank_reports import Ending, Fate
+from outergrad.session.mesh.ranks import ranks_named
 from outergrad.session.mesh.share_planner import SharePlanner
 from outergrad.step import param_grad
 from outergrad.step.captured import Captured
@@ -50,6 +52,11 @@ class Inside(Protocol):
     @property
     def params(self) -> Mapping[str, Any]:
         """Whose gradients they are."""
+        ...
+
+    @property
+    def local(self) -> Comm:
+        """To the ranks of this site."""
         ...
 
     def prepare(self, captured: Captured) -> None:
@@ -164,7 +171,9 @@ class MeshStep(SharedStep):
                 self._reduce(fate)
             return self._conclude(self._ended(self._share(max(fate, self._worst), changed)))
         except ExchangeError as error:
-            raise ExchangeError(str(error), kind=error.kind) from error
+            told = ExchangeError(str(error), kind=error.kind)
+            told.ranks, told.waited_s = error.ranks, error.waited_s
+            raise told from error
         finally:
             if self._spread is None:  # no rank knows by itself whether the step counts
                 self.choice = self.decision = None
@@ -177,7 +186,8 @@ class MeshStep(SharedStep):
                 self.inside.prepare(self.captured)
             except Exception as error:
                 fate, self._error = Fate.FAILED, error
-        self._own, self._worst = self.inside.reduce(self._spec, self.captured, fate)
+        with ranks_named(self.inside.local):
+            self._own, self._worst = self.inside.reduce(self._spec, self.captured, fate)
 
     def _begin(self) -> None:
         assert self._own is not None
@@ -187,12 +197,13 @@ class MeshStep(SharedStep):
     def _share(self, fate: Fate, changed: str | None) -> Fate:
         """Between the sites: goes through the step with this rank's counterparts."""
         try:
-            if not self._begun:
-                self._begin()
-            if fate == Fate.GOOD:
-                super().finish()
-            else:
-                super().abandon(changed)
+            with ranks_named(self._spec.comm):
+                if not self._begun:
+                    self._begin()
+                if fate == Fate.GOOD:
+                    super().finish()
+                else:
+                    super().abandon(changed)
         except StepDiscardedError:
             fate = Fate.FAILED
         except ExchangeError as error:
@@ -212,6 +223,16 @@ class MeshStep(SharedStep):
         param = NOTHING if vote.param == NOTHING else names.index(own[vote.param])
         return Ending(fate, self.decision.verdict, vote.rank, param)
 
+    def _lost_share(self, rank: int) -> ExchangeError:
+        """The share of a rank of this site could not reach the other sites."""
+        own = self._error
+        if not isinstance(own, ExchangeError):
+            told = f"local rank {rank} of this site lost its counterparts at the other sites"
+            return ExchangeError(told, kind=Failure.CLOSED)  # that rank says which
+        error = ExchangeError(str(own), kind=own.kind)
+        error.ranks, error.waited_s = own.ranks, own.waited_s
+        return error
+
     @property
     def all_subjects(self) -> Subjects:
         """What the votes on all shares can be about."""
@@ -224,16 +245,16 @@ class MeshStep(SharedStep):
             ExchangeError: some rank is lost.
         """
         counts = len(self.all_subjects.names), self._spec.comm.world_size
-        told = enumerate(self.inside.tell(own, self))
+        with ranks_named(self.inside.local):
+            told = enumerate(self.inside.tell(own, self))
         endings = [Ending.parse(words, rank, *counts) for rank, words in told]
         fates = [ending.fate for ending in endings]
         worst = max(fates)
         self._shares.conclude(applied=worst == Fate.GOOD)
         if worst == Fate.LOST:
-            why = self._error or "lost its counterparts at the other sites"
-            kind = why.kind if isinstance(why, ExchangeError) else Failure.LOCAL
-            raise ExchangeError(f"local rank {fates.index(worst)}: {why}", kind=kind)
-        spread = self._spread = self.inside.spread(self) if worst == Fate.GOOD else Spread()
+            raise self._lost_share(fates.index(worst))
+        with ranks_named(self.inside.local):
+            spread = self._spread = self.inside.spread(self) if worst == Fate.GOOD else Spread()
         self.choice, self.context.used = spread.choice, spread.used
         said = max(endings, key=lambda ending: ending.verdict)  # the first of these
         header, self.subjects = self._spec.header, self.all_subjects

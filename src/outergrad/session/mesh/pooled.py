@@ -61,6 +61,7 @@ class Pooled:
         transform: changes the site's gradient, at the rank whose share it is.
 
     Attributes:
+        local: the same.
         active: the ranks of the site that have a batch in `session.join()`.
     """
 
@@ -71,7 +72,7 @@ class Pooled:
         local: Comm,
         transform: GradientTransform | None = None,
     ) -> None:
-        self._planner, self._local, self._transform = planner, local, transform
+        self._planner, self.local, self._transform = planner, local, transform
         self.params = model.params
         self.active: list[int] = []
         self._text, self._stays = b"", set[str]()
@@ -95,7 +96,7 @@ class Pooled:
         if worst == Fate.GOOD:
             for name in pooling.formed:
                 captured.settle(name)
-            means, stacked = pool(pooling, self._local, captured)
+            means, stacked = pool(pooling, self.local, captured)
             param_grad.overwrite(share.params, means)
             carried_over = CarriedOver(stacked)
             spec = replace(spec, buffers=self._pooled_buffers(spec.buffers, reports))
@@ -115,7 +116,7 @@ class Pooled:
 
     def _reports(self, header: Header, captured: Captured, fate: Fate) -> list[Report]:
         """What every rank of the site says of its backward."""
-        comm, found = self._local, captured.has_autograd_grad
+        comm, found = self.local, captured.has_autograd_grad
         ours = replace(header, rank=comm.rank)
         words = Report(ours, fate, tuple(name in found for name in self.params)).words()
         told = enumerate(words_of_all(comm, words))
@@ -127,7 +128,7 @@ class Pooled:
 
     def _pooled_buffers(self, buffers: SharedBuffers, reports: list[Report]) -> SharedBuffers:
         """As the whole site has them."""
-        ranks = _Ranks([report.header for report in reports], self._local)
+        ranks = _Ranks([report.header for report in reports], self.local)
         message = BufferMessage(buffers, ranks)
         message.start()
         try:
@@ -149,7 +150,7 @@ class Pooled:
                 self._text = reasons_text(choice.reasons)
         words = [*ending.words(), len(self._text), *map(int, (*used, *tap_next))]
         sizes = [ENDING_WORDS + 1 + len(s.params) + len(s.units) for s in planner.shares]
-        arrived = self._local.all_gather(self._local.control(words), sizes).wait()
+        arrived = self.local.all_gather(self.local.control(words), sizes).wait()
         said = [part.tolist() for part in arrived]
         self._told = [words[ENDING_WORDS:] for words in said]
         return [words[:ENDING_WORDS] for words in said]
@@ -175,7 +176,7 @@ class Pooled:
         return Spread(frozenset(used), tap_next, known)
 
     def _gathered(self, layouts: list[Layout]) -> list[Tensor]:
-        comm, own = self._local, layouts[self._local.rank]
+        comm, own = self.local, layouts[self.local.rank]
         message = torch.zeros(message_bytes(own), dtype=torch.uint8, device=comm.device)
         for name, view in own.by_name(own.flats(message)).items():
             copy_scaled(name, own.extras[name], view, 1.0)

@@ -144,10 +144,13 @@ class Sharded:
         shards: this rank's.
         model: of them.
         local: to the ranks of this site.
+
+    Attributes:
+        local: the same.
     """
 
     def __init__(self, shards: Shards, model: Model, local: Comm) -> None:
-        self._shards, self._model, self._local = shards, model, local
+        self._shards, self._model, self.local = shards, model, local
         self.params = {name: shards.params[name] for name in model.params}
 
     def prepare(self, captured: Captured) -> None:
@@ -163,7 +166,7 @@ class Sharded:
     def tell(self, ending: Ending, step: MeshStep) -> list[list[int]]:
         """Takes back the gradients, and tells what has become of them."""
         self._shards.give_back()
-        return words_of_all(self._local, ending.words())
+        return words_of_all(self.local, ending.words())
 
     def spread(self, step: MeshStep) -> Spread:
         """Every rank has its shards."""

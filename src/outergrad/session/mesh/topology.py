@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from outergrad.capture.changes import ModelWatch
-from outergrad.comm.agree import broadcast_all
+from outergrad.comm.agree import broadcast_all, fingerprint
 from outergrad.core.protocols import Rules
 from outergrad.core.transport import Capability
 from outergrad.methods.dense import Dense
@@ -21,6 +21,7 @@ from outergrad.session.inspect import Inspection, inspect
 from outergrad.session.mesh.levels import Levels, Mesh
 from outergrad.session.mesh.local_steps import MeshLocalSteps
 from outergrad.session.mesh.mesh_session import MeshSession
+from outergrad.session.mesh.ranks import ranks_named
 from outergrad.session.mesh.refusals import of_inspection, of_method, of_settings, refuse
 from outergrad.session.mesh.sharded_session import ShardedSession
 from outergrad.session.mesh.shards import (
@@ -50,6 +51,7 @@ class MeshTopology(Topology):
         for comm in (levels.site, levels.local):
             comm.board = None  # who has applied a share does not know of the other shares
         self._mesh, self._levels = mesh, levels
+        self._meeting = levels.meet(mesh.get_group("site"))
         self._shards: Shards | None = None
         self._inside: Inspection | None = None
         """What the ranks of a site share in every backward, where sites step by themselves."""
@@ -82,7 +84,11 @@ class MeshTopology(Topology):
 
     def agree(self, lines: Sequence[str], error: Exception | None) -> int:
         """All ranks of all sites."""
-        return self._levels.agree(lines, error, self._own)
+        levels, meeting = self._levels, self._meeting
+        board = meeting.write(meeting.draw(levels.site, levels.local), levels.number)
+        agreed = levels.agree(lines, error, self._own)
+        meeting.look(board, levels.ranks)
+        return agreed
 
     def make_equal(self, model: nn.Module, inspection: Inspection) -> list[Tensor]:
         """Overwrites parameters and buffers by the first site's; shards are not compared."""
@@ -92,7 +98,8 @@ class MeshTopology(Topology):
         tensors = [t for _, _, t in shared_tensors(model, inspection)]
         self._levels.broadcast_all(tensors)
         local = {n: t for n, t in model.named_buffers() if n in inspection.local_buffers}
-        broadcast_all(self._levels.local, [*inspection.local.values(), *local.values()])
+        with ranks_named(self._levels.local):
+            broadcast_all(self._levels.local, [*inspection.local.values(), *local.values()])
         return tensors
 
     def session(
@@ -103,7 +110,8 @@ class MeshTopology(Topology):
             return ShardedSession(inspection, self._levels, agreed, settings, self._shards)
         if self._inside is not None:
             about = Settings(method=repr(Dense()))
-            inner = Session(self._inside, self._levels.local, agreed, about)
+            number = fingerprint([f"{agreed}, inside site {self._levels.site.rank}"])
+            inner = Session(self._inside, self._levels.local, number, about)
             own = (inspection, self._levels, agreed, settings)
             return MeshLocalSteps(*own, method, inner)
         return MeshSession(inspection, self._levels, agreed, settings)
