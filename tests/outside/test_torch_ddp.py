@@ -15,6 +15,8 @@ pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 from ddp import METHODS
 from torch_tests_on_cpus import TIMEOUT_S, of_ddp
 
+from covering import covering
+
 HOOKS = "compresses by a hook of DDP's, in whose place stand methods here"
 INSIDE = "asks for DDP's buckets, log entries or profiled collectives"
 STRICT = "wants an error where DDP cannot follow a changing graph; here the gradient is exact"
@@ -132,10 +134,8 @@ def test_all_but_three_pass():
     assert {*NOT_ABOUT_US, *DIFFER} <= {*of_ddp()}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(4 * TIMEOUT_S)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("test", PASSING)
+@pytest.mark.parametrize(("method", "test"), covering([*METHODS], PASSING, quick=0, every=3))
 def test_a_test_of_ddps(ranks, test, method):
     errors = [error for error in ranks.run(test, method) if error]
     assert not errors, errors[0]
