@@ -211,7 +211,8 @@ def _hooks_of_node(p: nn.Parameter) -> _Hooks:
 
     Only a handle knows it, so a hook is registered, and removed at once.
     """
-    handle = get_gradient_edge(p).node.register_hook(lambda *_: None)
+    node = get_gradient_edge(p).node  # which may go when nobody holds it, and its dict with it
+    handle = node.register_hook(lambda *_: None)
     hooks = handle.hooks_dict_ref()
     handle.remove()
     assert hooks is not None

@@ -61,6 +61,7 @@ ALLOWED = {
         "linalg/orthonormal.py:principal",
     ],
     "another, slower way is taken where numbers are not finite or out of range": [
+        "core/coding.py:refuse_out_of_range",
         "linalg/finite.py:is_finite",
         "linalg/low_rank.py:_times",
         "linalg/orthonormal.py:cholesky_qr2",
