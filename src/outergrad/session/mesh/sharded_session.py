@@ -8,6 +8,7 @@ from functools import partial
 from threading import get_ident
 
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from outergrad.capture.changes import ModelWatch
 from outergrad.capture.claims import HeldHooks, HookedClaim
@@ -45,6 +46,8 @@ class ShardedSession(MeshSession):
         super().__init__(inspection, levels, fingerprint, settings)
         self._shards, self._several = shards, True
         trained = {name: shards.params[name] for name in inspection.model.params}
+        # Hooks of others are looked for at the nodes of now, which would go if nobody held them.
+        self._nodes = [get_gradient_edge(p).node for p in trained.values()]
         self._claims = {
             n: HookedClaim(p, self, partial(self.on_ready, n)) for n, p in trained.items()
         }
