@@ -118,6 +118,7 @@ class HookedClaim(Claim):
         super().__init__(parameter, owner)
         self._ready = ready
         self._handles.append(parameter.register_post_accumulate_grad_hook(self.ready_hook(self)))
+        self.hooks.hold()  # those from before are called before ours
 
     def remove(self) -> None:
         """Takes the hooks away; those of others are called by autograd again."""
