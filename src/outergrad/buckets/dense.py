@@ -158,7 +158,7 @@ class _Buffer:
         views = {name: part.view(p.shape) for (name, p), part in pairs}
         traffic = {name: cost.all_reduce(view.nbytes) for name, view in views.items()}
         bookings = [Booking(name, "dense", *one) for name, one in traffic.items()]
-        return _Buffer(room, views, room.tensor[-2:], bookings)
+        return _Buffer(room, views, room.tensor[-2:].real, bookings)
 
 
 class DensePending(Pending):

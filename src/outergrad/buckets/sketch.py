@@ -182,7 +182,7 @@ class _SketchPending(Pending):
             p = self._bucket.extras[name]
             self._means[name] = part.view(p.shape).to(p.dtype)
         self._flags = flags[:-2]
-        surprised, void = flags[-2:].tolist()
+        surprised, void = flags[-2:].real.tolist()
         self._state, self._lacks = State.of(surprised, void), surprised > 0.0
 
     # -- the second round -----------------------------------------------------------------------
