@@ -12,6 +12,7 @@ from torch import nn
 
 import outergrad as og
 from cases import relative_error
+from covering import covering
 from ranks import run_on_lasting_groups
 from sites_apart import FULL_RANK
 
@@ -78,8 +79,9 @@ def kept(net, x):
     return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("part", WITHOUT)
-@pytest.mark.parametrize("name", [*METHODS, *OTHERS])
+@pytest.mark.parametrize(
+    ("name", "part"), covering([*METHODS, *OTHERS], list(WITHOUT), quick=6, every=2)
+)
 def test_what_has_no_elements_is_shared_as_the_rest(name, part):
     method = {**METHODS, **OTHERS}[name]
     torch.manual_seed(0)

@@ -75,7 +75,8 @@ class DistributedDataParallel(nn.Module):
                 other._end()
         method, own = self.method, sorted(self.parameters_to_ignore)
         if own:
-            method = og.PerLayer({**dict.fromkeys(own, og.Local()), "*": method})
+            shared = og.DAD() if isinstance(method, og.Auto) else method  # Auto is of whole models
+            method = og.PerLayer({**dict.fromkeys(own, og.Local()), "*": shared})
         self._session = og.distribute(
             self.module,
             method,

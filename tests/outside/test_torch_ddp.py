@@ -15,7 +15,7 @@ pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 from ddp import METHODS
 from torch_tests_on_cpus import TIMEOUT_S, of_ddp
 
-from covering import covering
+from covering import LONG, covering
 
 HOOKS = "compresses by a hook of DDP's, in whose place stand methods here"
 INSIDE = "asks for DDP's buckets, log entries or profiled collectives"
@@ -70,6 +70,11 @@ DIFFER = {
     "test_ddp_uneven_inputs_stop_iteration_sync_bn": "join has no throw_on_early_termination",
 }
 """Those that do not pass, and why."""
+DIFFER_BY_FACTORS = {
+    "test_ddp_sink_noclone": "factors of a layer's first two steps are compared with copies",
+}
+"""Those that do not pass by methods that send factors, and why."""
+FACTORS = [method for method in METHODS if method not in ("dense", "powersgd")]
 
 
 class Ranks:
@@ -127,21 +132,24 @@ def ranks(tmp_path_factory):
 
 ABOUT_US = [name for name in of_ddp() if name not in NOT_ABOUT_US]
 PASSING = [name for name in ABOUT_US if name not in DIFFER]
+PASSING_BY_ALL = [name for name in PASSING if name not in DIFFER_BY_FACTORS]
 
 
-def test_all_but_three_pass():
-    assert len(PASSING) >= 58
-    assert {*NOT_ABOUT_US, *DIFFER} <= {*of_ddp()}
+def test_all_but_four_pass_by_every_method():
+    assert len(PASSING_BY_ALL) >= 58
+    assert {*NOT_ABOUT_US, *DIFFER, *DIFFER_BY_FACTORS} <= {*of_ddp()}
 
 
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize(("method", "test"), covering([*METHODS], PASSING, quick=0, every=3))
 def test_a_test_of_ddps(ranks, test, method):
     errors = [error for error in ranks.run(test, method) if error]
-    assert not errors, errors[0]
+    differs = test in DIFFER_BY_FACTORS and method in FACTORS
+    assert bool(errors) == differs, (errors or ["it passes now"])[0]
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="two minutes, for a site that waits for another in vain")
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize("test", DIFFER)
 def test_what_differs_still_does(ranks, test):
