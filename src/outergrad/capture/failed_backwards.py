@@ -1,9 +1,9 @@
-"""Who hears of a backward that raised, also where it had reached nothing that is watched.
+"""Who hears of a backward before it begins, and if it raised, whatever it had reached.
 
-Autograd tells hooks only of nodes that it has come to. A backward that raises before, as in a loss
-of one's own, would be known to nobody. So the function through which `torch.autograd` calls its
-engine has one of ours around it, from the first distributed model on; it does nothing until a
-backward raises.
+Autograd tells hooks only of nodes that it has come to. What a backward does before it comes to one
+that is watched, as one that raises in a loss of one's own, would be known to nobody. So the
+function through which `torch.autograd` calls its engine has one of ours around it, from the first
+distributed model on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from outergrad.capture.engine import NO_TASK, current_task, untraced
 
 _ORDER = itertools.count(1)
-_LISTENERS: WeakSet[FailureListener] = WeakSet()
+_LISTENERS: WeakSet[BackwardListener] = WeakSet()
 _LOCK = Lock()
 
 
@@ -55,11 +55,15 @@ class FailedBackward:
         return found & set(_nodes_of(self.inputs)) if self.inputs else found
 
 
-class FailureListener(Protocol):
-    """Who is told of backwards that raised."""
+class BackwardListener(Protocol):
+    """Who is told of backwards that leave gradients in parameters, maybe of another model."""
+
+    def on_backward(self) -> None:
+        """A backward of this thread is about to begin; not one inside another."""
+        ...
 
     def on_failed_backward(self, failed: FailedBackward) -> None:
-        """A backward of this thread has raised, maybe of another model."""
+        """A backward of this thread has raised."""
         ...
 
 
@@ -68,16 +72,16 @@ def now() -> int:
     return next(_ORDER)
 
 
-def listen_to_failures(listener: FailureListener) -> None:
-    """Tells it of every backward of this process that raises, as long as it lives."""
+def listen_to_backwards(listener: BackwardListener) -> None:
+    """Tells it of every backward of this process, as long as it lives."""
     with _LOCK:
         _LISTENERS.add(listener)
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-        if not hasattr(run, "tells_of_failures"):
+        if not hasattr(run, "tells_of_backwards"):
             torch.autograd._engine_run_backward = _telling(run)  # type: ignore[attr-defined]
 
 
-def ignore_failures(listener: FailureListener) -> None:
+def ignore_backwards(listener: BackwardListener) -> None:
     """Tells it nothing any more."""
     with _LOCK:
         _LISTENERS.discard(listener)
@@ -87,23 +91,27 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def run_and_tell(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         began = next(_ORDER)
+        leaves_gradients = kwargs.get("accumulate_grad") and current_task() == NO_TASK
+        if leaves_gradients:
+            for listener in _listeners():
+                listener.on_backward()
         try:
             return run(outputs, *args, **kwargs)
         except BaseException:
-            if kwargs.get("accumulate_grad") and current_task() == NO_TASK:
+            if leaves_gradients:
                 inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
-                _tell(FailedBackward(began, outputs, inputs or ()))
+                failed = FailedBackward(began, outputs, inputs or ())
+                for listener in _listeners():
+                    listener.on_failed_backward(failed)
             raise
 
-    run_and_tell.tells_of_failures = True  # type: ignore[attr-defined]
+    run_and_tell.tells_of_backwards = True  # type: ignore[attr-defined]
     return untraced(run_and_tell)
 
 
-def _tell(failed: FailedBackward) -> None:
+def _listeners() -> list[BackwardListener]:
     with _LOCK:
-        listeners = list(_LISTENERS)
-    for listener in listeners:
-        listener.on_failed_backward(failed)
+        return list(_LISTENERS)
 
 
 def _nodes_of(ends: Iterable[Any]) -> list[Node]:

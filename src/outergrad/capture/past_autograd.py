@@ -30,20 +30,27 @@ class PastAutograd:
     def __init__(self, watched: Mapping[str, WatchedParameter], captured: Collection[str]) -> None:
         self._watched = watched
         self._captured = [watched[name] for name in captured]
-        self._empty: Sequence[WatchedParameter] = ()
-        """Parameters that had no gradient when the model was called, until a backward begins."""
+        self._before: Sequence[tuple[int, int]] = ()
+        """States of gradients when autograd was called, until the model hears of its backward."""
         self._unreached: dict[WatchedParameter, tuple[int, int]] = {}
         self._main: list[tuple[WatchedParameter, Tensor, int]] = []
 
     def called(self) -> None:
-        """The model is called: what is written from now on may be a backward's."""
-        self._empty = [w for w in self._captured if w.parameter.grad is None]
+        """Autograd is called: what is written from now on is a backward's."""
+        self._before = self._states()
 
     def written(self) -> list[str]:
-        """Parameters that had no gradient when the model was called, and have one now."""
-        found = [w.name for w in self._empty if w.parameter.grad is not None]
-        self._empty = ()
-        return found
+        """Parameters whose gradients have changed since autograd was called."""
+        before, self._before = self._before, ()  # empty, too, where autograd was called from C++
+        if not before or before == (states := self._states()):
+            return []
+        pairs = zip(self._captured, before, states, strict=True)
+        return [w.name for w, state, now in pairs if state != now]
+
+    def _states(self) -> list[tuple[int, int]]:
+        """As `WatchedParameter.state_of_grad`, without a call for each."""
+        grads = [w.parameter.grad for w in self._captured]
+        return [NO_GRADIENT if g is None else (id(g), g._version) for g in grads]
 
     def begin(self, used: Set[str], *, looks: bool) -> None:
         """A backward has begun, and what was kept for it is in `param.grad`.
@@ -53,9 +60,8 @@ class PastAutograd:
             looks: whether to look at `main_grad`, too.
         """
         self._unreached = {}
-        for w in self._captured:  # without a call for each
-            grad = w.parameter.grad
-            w.marked = NO_GRADIENT if grad is None else (id(grad), grad._version)
+        for w, state in zip(self._captured, self._states(), strict=True):
+            w.marked = state
         if len(used) < len(self._watched):
             rest = (w for name, w in self._watched.items() if name not in used)
             self._unreached = {w: w.state_of_grad() for w in rest}

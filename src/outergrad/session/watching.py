@@ -28,8 +28,8 @@ from outergrad.capture.engine import (
 )
 from outergrad.capture.failed_backwards import (
     FailedBackward,
-    ignore_failures,
-    listen_to_failures,
+    ignore_backwards,
+    listen_to_backwards,
     now,
 )
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
@@ -81,7 +81,7 @@ class Watching(Joining):
             self._kept_watch = watch
         look_at_steps(self)
         if self._several:
-            listen_to_failures(self)
+            listen_to_backwards(self)
         if self._batch is not None:
             self._batch.watch(model)
 
@@ -105,7 +105,7 @@ class Watching(Joining):
     def _forget_model(self) -> None:
         """The session ends, and holds on to no node of autograd."""
         look_away(self)
-        ignore_failures(self)
+        ignore_backwards(self)
         if self._batch is not None:
             self._batch.remove()
         watch = self._model_watch()
@@ -121,7 +121,6 @@ class Watching(Joining):
         if torch.is_grad_enabled() and current_task() == NO_TASK and self._attached:
             self._refuse(watch.wrapped())
             self._refuse(watch.change(Look.KINDS))
-            self._past_autograd.called()
             self._called = True
 
     def _refuse_changed(self, used: Set[str]) -> None:
@@ -215,6 +214,11 @@ class Watching(Joining):
     def _begin(self, task: int) -> Any:
         self._last_begun = now()
         return super()._begin(task)
+
+    def on_backward(self) -> None:
+        """Notes the state of gradients before autograd comes to anything."""
+        if get_ident() == self._thread:
+            self._past_autograd.called()
 
     def on_failed_backward(self, failed: FailedBackward) -> None:
         """Counts it as a step that raised here.

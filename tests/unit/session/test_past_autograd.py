@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
-from loops import METHODS, SOME, assert_close
+from loops import METHODS, SOME
 from ranks import run_on_lasting_groups
 
 pytestmark = pytest.mark.usefixtures("large_matrices")
@@ -95,12 +96,15 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
 
 
+def assert_exact(found: list[Tensor], place: str, times: int = 1) -> None:
+    names = [name for name, _ in NETS[place].named_parameters()]
+    for name, g, q in zip(names, found, expected(NETS[place], times), strict=True):
+        assert (g.double() - q).norm() <= 2e-4 * q.norm(), name
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("place", NETS)
 def test_what_a_backward_adds_to_grad_is_shared(method, place, to_none):
-    if place == "at the end" and not to_none:
-        pytest.skip("nothing tells it from a gradient of before; see docs/loops.md")
-
     def body(rank: int, group: Any) -> list[list[Tensor]]:
         model, found = copy.deepcopy(NETS[place]), []
         session = og.distribute(model, method, group=group)
@@ -111,26 +115,25 @@ def test_what_a_backward_adds_to_grad_is_shared(method, place, to_none):
         session.detach()
         return found
 
-    exact = expected(NETS[place])
-    names = [name for name, _ in NETS[place].named_parameters()]
     for steps in run_on_lasting_groups(SITES, body):
         for found in steps:
-            for name, g, q in zip(names, found, exact, strict=True):
-                assert (g.double() - q).norm() <= 2e-4 * q.norm(), name
+            assert_exact(found, place)
 
 
-def test_passes_that_add_up_have_it_too(method):
+@pytest.mark.parametrize("place", NETS)
+@pytest.mark.parametrize("both_travel", [True, False])
+def test_passes_that_add_up_have_it_too(method, place, both_travel):
     def body(rank: int, group: Any) -> list[Tensor]:
-        model = copy.deepcopy(NETS["inside"])
+        model = copy.deepcopy(NETS[place])
         session = og.distribute(model, method, group=group)
-        with session.no_sync():
+        with nullcontext() if both_travel else session.no_sync():
             model(ROWS[rank]).square().mean().backward()
         model(ROWS[rank]).square().mean().backward()
         session.detach()
         return gradients(model)
 
     for found in run_on_lasting_groups(SITES, body):
-        assert_close(found, expected(NETS["inside"], 2), 2e-4)
+        assert_exact(found, place, times=2)
 
 
 @pytest.mark.parametrize("synchronised", [True, False])
