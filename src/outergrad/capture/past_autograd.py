@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
 
+import torch
 from torch import Tensor
 
 from outergrad.capture.changes import Change
@@ -33,11 +34,17 @@ class PastAutograd:
         self._before: Sequence[tuple[int, int]] = ()
         """States of gradients when autograd was called, until the model hears of its backward."""
         self._unreached: dict[WatchedParameter, tuple[int, int]] = {}
-        self._main: list[tuple[WatchedParameter, Tensor, int]] = []
+        self._main: list[tuple[WatchedParameter, Tensor | None]] = []
 
-    def called(self) -> None:
-        """Autograd is called: what is written from now on is a backward's."""
+    def called(self, *, looks: bool) -> None:
+        """Autograd is called: what is written from now on is a backward's.
+
+        Args:
+            looks: whether to look at `main_grad`, too. Its values are copied, as kernels write
+                them past the count of changes.
+        """
         self._before = self._states()
+        self._main = [(w, _copy_of_main(w)) for w in self._watched.values()] if looks else []
 
     def written(self) -> list[str]:
         """Parameters whose gradients have changed since autograd was called."""
@@ -52,12 +59,11 @@ class PastAutograd:
         grads = [w.parameter.grad for w in self._captured]
         return [NO_GRADIENT if g is None else (id(g), g._version) for g in grads]
 
-    def begin(self, used: Set[str], *, looks: bool) -> None:
+    def begin(self, used: Set[str]) -> None:
         """A backward has begun, and what was kept for it is in `param.grad`.
 
         Args:
             used: parameters that it leaves a gradient in.
-            looks: whether to look at `main_grad`, too.
         """
         self._unreached = {}
         for w, state in zip(self._captured, self._states(), strict=True):
@@ -65,20 +71,27 @@ class PastAutograd:
         if len(used) < len(self._watched):
             rest = (w for name, w in self._watched.items() if name not in used)
             self._unreached = {w: w.state_of_grad() for w in rest}
-        self._main = self._main_grads() if looks else []
-
-    def _main_grads(self) -> list[tuple[WatchedParameter, Tensor, int]]:
-        pairs = ((w, w.parameter.__dict__.get("main_grad")) for w in self._watched.values())
-        return [(w, t, t._version) for w, t in pairs if isinstance(t, Tensor)]
 
     def refused(self) -> Change | None:
         """At the end of a backward: what it has written and no other site would hear of."""
         unreached, main, self._unreached, self._main = self._unreached, self._main, {}, []
-        for w, before in unreached.items():
-            if w.parameter.grad is not None and w.state_of_grad() != before:
+        for w, state in unreached.items():
+            if w.parameter.grad is not None and w.state_of_grad() != state:
                 what = "got a gradient in a backward that does not reach it"
                 return Change(w.name, what, remedy=_FUSED)
-        for w, t, version in main:
-            if t._version != version:
+        for w, before in main:
+            now = w.parameter.__dict__.get("main_grad")
+            if isinstance(now, Tensor) and not _is_equal(now, before):
                 return Change(w.name, "got a gradient in main_grad by a backward", remedy=_FUSED)
         return None
+
+
+def _copy_of_main(watched: WatchedParameter) -> Tensor | None:
+    main = watched.parameter.__dict__.get("main_grad")
+    return main.detach().clone() if isinstance(main, Tensor) else None
+
+
+def _is_equal(now: Tensor, before: Tensor | None) -> bool:
+    if before is None or (now.shape, now.dtype) != (before.shape, before.dtype):
+        return False
+    return torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)

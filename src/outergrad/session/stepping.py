@@ -137,7 +137,7 @@ class Stepping(Repeating):
             step = begin(task, used)
             if isinstance(step, SharedStep):
                 step.captured.has_autograd_grad |= written
-            self._past_autograd.begin(used, looks=self._stats.step % LOOKS_EVERY < LOOKS)
+            self._past_autograd.begin(used)
         self._step = step
         at_end_of_backward(partial(self._end, task))
         return step

@@ -39,6 +39,7 @@ from outergrad.core.transport import Comm
 from outergrad.session.inspect import Inspection
 from outergrad.session.join import Joining
 from outergrad.session.settings import Settings
+from outergrad.session.stepping import LOOKS, LOOKS_EVERY
 from outergrad.step import param_grad
 from outergrad.step.cadence import Share
 from outergrad.step.header_builder import Loop
@@ -218,7 +219,7 @@ class Watching(Joining):
     def on_backward(self) -> None:
         """Notes the state of gradients before autograd comes to anything."""
         if get_ident() == self._thread:
-            self._past_autograd.called()
+            self._past_autograd.called(looks=self._stats.step % LOOKS_EVERY < LOOKS)
 
     def on_failed_backward(self, failed: FailedBackward) -> None:
         """Counts it as a step that raised here.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -123,13 +124,15 @@ class Tentative:
 
     def begin(self) -> None:
         """A backward begins: takes back what was thrown away since the last one."""
-        gone = []
+        gone, same = [], []
         for name, left in list(self._left.items()):
             p = self._params[name]
             if _weights(p) != left.weights:
                 self._settle([name], used=True)
-            elif not left.is_there(p):
-                gone.append(name)
+            else:
+                (same if left.is_there(p) else gone).append(name)
+        if same and not self._any_gradient():  # zeroed past the counts of changes (`grad.data`)
+            gone += same
         if gone:
             optimized = self._are_optimized(gone)
             self._settle([name for name in gone if name in optimized], used=False)
@@ -141,6 +144,11 @@ class Tentative:
         self.used(list(self._left))
 
     # -------------------------------------------------------------------------------------------
+
+    def _any_gradient(self) -> bool:
+        """Whether the loop has a gradient that is not zero; ends with the first."""
+        grads = (p.grad for p in self._params.values())
+        return any(bool(g.any()) for g in grads if g is not None and g.layout == torch.strided)
 
     def _hold(self, names: Collection[str]) -> None:
         places = [place for name in names for place in self._places[name]]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import outergrad as og
+from covering import covering
 from loops import METHODS, SOME
 from ranks import run_on_lasting_groups
 
@@ -25,6 +26,18 @@ def method(request):
     if isinstance(chosen, og.EDAD | og.PerLayer):
         pytest.skip("a block, or a mixture, of another model")
     return chosen
+
+
+def _assign(p: Any, found: Tensor) -> None:
+    p.main_grad = found + getattr(p, "main_grad", 0.0)
+
+
+MAIN_GRAD = {
+    "added": lambda p, found: p.main_grad.add_(found),
+    "past its count of changes": lambda p, found: p.main_grad.data.add_(found),
+    "replaced": _assign,
+    "made": _assign,
+}
 
 
 class Fused(torch.autograd.Function):
@@ -42,10 +55,12 @@ class Fused(torch.autograd.Function):
         found, p = delta.t() @ x, ctx.into
         if ctx.where == "returned":
             return delta @ weight, found, None, None
-        if ctx.where == "main_grad":
-            p.main_grad.add_(found)
+        if ctx.where in MAIN_GRAD:
+            MAIN_GRAD[ctx.where](p, found)
         elif p.grad is None:
             p.grad = found
+        elif ctx.where == "grad, past its count of changes":
+            p.grad.data.add_(found)
         else:
             p.grad.add_(found)
         return delta @ weight, None, None, None
@@ -104,9 +119,11 @@ def assert_exact(found: list[Tensor], place: str, times: int = 1) -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("place", NETS)
-def test_what_a_backward_adds_to_grad_is_shared(method, place, to_none):
+@pytest.mark.parametrize("where", ["grad", "grad, past its count of changes"])
+def test_what_a_backward_adds_to_grad_is_shared(method, place, to_none, where):
     def body(rank: int, group: Any) -> list[list[Tensor]]:
         model, found = copy.deepcopy(NETS[place]), []
+        model.where = where
         session = og.distribute(model, method, group=group)
         for _ in range(4):
             model.zero_grad(set_to_none=to_none)
@@ -136,12 +153,15 @@ def test_passes_that_add_up_have_it_too(method, place, both_travel):
         assert_exact(found, place, times=2)
 
 
-@pytest.mark.parametrize("synchronised", [True, False])
-def test_main_grad_is_refused(method, synchronised):
+@pytest.mark.parametrize(
+    ("how", "place", "synchronised"),
+    covering(list(MAIN_GRAD), list(NETS), {"shared": True, "no_sync": False}, quick=2, every=2),
+)
+def test_main_grad_is_refused(method, place, how, synchronised):
     def body(rank: int, group: Any) -> None:
-        model = copy.deepcopy(NETS["inside"])
-        model.where = "main_grad"
-        for p in model.parameters():
+        model = copy.deepcopy(NETS[place])
+        model.where = how
+        for p in model.parameters() if how != "made" else ():
             p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
         session = og.distribute(model, method, group=group)
         session._synchronise = synchronised

@@ -107,6 +107,19 @@ def attack_in_place(loop: Loop) -> None:
     loop.model.zero_grad(set_to_none=False)
 
 
+def attack_past_the_counts(loop: Loop) -> None:
+    """Gradients are set to zero through `.data` or numpy, which no count of changes tells of."""
+    loop.backward(5.0)
+    for p in loop.model.parameters():
+        p.grad.data.zero_()
+    loop.backward(5.0)
+    for p in loop.model.parameters():
+        p.grad.numpy().fill(0.0)
+    loop.step(loop.backward())
+    for p in loop.model.parameters():
+        p.grad.data.zero_()
+
+
 def attack_and_clip(loop: Loop) -> None:
     loop.backward(5.0)
     nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
@@ -183,6 +196,7 @@ def sharpness_aware(loop: Loop) -> None:
 LOOPS = [
     attack,
     attack_in_place,
+    attack_past_the_counts,
     attack_and_clip,
     attack_with_accumulation,
     attack_in_no_sync,
