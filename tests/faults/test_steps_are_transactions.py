@@ -263,14 +263,14 @@ def test_all_sites_that_are_left_have_made_the_same_steps(
 def test_a_site_that_hangs_is_named_within_the_timeout(name, sites):
     def body(rank, group):
         model = copy.deepcopy(MODEL)
-        og.distribute(model, TABLE[name], group=group, timeout=0.5)
+        og.distribute(model, TABLE[name], group=group, timeout=1.0)
         backward(model, rank)
         if rank == sites - 1:
-            time.sleep(2.0)
+            time.sleep(3.0)
         began = time.monotonic()
         with pytest.raises(og.SiteLostError, match="lost site") as caught:
             backward(model, rank, 1)
-        assert time.monotonic() - began < 0.5 + 2.0
+        assert time.monotonic() - began < 1.0 + 2.0
         return caught.value.sites if rank != sites - 1 else str(caught.value)
 
     *others, late = run_ranks(sites, body)
