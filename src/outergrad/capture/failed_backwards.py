@@ -93,20 +93,29 @@ def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
         began = next(_ORDER)
         leaves_gradients = kwargs.get("accumulate_grad") and current_task() == NO_TASK
         if leaves_gradients:
-            for listener in _listeners():
-                listener.on_backward()
+            _announce()
         try:
             return run(outputs, *args, **kwargs)
         except BaseException:
             if leaves_gradients:
                 inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
-                failed = FailedBackward(began, outputs, inputs or ())
-                for listener in _listeners():
-                    listener.on_failed_backward(failed)
+                _tell(FailedBackward(began, outputs, inputs or ()))
             raise
 
     run_and_tell.tells_of_backwards = True  # type: ignore[attr-defined]
     return untraced(run_and_tell)
+
+
+def _announce() -> None:
+    """Apart, so that no listener is held while the backward runs: it may wait for other sites."""
+    for listener in _listeners():
+        listener.on_backward()
+
+
+def _tell(failed: FailedBackward) -> None:
+    """Apart, so that no listener is held by the traceback of an error."""
+    for listener in _listeners():
+        listener.on_failed_backward(failed)
 
 
 def _listeners() -> list[BackwardListener]:
