@@ -376,9 +376,9 @@ def _line(run: Run, messages: TextIO | None) -> str:
         found = seen(run)
     except Exception as error:
         return f"{run.name}: {type(error).__name__}: {error}"
-    for site, one in enumerate(found) if messages else ():
-        assert messages is not None
-        messages.writelines(f"{run.name} at {site}: {message}\n" for message in one.messages)
+    if messages is not None:
+        for site, one in enumerate(found):
+            messages.writelines(f"{run.name} at {site}: {message}\n" for message in one.messages)
     return f"{run.name}: {'  '.join(map(str, found))}"
 
 

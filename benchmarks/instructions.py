@@ -15,6 +15,8 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -90,13 +92,13 @@ def main() -> None:
     if args.train:
         train(args.train, args.workload)
         return
+    checkouts = [HERE, *([args.beside.resolve()] if args.beside else [])]
     for method in args.methods.split(","):
-        here = counted(HERE, method, args.workload)
-        print(f"{method:11} {here / 1e6:8,.1f} million instructions in a step", end="", flush=True)
-        if args.beside:
-            there = counted(args.beside.resolve(), method, args.workload)
-            print(f", beside {there / 1e6:,.1f}: {here / there:.4f}", end="")
-        print(flush=True)
+        count = partial(counted, method=method, workload=args.workload)
+        with ThreadPoolExecutor() as threads:  # each waits for a process; counts do not mind
+            here, *there = threads.map(count, checkouts)
+        told = "".join(f", beside {n / 1e6:,.1f}: {here / n:.4f}" for n in there)
+        print(f"{method:11} {here / 1e6:8,.1f} million instructions in a step{told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import outergrad as og
 from cases import METHODS, Boom, mlp, relative_error
 from covering import covering
 from ranks import run_on_lasting_groups
+from sites_apart import plain
 
 TABLE = METHODS | {
     "auto": og.Auto(),
@@ -266,7 +267,21 @@ def a_gradient_of_inputs(site: Site, x: torch.Tensor) -> None:
         torch.autograd.grad(site.model(x).sum(), x)
 
 
+def refused_before_the_engine(site: Site, x: torch.Tensor) -> None:
+    if site.rank == 0:
+        with pytest.raises(RuntimeError, match="scalar outputs"):
+            site.model(x).backward()
+
+
+def without_a_graph(site: Site, x: torch.Tensor) -> None:
+    if site.rank == 0:
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            loss_of(site.model, x, False).detach().backward()
+
+
 LEGAL = [
+    refused_before_the_engine,
+    without_a_graph,
     of_another_model,
     in_no_sync,
     for_inputs_alone,
@@ -291,6 +306,30 @@ def test_what_is_no_step_of_the_model_costs_none(extra):
         return site.session.stats().step
 
     assert run_on_lasting_groups(2, body) == [4, 4]
+
+
+def test_a_local_step_that_raises_is_the_site_s_own():
+    """It does not count: the site makes another one for it, and the sites exchange together."""
+
+    def body(rank, group):
+        model = copy.deepcopy(MODEL)
+        session = og.distribute(model, og.LocalSteps(2, outer=plain), group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            if (rank, step) == (0, 1):
+                with pytest.raises(ArithmeticError, match="boom"):
+                    loss_of(model, batch(rank, step), True).backward()
+            loss_of(model, batch(rank, step), False).backward()
+            optimizer.step()
+        session.flush()
+        made = session.stats().step
+        session.detach()
+        return made, [p.detach().clone() for p in model.parameters()]
+
+    (made, ours), (others, theirs) = run_on_lasting_groups(2, body)
+    assert made == others
+    assert all(p.equal(q) for p, q in zip(ours, theirs, strict=True))
 
 
 def test_a_backward_inside_one_that_survives_it():

@@ -122,7 +122,7 @@ class _Buffer:
     Attributes:
         room: for all of it.
         views: of the part of each parameter, in its shape.
-        told: of the two counts behind them.
+        told: of the two counts behind them; their real part where gradients are complex.
         bookings: what it does for each of them.
         holders: tensors that lie in it, if none is a loop's gradient.
     """

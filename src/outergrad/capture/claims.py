@@ -114,11 +114,10 @@ class HookedClaim(Claim):
     ready_hook: type[ReadyHook] = ReadyHook
 
     def __init__(self, parameter: nn.Parameter, owner: Any, ready: Callable[[], None]) -> None:
-        self.hooks = HeldHooks(parameter)
         super().__init__(parameter, owner)
         self._ready = ready
         self._handles.append(parameter.register_post_accumulate_grad_hook(self.ready_hook(self)))
-        self.hooks.hold()  # those from before are called before ours
+        self.hooks = HeldHooks(parameter)  # which holds those from before, called before ours
 
     def remove(self) -> None:
         """Takes the hooks away; those of others are called by autograd again."""

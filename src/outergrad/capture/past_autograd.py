@@ -34,7 +34,8 @@ class PastAutograd:
         self._before: Sequence[tuple[int, int]] = ()
         """States of gradients when autograd was called, until the model hears of its backward."""
         self._unreached: dict[WatchedParameter, tuple[int, int]] = {}
-        self._main: list[tuple[WatchedParameter, Tensor | None]] = []
+        self._main: Mapping[WatchedParameter, Tensor] | None = None
+        """Copies of `main_grad`, where they are looked at."""
 
     def called(self, *, looks: bool) -> None:
         """Autograd is called: what is written from now on is a backward's.
@@ -44,7 +45,8 @@ class PastAutograd:
                 them past the count of changes.
         """
         self._before = self._states()
-        self._main = [(w, _copy_of_main(w)) for w in self._watched.values()] if looks else []
+        copies = {w: t.detach().clone() for w, t in self._main_grads().items()} if looks else None
+        self._main = copies
 
     def written(self) -> list[str]:
         """Parameters whose gradients have changed since autograd was called."""
@@ -74,24 +76,25 @@ class PastAutograd:
 
     def refused(self) -> Change | None:
         """At the end of a backward: what it has written and no other site would hear of."""
-        unreached, main, self._unreached, self._main = self._unreached, self._main, {}, []
+        unreached, main, self._unreached, self._main = self._unreached, self._main, {}, None
         for w, state in unreached.items():
             if w.parameter.grad is not None and w.state_of_grad() != state:
                 what = "got a gradient in a backward that does not reach it"
                 return Change(w.name, what, remedy=_FUSED)
-        for w, before in main:
-            now = w.parameter.__dict__.get("main_grad")
-            if isinstance(now, Tensor) and not _is_equal(now, before):
+        for w, now in self._main_grads().items() if main is not None else ():
+            if w not in main or not _is_equal(now, main[w]):
                 return Change(w.name, "got a gradient in main_grad by a backward", remedy=_FUSED)
         return None
 
+    def _main_grads(self) -> dict[WatchedParameter, Tensor]:
+        return {
+            w: main
+            for w in self._watched.values()
+            if isinstance(main := w.parameter.__dict__.get("main_grad"), Tensor)
+        }
 
-def _copy_of_main(watched: WatchedParameter) -> Tensor | None:
-    main = watched.parameter.__dict__.get("main_grad")
-    return main.detach().clone() if isinstance(main, Tensor) else None
 
-
-def _is_equal(now: Tensor, before: Tensor | None) -> bool:
-    if before is None or (now.shape, now.dtype) != (before.shape, before.dtype):
+def _is_equal(now: Tensor, before: Tensor) -> bool:
+    if (now.shape, now.dtype) != (before.shape, before.dtype):
         return False
     return torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)

@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from outergrad.capture.backward_listeners import (
+    FailedBackward,
+    ignore_backwards,
+    listen_to_backwards,
+    now,
+)
 from outergrad.capture.changes import Change, Look, ModelWatch, overwritten
 from outergrad.capture.claims import HeldHooks, with_any
 from outergrad.capture.class_swap import CallSwap
@@ -25,12 +31,6 @@ from outergrad.capture.engine import (
     current_task,
     in_distributed_autograd,
     untraced,
-)
-from outergrad.capture.failed_backwards import (
-    FailedBackward,
-    ignore_backwards,
-    listen_to_backwards,
-    now,
 )
 from outergrad.capture.optimizer_steps import look_at_steps, look_away
 from outergrad.capture.parameters import hold_again
@@ -63,7 +63,7 @@ class Watching(Joining):
     _thread = 0
     _called = _began = False
     _last_begun = 0
-    """When a backward of this model last had its first event, by `failed_backwards.now`."""
+    """When a backward of this model last had its first event, by `backward_listeners.now`."""
 
     def __init__(
         self, inspection: Inspection, comm: Comm, fingerprint: int, settings: Settings

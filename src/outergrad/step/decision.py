@@ -127,8 +127,8 @@ def _overwritten(site: int, step: int, param: str) -> StepDiscardedError:
 def _changed(site: int, step: int, param: str) -> StepDiscardedError:
     what = f"{param} of the model of site {site}" if param else f"the model of site {site}"
     return StepDiscardedError(
-        f"{what} was changed after og.distribute(), or its gradient past it; the error of site "
-        f"{site} says how, and what to do there. Step {step} was not applied on any site. If the "
-        f"model was changed, call session.detach(), change it alike, and call "
+        f"{what} was changed after og.distribute(), or somebody else changed its gradient: the "
+        f"error of site {site} says which, and what to do there. Step {step} was not applied on "
+        f"any site. If the model was changed, call session.detach(), change it alike, and call "
         f"og.distribute(model, ...) again on every site"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outergrad.capture.failed_backwards import FailedBackward, listen_to_backwards
+from outergrad.capture.backward_listeners import FailedBackward, listen_to_backwards
 
 
 class Listener:

@@ -343,6 +343,21 @@ def test_what_changes_nothing_that_is_shared_is_exact(name, change):
     run_on_lasting_groups(SITES, body)
 
 
+def test_a_buffer_that_comes_later_is_each_site_s_own():
+    def body(rank, group):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        session = og.distribute(model, og.DAD(), group=group)
+        for step in range(2):
+            model.register_buffer("seen", torch.full((1,), float(rank)))
+            model(torch.full((3, 4), 1.0 + rank + step)).sum().backward()
+        session.detach()
+        return dict(model.named_buffers())
+
+    ours, theirs = run_on_lasting_groups(2, body)
+    assert (ours["seen"], theirs["seen"]) == (0.0, 1.0)
+    assert ours["1.num_batches_tracked"] == theirs["1.num_batches_tracked"] == 2
+
+
 def test_own_parts_change_freely():
     """By their names: also layers that were not there."""
 

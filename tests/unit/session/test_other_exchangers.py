@@ -234,6 +234,35 @@ def test_a_ddp_that_is_not_used_does_no_harm(method):
         assert_close(found, expected, 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("by", "times"), [(og.Dense(), 0.5), (og.DAD(always=True), 1.0)], ids=["dense", "dad"]
+)
+def test_a_callback_that_the_output_queues_comes_before_the_exchange(by, times):
+    """Not noticed: dense gradients are shared as it leaves them, factors as the layers had them."""
+
+    def body(rank, group):
+        model = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.eye(8))
+        session = og.distribute(model, by, group=group)
+
+        def halve() -> None:
+            if model.weight.grad is not None:
+                model.weight.grad.mul_(0.5)
+
+        def queue(_: Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(halve)
+
+        y = model(torch.full((2, 8), rank + 1.0))
+        y.register_hook(queue)
+        y.sum().backward()
+        session.detach()
+        return model.weight.grad
+
+    for found in run_on_lasting_groups(SITES, body):
+        assert_close([found], [torch.full((8, 8), times * 3.0).double()], 1e-6)
+
+
 # -- hooks of the nodes that accumulate gradients -------------------------------------------------
 
 

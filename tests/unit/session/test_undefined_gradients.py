@@ -123,6 +123,37 @@ def test_what_no_site_has_a_gradient_for_has_none(method, steps):
             assert_same(found[step], expected(losses, step), step, owes=owes)
 
 
+def test_of_a_layer_that_was_not_called_zeros_may_stand_for_none(method):
+    """The backward reaches its weight past the layer; nobody's gradient changes by it."""
+
+    class Past(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x).relu()
+            h = h + NoneGiven.apply(h @ self.block[0].weight.t())
+            return self.last(self.norm(h))
+
+    def body(rank: int, group: Any) -> list[Tensor | None]:
+        model = net()
+        model.__class__ = Past
+        session = og.distribute(model, method, group=group)
+        loss_of(model, batch(rank, 0)).backward()
+        session.detach()
+        return gradients(model)
+
+    whole = copy.deepcopy(net()).double()
+    whole.__class__ = Past
+    for site in range(SITES):
+        (loss_of(whole, batch(site, 0).double()) / SITES).backward()
+    names = [name for name, _ in whole.named_parameters()]
+    for found in run_on_lasting_groups(SITES, body):
+        for name, g, q in zip(names, found, gradients(whole), strict=True):
+            if q is None:
+                assert g is None or not g.any(), name
+            else:
+                assert g is not None
+                assert (g.double() - q).norm() <= 2e-4 * q.norm(), name
+
+
 @pytest.mark.parametrize("every", [False, True], ids=["no_sync", "every"])
 def test_passes_that_add_up(method, every):
     """What no pass at any site had a gradient for has none; what one had one for has the mean."""
