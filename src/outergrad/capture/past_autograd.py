@@ -81,7 +81,9 @@ class PastAutograd:
             if w.parameter.grad is not None and w.state_of_grad() != state:
                 what = "got a gradient in a backward that does not reach it"
                 return Change(w.name, what, remedy=_FUSED)
-        for w, now in self._main_grads().items() if main is not None else ():
+        if main is None:
+            return None
+        for w, now in self._main_grads().items():
             if w not in main or not _is_equal(now, main[w]):
                 return Change(w.name, "got a gradient in main_grad by a backward", remedy=_FUSED)
         return None
